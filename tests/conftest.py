@@ -6,16 +6,19 @@ has no deadline and draws as slowly as it must: no test fails because its machin
 
 torch has one thread unless told otherwise: with models this small a second one only waits, and
 takes a core for it. HTTP clients know one certificate: they would load the world's, each anew, and
-what they ask is here.
+what they ask is here. They wait without a limit of their own, as all waits of tests do: a machine
+may be as busy as it likes, and what never comes is ended by the limit of the test.
 
 The option --record writes which tests have run.
 """
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 from support.ports import free_port
@@ -30,6 +33,13 @@ for name in ("COLUMNS", "LINES"):
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
 os.environ["SSL_CERT_FILE"] = CERTIFICATE
+
+HTTP_FUNCTIONS = ("request", "stream", "get", "options", "head", "post", "put", "patch", "delete")
+for function in (
+    *(httpx.Client.__init__, httpx.AsyncClient.__init__),
+    *(getattr(httpx, name) for name in HTTP_FUNCTIONS),
+):
+    inspect.unwrap(function).__kwdefaults__["timeout"] = None
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -23,7 +23,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from support.gated_runner import gated_server, until
+from support.gated_runner import gated_server
+from support.waiting import until
 from typer.testing import CliRunner
 
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
@@ -808,7 +809,7 @@ def test_bench_serve_starts_and_stops_its_own_server(tmp_path: Path) -> None:
     options = ("--trace", trace, "--trace-scale", "0.1", "--repeat", "1", "--json", file)
     command = [sys.executable, "-m", "minisgl", "bench", "serve", "--device", "cpu", *options]
     with_key = {**os.environ, "MINISGL_API_KEY": "of-another-server"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=with_key)
+    result = subprocess.run(command, capture_output=True, text=True, env=with_key)
     assert (result.returncode, result.stderr) == (0, "")
     assert "demo with its own weights in float32, on CPU" in result.stdout
     assert "3 requests in 1.0 s of the trace" in result.stdout
@@ -824,6 +825,6 @@ def test_bench_serve_starts_and_stops_its_own_server(tmp_path: Path) -> None:
 
 def test_a_server_that_fails_to_start_is_reported_with_the_reason() -> None:
     command = [sys.executable, "-m", "minisgl", "bench", "serve", "--model", "/no/such/folder"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == "minisgl: There is no folder /no/such/folder.\n"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
 from support.fake_runner import expected_output
-from support.gated_runner import until
+from support.waiting import until
 
 from minisgl.errors import (
     ContextLengthError,

@@ -17,9 +17,10 @@ from support.endless_template_server import ASKED
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import SUPPORT
-from support.gated_runner import Gated, gated_server, until
+from support.gated_runner import Gated, gated_server
 from support.http_server import HELLO, error_of, http_client, session, wait_for_health
 from support.toy_tokenizers import byte_level_backend, wrap
+from support.waiting import LIMIT_S, until
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, NUM_SLOW, PLACE_BYTES, SHORT_BYTES, Intake
@@ -51,7 +52,7 @@ class FakeRenderer(Renderer):
         if arguments["conversations"][0][0]["content"] == "stuck":
             if self.processor_seconds:
                 raise EndlessTemplateError(self.processor_seconds)
-            self._closed.wait(60)
+            self._closed.wait(LIMIT_S)
         return render(arguments)
 
 
@@ -68,7 +69,7 @@ class GatedTokenizer(Tokenizer):
     def encode(self, text: str, **options: Any) -> list[int]:
         if len(text) > SHORT_BYTES:
             self.begun.append(len(text))
-            assert self.gate.wait(60)
+            assert self.gate.wait(LIMIT_S)
         if self.error is not None:
             raise self.error
         return [1] * len(text)
@@ -221,7 +222,7 @@ async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:
         encode = gated.engine.tokenizer._encode_long  # type: ignore[union-attr]
 
         def slow(text: str, add_special_tokens: bool) -> list[int]:
-            assert gate.wait(60)
+            assert gate.wait(LIMIT_S)
             return encode(text, add_special_tokens)
 
         gated.engine.tokenizer._encode_long = slow  # type: ignore[union-attr, method-assign]
@@ -240,7 +241,7 @@ async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:
 
 
 def client_of(gated: Gated) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}", timeout=60)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}")
 
 
 # -- what cannot fit ------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ async def test_draining_waits_for_texts_that_are_being_tokenized() -> None:
 
         def slow(text: str, **options: Any) -> list[int]:
             if len(text) > MAX_SHORT_CHARS:
-                assert gate.wait(60)
+                assert gate.wait(LIMIT_S)
             return encode(text, **options)
 
         gated.engine.tokenizer.encode = slow  # type: ignore[union-attr, method-assign]
@@ -319,11 +320,11 @@ def test_an_endless_template_blocks_neither_signals_nor_requests(port: int) -> N
     url = f"http://127.0.0.1:{port}"
     options = json.dumps({"port": port, "drain_timeout": 0.5})
     with session(str(ENDLESS_SERVER), options) as process:
-        wait_for_health(process, url, 200, 60)
+        wait_for_health(process, url, 200)
         answers: list[httpx.Response] = []
 
         def ask() -> None:
-            answers.append(httpx.post(f"{url}{CHAT}", json={"messages": HELLO}, timeout=60))
+            answers.append(httpx.post(f"{url}{CHAT}", json={"messages": HELLO}))
 
         asking = [threading.Thread(target=ask) for _ in range(2)]
         for thread in asking:
@@ -335,7 +336,7 @@ def test_an_endless_template_blocks_neither_signals_nor_requests(port: int) -> N
         process.send_signal(signal.SIGTERM)
         for thread in asking:
             thread.join()
-        log += process.communicate(timeout=30)[1]
+        log += process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 0
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {error_of(answer)["type"] for answer in answers} == {"service_unavailable"}

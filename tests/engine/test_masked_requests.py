@@ -11,7 +11,7 @@ import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import expected_output
-from support.gated_runner import until
+from support.waiting import until
 
 from minisgl.engine.masks import MaskFiller
 from minisgl.engine.stream import OutputStream

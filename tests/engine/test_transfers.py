@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT_S
 
 from minisgl.engine import transfers
 from minisgl.engine.transfers import Prefix, Sharing, Transfers
@@ -70,7 +71,7 @@ class Side:
         self.address = self.transfers.address
 
     def views(self, rank: int, host_pages: Sequence[int]) -> list[memoryview]:
-        assert self.gates[rank].wait(20)
+        assert self.gates[rank].wait(LIMIT_S)
         memory = memoryview(self.memory[rank])
         return [memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in host_pages]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 from support.gated_runner import served
+from support.waiting import until
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -26,14 +27,6 @@ async def serving(**options: Any) -> AsyncIterator[tuple[AsyncEngine, openai.Asy
         ) as client,
     ):
         yield engine, client
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come to pass within 5 s")
 
 
 async def test_streamed_and_whole_answers_agree() -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 from support.fake_matcher import FakeMatcher, ending_at, tokens_after
 from support.http_server import HELLO, wait_for_health
-from support.nodes import TOKEN, Network, Node, network, node, program, until
+from support.nodes import TOKEN, Network, Node, network, node, program
 from support.ports import free_port
 from support.serving import demo_engine
+from support.waiting import wait_until
 
 from minisgl import LLM
 from minisgl.config import EngineConfig
@@ -95,8 +96,8 @@ async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_
     with program(tmp_path, str(script)) as other:
         async with await demo_engine(**options) as engine:
             found = await tokens(engine)
-        assert other.process.wait(20) == 0, other.log
-        until(lambda: not other.pids())
+        assert other.process.wait() == 0, other.log
+        wait_until(lambda: not other.pids())
         assert "Node 0 has ended, and so does this node" in other.log
         assert other.log.endswith("done\n")
     async with await demo_engine() as alone:
@@ -133,11 +134,11 @@ async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_na
                         pass
             reason = f"Rank 1 (process {pid}) was killed by SIGKILL."
             assert str(caught.value) == f"Node 1 (127.0.0.1): {reason}"
-        until(lambda: bool(exits))  # nothing else ends what waits for the dead
-        assert other.process.wait(20) == 1
+        wait_until(lambda: bool(exits))  # nothing else ends what waits for the dead
+        assert other.process.wait() == 1
         assert "Node 1 of 2: works for node 0" in other.log and "serves no HTTP" in other.log
         assert f"This node ends: Node 1 (127.0.0.1): {reason}" in other.log
-        until(lambda: not other.pids())
+        wait_until(lambda: not other.pids())
 
 
 def test_another_node_is_no_place_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def pair(tmp_path: Path, port: int) -> Iterator[tuple[Node, Node, Network, str]]
         ) as other,
     ):
         url = f"http://127.0.0.1:{http}"
-        wait_for_health(main.process, url, 200, 120)
+        wait_for_health(main.process, url, 200)
         yield main, other, between, url
 
 
@@ -170,7 +171,7 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
     pair: tuple[Node, Node, Network, str],
 ) -> None:
     main, other, between, url = pair
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url) as client:
         body: dict[str, Any] = {"messages": HELLO, "max_tokens": 64, "temperature": 0}
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
         answer = client.post("/v1/chat/completions", json=body | {"response_format": schema})
@@ -178,7 +179,7 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
         assert content["city"] in ("Aachen", "Cologne") and isinstance(content["size"], int)
 
         os.kill(other.process.pid, signal.SIGTERM)  # once is not enough while node 0 goes on
-        until(lambda: "node 0 decides when the engine ends" in other.log)
+        wait_until(lambda: "node 0 decides when the engine ends" in other.log)
 
         errors: list[dict[str, Any]] = []
         begun = threading.Barrier(3)
@@ -188,7 +189,7 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
             with client.stream("POST", "/v1/chat/completions", json=endless) as streamed:
                 lines = filter(None, streamed.iter_lines())
                 next(lines)
-                begun.wait(30)
+                begun.wait()
                 events = list(lines)
             assert events[-1] == "data: [DONE]"
             errors.append(json.loads(events[-2].removeprefix("data: "))["error"])
@@ -196,7 +197,7 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
         streams = [threading.Thread(target=stream) for _ in range(2)]
         for one in streams:
             one.start()
-        begun.wait(30)
+        begun.wait()
         pids = [*main.pids(), *other.pids()]
         # What the ranks send each other does not pass here; a stopped one is as silent.
         os.kill(other.rank(), signal.SIGSTOP)
@@ -210,5 +211,5 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
     assert main.process.wait() == 1 and other.process.wait() == 1
     assert re.search(r"Node 1 \(127.0.0.1\) " + lost, main.log)
     assert re.search("This node ends: Node 0 " + lost, other.log)
-    until(lambda: not main.pids() and not other.pids())
+    wait_until(lambda: not main.pids() and not other.pids())
     assert pids

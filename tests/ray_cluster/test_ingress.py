@@ -12,7 +12,8 @@ import httpx
 import msgspec
 import pytest
 from support.fake_engine import FakeEngine
-from support.http_server import HELLO, error_of, until
+from support.http_server import HELLO, error_of
+from support.waiting import until
 
 from minisgl.ray import prefills
 from minisgl.ray.engine import EngineReplica, EngineUnhealthyError

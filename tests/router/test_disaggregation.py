@@ -98,9 +98,7 @@ def parent_of(pid: int) -> int:
 
 
 def wait_for_successor(folder: Path, replica: int, killed: list[int]) -> None:
-    deadline = time.monotonic() + 60
     while not (found := ranks_of(folder, replica)) or found[0] == killed[0]:
-        assert time.monotonic() < deadline, "the replica was not started again"
         time.sleep(0.02)
 
 
@@ -112,8 +110,8 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
         await asyncio.to_thread(wait_for_ready, process, url, 2)
         decode = httpx.AsyncHTTPTransport(uds=replica_sockets(tmp_path)[1])
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
-            httpx.AsyncClient(base_url="http://localhost", transport=decode, timeout=60) as alone,
+            httpx.AsyncClient(base_url=url) as client,
+            httpx.AsyncClient(base_url="http://localhost", transport=decode) as alone,
         ):
             prompts = [prompt(seed, shared=100 * (seed % 2)) for seed in range(1, 7)]
             wholes = [tokens_of(await ask(alone, each, cache_salt="whole")) for each in prompts]
@@ -176,7 +174,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             os.kill(ranks_of(tmp_path, replica=1)[0], signal.SIGKILL)
             assert tokens_of(await ask(client, prompts[0])) == wholes[0]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait() == 0
         wait_until_nothing_is_left(tmp_path)
 
 

@@ -18,8 +18,9 @@ import openai
 import pytest
 from openai.types.responses import ResponseErrorEvent
 from support.fake_engine import FakeEngine
-from support.http_server import HELLO, error_of, until
+from support.http_server import HELLO, error_of
 from support.routing import front, routing
+from support.waiting import until
 
 from minisgl.router.fleet import ReplicaState
 from minisgl.router.policies import DECODE, PREFILL, ROUND_ROBIN

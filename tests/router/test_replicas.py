@@ -47,7 +47,7 @@ async def cached_share(url: str, salt: str) -> float:
             num_prompt_tokens += answer["usage"]["prompt_tokens"]
             num_cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url) as client:
         await asyncio.gather(*(converse(client, number) for number in range(NUM_CONVERSATIONS)))
     return num_cached_tokens / num_prompt_tokens
 
@@ -88,7 +88,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
         assert scattered < routed - 0.15
 
         killed = next(pid for pid, part in children_of(tmp_path).items() if part[-1] == "0")
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url) as client:
             before = await num_sent(client)
             streams = [
                 asyncio.ensure_future(end_of_stream(client, number))

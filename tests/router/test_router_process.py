@@ -77,9 +77,9 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
             (pid,) = (pid for pid, args in arguments.items() if kind in args and args[-1] == "1")
             os.kill(pid, signal.SIGKILL)
         asked: Any = {"messages": HELLO, "max_tokens": 60}
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+        with httpx.Client(base_url=url, headers=headers) as client:
             for _ in range(4):  # connections to the killed router wait for its next start
-                answer = httpx.post(f"{url}{CHAT}", json=asked, headers=headers, timeout=30)
+                answer = httpx.post(f"{url}{CHAT}", json=asked, headers=headers)
                 assert answer.status_code == 200
             starts_again = 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0'
             while starts_again not in client.get("/metrics").text:
@@ -92,7 +92,7 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
                 next(lines)
                 process.send_signal(signal.SIGINT)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert process.wait(30) == 0
+        assert process.wait() == 0
         assert process.stderr is not None
         log = process.stderr.read()
         assert "Replica 1 has ended (exit code -9); starting it again in 1 s" in log
@@ -105,7 +105,7 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
 
 def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Path) -> None:
     with serving(tmp_path, {"load_error": "There is no room for it."}) as (process, _):
-        assert process.wait(30) == 1
+        assert process.wait() == 1
         assert process.stderr is not None
         log = process.stderr.read()
         assert "There is no room for it." in log
@@ -126,7 +126,7 @@ def test_a_second_signal_while_requests_run_leaves_nothing(tmp_path: Path) -> No
     asked = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with (
         serving(tmp_path, {"interval": 0.1, "max_seq_len": 4000}) as (process, url),
-        httpx.Client(base_url=url, timeout=30) as client,
+        httpx.Client(base_url=url) as client,
     ):
         wait_for_ready(process, url, 2)
         with client.stream("POST", CHAT, json=asked) as stream:
@@ -137,5 +137,5 @@ def test_a_second_signal_while_requests_run_leaves_nothing(tmp_path: Path) -> No
                 pass
             next(lines)  # a replica that drains answers on
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == -signal.SIGINT
+            assert process.wait() == -signal.SIGINT
         wait_until_nothing_is_left(tmp_path)

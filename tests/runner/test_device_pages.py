@@ -27,6 +27,7 @@ from support.device_page_cases import (
 )
 from support.host_cache_cases import cache_of, holds, write
 from support.slow_lanes import SlowLane
+from support.waiting import LIMIT_S
 
 from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.kvcache.copies import Copies, Load
@@ -57,7 +58,7 @@ class Gate:
 
     def wait(self) -> None:
         self.is_awaited.set()
-        assert self._opened.wait(60)
+        assert self._opened.wait(LIMIT_S)
 
 
 @pytest.fixture(params=[copy_lane, SlowLane], ids=["lane", "slow lane"])
@@ -106,10 +107,10 @@ def test_both_sides_wait_for_what_uses_their_pages(ranks: tuple[DeviceRank, Devi
     sender.planes[1][5] = 0  # of which the right bytes are computed later
     sender.send(1, [5], NAME, [written])
     receiver.receive(1, sender.address, [6], NAME, [read])
-    assert read.is_awaited.wait(60)
+    assert read.is_awaited.wait()
     receiver.expect(2, [], [])
     read.open()
-    assert written.is_awaited.wait(60)
+    assert written.is_awaited.wait()
     sender.planes[1][5] = random_planes("tiny", 1)[1][5]
     written.open()
     assert sender.end() == receiver.end() == (1, 1)
@@ -284,7 +285,7 @@ def test_closing_waits_for_the_copy_under_way_and_lets_none_begin(
     take = receiver.device.take
 
     def take_late(address: str, window: Window, pages: Sequence[int]) -> None:
-        assert closed.wait(60)
+        assert closed.wait()
         take(address, window, pages)
 
     def close() -> None:
@@ -301,13 +302,13 @@ def test_closing_waits_for_the_copy_under_way_and_lets_none_begin(
     thread.start()
     assert not closed.wait(0.05)
     gate.set()
-    assert closed.wait(60)
+    assert closed.wait()
     assert receiver.end() == (1, 0)  # what was read may have been anything
     with pytest.raises(PeerMemoryError, match="closed"):
         sender.device.put(0, [1])
     sender.close()  # again
     receiver.close()
-    thread.join(60)
+    thread.join()
 
 
 def test_a_receiver_that_is_closed_writes_nothing_more(tmp_path: Path) -> None:
@@ -316,7 +317,7 @@ def test_a_receiver_that_is_closed_writes_nothing_more(tmp_path: Path) -> None:
     read = Gate()
     sender.send(1, [3], NAME, [read])
     receiver.receive(1, sender.address, [4], NAME)
-    assert read.is_awaited.wait(60)
+    assert read.is_awaited.wait()
     receiver.close()
     read.open()
     assert sender.end() == (1, 0)
@@ -343,11 +344,11 @@ def test_a_host_cache_transfers_pages_of_the_device_after_all_that_was_launched(
     assert send.num_pages == take.num_pages == 2
     caches[0].transfer([send], lambda *end: ends.put(("sent", *end)))
     caches[1].transfer([take], lambda *end: ends.put(("received", *end)))
-    assert launched.is_awaited.wait(60) and ends.empty()
+    assert launched.is_awaited.wait() and ends.empty()
     write(memory[0], 1, 5.0)
     write(memory[0], 2, 9.0)
     launched.open()
-    assert {ends.get(timeout=60), ends.get(timeout=60)} == {("sent", 1, 2), ("received", 2, 2)}
+    assert {ends.get(), ends.get()} == {("sent", 1, 2), ("received", 2, 2)}
     assert holds(memory[1], 7, 5.0) and holds(memory[1], 5, 9.0)
     for cache in caches:
         cache.close()
@@ -385,7 +386,7 @@ def test_pages_are_sent_after_the_loads_that_fill_them_on_this_rank(
         cache.transfer([transfer], lambda *end: ends.put(end))
     assert not was_put.wait(0.1)
     gate.set()
-    assert {ends.get(timeout=60), ends.get(timeout=60)} == {(1, 1), (2, 1)}
+    assert {ends.get(), ends.get()} == {(1, 1), (2, 1)}
     assert holds(memory[1], 7, 5.0)
     for cache in (sender, receiver):
         cache.close()
@@ -414,7 +415,7 @@ def test_without_memory_to_share_only_host_pages_are_transferred(
         cache.transfer(
             [Transfer(1, way, (), (), NAME, ("/nowhere/a",), (3,))], lambda *end: ends.put(end)
         )
-        assert ends.get(timeout=60) == (1, 0)
+        assert ends.get() == (1, 0)
     cache.close()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.fake_nixl import FakeAgents
 from support.host_cache_cases import cache_of, holds, write
+from support.waiting import wait_until
 
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
@@ -56,7 +57,7 @@ class Rank:
 
     def wait_for_agent(self) -> None:
         assert self.nixl is not None
-        until(lambda: self.nixl is not None and self.nixl.is_ready)
+        wait_until(lambda: self.nixl is not None and self.nixl.is_ready)
 
     def remote(self) -> Remote:
         assert self.nixl is not None
@@ -68,19 +69,12 @@ def enter() -> None:
     pass
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def exchange(sender: Rank, receiver: Rank, pages: range = range(6)) -> None:
     """Transfer pages, which come whole whatever carries them."""
     receiver.memory[:] = 0
     sender.transfer(Way.SEND, pages)
     receiver.transfer(Way.RECEIVE, pages, sender.address)
-    assert sender.ends.get(timeout=20) == receiver.ends.get(timeout=20) == (1, len(pages))
+    assert sender.ends.get() == receiver.ends.get() == (1, len(pages))
     assert np.array_equal(receiver.memory[pages], sender.memory[pages])
     assert not receiver.memory[pages.stop :].any()
 
@@ -177,7 +171,7 @@ def test_an_agent_that_cannot_be_had_is_said_once(
 
     agents.before = refuse
     ranks = [Rank(f"{tmp_path}/{name}", agents.make) for name in "ab"]
-    until(lambda: len(caplog.records) == 2)
+    wait_until(lambda: len(caplog.records) == 2)
     exchange(*ranks)
     assert (
         caplog.messages
@@ -284,7 +278,7 @@ def test_pages_of_a_sender_that_has_gone_do_not_count(
     monkeypatch.setattr("minisgl.runner.page_exchange.send_parts", given)
     sender.transfer(Way.SEND, range(4))
     receiver.transfer(Way.RECEIVE, range(4), sender.address)
-    assert receiver.ends.get(timeout=20) == sender.ends.get(timeout=20) == (1, 0)
+    assert receiver.ends.get() == sender.ends.get() == (1, 0)
     assert left and agents.num_reads <= 1
 
 
@@ -295,14 +289,14 @@ def test_memory_is_registered_when_all_of_it_is_allocated_and_not_after_the_end(
 
     def regions() -> Iterator[tuple[int, int]]:
         for _ in range(2):
-            yield allocated.get(timeout=20)
+            yield allocated.get()
 
     memory = np.zeros(100, np.uint8)
     nixl = NixlPages(regions, False, enter, agents.make)
     allocated.put((memory.ctypes.data, 50))
     assert not nixl.is_ready and not nixl.readable([memory.data]).agent and not agents.made
     allocated.put((memory.ctypes.data + 50, 50))
-    until(lambda: nixl.is_ready)
+    wait_until(lambda: nixl.is_ready)
     readable = nixl.readable([memory.data])
     assert readable.addresses == (memory.ctypes.data,)
     assert agents.made == [(readable.agent, False)]
@@ -313,7 +307,7 @@ def test_memory_is_registered_when_all_of_it_is_allocated_and_not_after_the_end(
     ended.close()
     for _ in range(2):
         allocated.put((memory.ctypes.data, 50))
-    until(lambda: not any(t.name == "minisgl-nixl" for t in nixl_pages.threading.enumerate()))
+    wait_until(lambda: not any(t.name == "minisgl-nixl" for t in nixl_pages.threading.enumerate()))
     assert len(agents.made) == 1
 
 
@@ -330,7 +324,7 @@ def test_a_host_cache_lets_nixl_read_its_slabs(
         cache.listen(f"{tmp_path}/{name}", b"", 0) for cache, name in zip(caches, "ab", strict=True)
     ]
     exchanges = [cache._exchange for cache in caches]
-    until(lambda: all(each and each._nixl and each._nixl.is_ready for each in exchanges))
+    wait_until(lambda: all(each and each._nixl and each._nixl.is_ready for each in exchanges))
     assert [private for _, private in agents.made] == [True, True]
     for page in range(1, 9):
         write(memory[0], page, float(page))
@@ -341,7 +335,7 @@ def test_a_host_cache_lets_nixl_read_its_slabs(
     take = Transfer(2, Way.RECEIVE, (), host_pages[::-1], NAME, (addresses[0],))
     caches[0].transfer([send], lambda *end: ends.put(end))
     caches[1].transfer([take], lambda *end: ends.put(end))
-    assert {ends.get(timeout=20), ends.get(timeout=20)} == {(1, 8), (2, 8)}
+    assert {ends.get(), ends.get()} == {(1, 8), (2, 8)}
     assert agents.num_reads >= 1
     caches[1].queue(Copies(loads=(Load(1, host_pages[::-1], tuple(range(1, 9))),)))()[1].wait()
     assert all(holds(memory[1], page, float(page)) for page in range(1, 9))
@@ -362,7 +356,7 @@ def test_an_agent_of_nixl_listens_on_loopback_alone_and_costs_nothing_while_idle
     time.sleep(0.5)
     assert time.process_time() - began < 0.25
     del agent  # which ends what it does, without the garbage collector
-    until(lambda: listening() == before)
+    wait_until(lambda: listening() == before)
 
 
 def listening() -> set[str]:

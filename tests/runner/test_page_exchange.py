@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.host_cache_cases import cache_of, holds, write
 from support.slow_lanes import SlowLane
+from support.waiting import LIMIT_S
 
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
@@ -50,7 +51,7 @@ class Rank:
         self.exchange.queue(transfer, [], lambda *end: self.ends.put(end))
 
     def end(self) -> tuple[int, int]:
-        return self.ends.get(timeout=20)
+        return self.ends.get()
 
 
 def enter() -> None:
@@ -137,18 +138,18 @@ def test_nothing_ends_after_the_exchange_is_closed(tmp_path: Path) -> None:
 
     def views(pages: Sequence[int]) -> list[memoryview]:
         wanted.set()
-        assert opened.wait(20)
+        assert opened.wait(LIMIT_S)
         return receiver.all_views(pages)
 
     receiver.views = views
     receiver.receive(1, sender, 3)
-    assert wanted.wait(20)
+    assert wanted.wait()
     for rank in (sender, receiver):
         rank.exchange.close()
     opened.set()
     for thread in threading.enumerate():
         if thread.name == "minisgl-receiving":
-            thread.join(20)
+            thread.join()
     assert sender.ends.empty() and receiver.ends.empty()
 
 
@@ -185,7 +186,7 @@ def test_transfers_wait_for_the_copies_of_their_pages(
         with pytest.raises(queue.Empty):
             ends.get(timeout=0.05)
         gate.set()
-    assert {ends.get(timeout=20), ends.get(timeout=20)} == {"sent (1, 1)", "received (1, 1)"}
+    assert {ends.get(), ends.get()} == {"sent (1, 1)", "received (1, 1)"}
     caches[1].queue(Copies(loads=(Load(2, (4,), (8,)),)))()[2].wait()
     early[1].wait()
     assert holds(memory[1], 8, 5.0) and holds(memory[1], 7, 1.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from msgspec import Struct
-from support.nodes import until
 from support.resolving import CPU, MODEL
+from support.waiting import wait_until
 
 from minisgl.config import EngineConfig, resolve
 from minisgl.errors import ConfigError
@@ -95,7 +95,9 @@ def test_tcp_is_for_those_who_know_the_token(caplog: pytest.LogCaptureFixture) -
         assert not words and not any(got)
         ask(address, [memoryview(got)], TOKEN)
         assert got == b"secret"
-    until(lambda: caplog.text.count("it has another cluster token") == 2)  # said after the refusal
+    wait_until(
+        lambda: caplog.text.count("it has another cluster token") == 2
+    )  # said after the refusal
     with pytest.raises(TransferError, match="need a shared secret"):
         ask("192.0.2.1:4000", [])
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
-from support.gated_runner import asking, gated_server, until
+from support.gated_runner import asking, gated_server
+from support.waiting import until
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, EngineStoppedError
@@ -166,7 +167,7 @@ async def test_health_reports_a_late_step_until_it_ends(
     monkeypatch.setattr("minisgl.engine.engine.LOOK_S", 0.02)
     async with (
         gated_server(step_timeout=180.0) as gated,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}", timeout=60) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}") as client,
     ):
         monkeypatch.setattr(gated.engine, "_watch", Hurried(180.0))
         body = asking([1, 2, 3], 4, stream=False)

@@ -22,7 +22,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run_program(name: str, *options: object) -> subprocess.CompletedProcess[str]:
     """For scripts that start processes, which import the script."""
     command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
@@ -53,9 +53,11 @@ def test_bench_server_compares_server_and_engine(clock: tuple[object, ...]) -> N
     assert ("a clock takes the place of the model: 2 ms a step" in done.stdout) == bool(clock)
     rows = [line.strip("│").split("│") for line in done.stdout.splitlines() if line[0] == "│"]
     figures = {name.strip(): float(value.strip(" %").replace(",", "")) for name, value in rows}
-    ratio = 100 * figures["served tok/s"] / figures["offline tok/s"]
-    assert figures["served / offline"] == pytest.approx(ratio, rel=0.01)
-    assert 0 < figures["ITL p50 ms"] <= figures["ITL p99 ms"]
+    served, offline = figures["served tok/s"], figures["offline tok/s"]  # rounded to whole ones
+    least, most = (served - 0.5) / (offline + 0.5), (served + 0.5) / (offline - 0.5)
+    assert 100 * least - 0.05 <= figures["served / offline"] <= 100 * most + 0.05
+    # On a busy machine a client may read all of an answer at once.
+    assert 0 <= figures["ITL p50 ms"] <= figures["ITL p99 ms"]
     assert 0 < figures["TTFT p50 ms"] <= figures["TTFT p99 ms"]
     assert 0 <= figures["one token"] <= 100
 

@@ -19,7 +19,7 @@ SCRIPT = SCRIPTS / "tools" / "dummy_config.py"
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -43,7 +43,6 @@ def python(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProce
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths},
     )

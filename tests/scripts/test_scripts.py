@@ -19,7 +19,6 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
         env=environment or None,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 
@@ -43,7 +42,14 @@ def test_quickstart_ask_reports_why_the_server_did_not_start() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["test.sh", "quickstart.sh", "venv.sh", "tools/try_clients.sh", "tools/browser.sh"],
+    [
+        "test.sh",
+        "quickstart.sh",
+        "venv.sh",
+        "tools/try_clients.sh",
+        "tools/browser.sh",
+        "tools/try_compiled.sh",
+    ],
 )
 def test_the_shell_scripts_have_valid_syntax(script: str) -> None:
     assert run("bash", "-n", SCRIPTS / script).returncode == 0

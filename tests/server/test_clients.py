@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Completion, CompletionUsage
-from support.gated_runner import Gated, gated_server, until
+from support.gated_runner import Gated, gated_server
+from support.waiting import until
 
 KEYS = ("key-of-a", "key-of-b")
 

@@ -26,10 +26,10 @@ from support.http_server import (
     HELLO,
     running,
     serving_process,
-    until,
     wait_for_health,
 )
 from support.tls import CERTIFICATE, KEY
+from support.waiting import until
 
 from minisgl.server.app import create_app
 from minisgl.server.bodies import SMALL_BODY_BYTES, BodyBudget
@@ -92,21 +92,18 @@ class Client:
         self.send(POST, length, *(header + b"\r\n" for header in headers), b"\r\n", body[:sent])
 
     async def answer(self) -> Answer:
-        async with asyncio.timeout(20):
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        while head.startswith(b"HTTP/1.1 100 "):
             head = await self.reader.readuntil(b"\r\n\r\n")
-            while head.startswith(b"HTTP/1.1 100 "):
-                head = await self.reader.readuntil(b"\r\n\r\n")
-            status, *lines = head.decode().split("\r\n")[:-2]
-            headers = {
-                name.lower(): value for name, value in (line.split(": ", 1) for line in lines)
-            }
-            if "content-length" in headers:
-                body = await self.reader.readexactly(int(headers["content-length"]))
-            elif headers.get("transfer-encoding") == "chunked":
-                body = await self._chunks()
-            else:
-                body = await self.reader.read()
-            return Answer(int(status.split()[1]), headers, body)
+        status, *lines = head.decode().split("\r\n")[:-2]
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        if "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        elif headers.get("transfer-encoding") == "chunked":
+            body = await self._chunks()
+        else:
+            body = await self.reader.read()
+        return Answer(int(status.split()[1]), headers, body)
 
     async def _chunks(self) -> bytes:
         body = b""
@@ -124,11 +121,10 @@ class Client:
 
     async def is_closed(self) -> bool:
         """Whether the server has closed it; waits for that."""
-        async with asyncio.timeout(20):
-            try:
-                return await self.reader.read(1) == b""
-            except ConnectionError:
-                return True
+        try:
+            return await self.reader.read(1) == b""
+        except ConnectionError:
+            return True
 
 
 class HeldConnections(Connections):
@@ -540,8 +536,7 @@ async def read_slowly(here: Site, client: socket.socket) -> list[Answer]:
         here.pass_seconds(READ_SECONDS - 1)
         before = num_untaken()
         while piece and num_untaken() == before:
-            async with asyncio.timeout(20):
-                piece = await asyncio.get_running_loop().sock_recv(client, 1024)
+            piece = await asyncio.get_running_loop().sock_recv(client, 1024)
             reader.feed_data(piece)
     reader.feed_eof()
     answers = []
@@ -748,7 +743,7 @@ def test_a_server_process_answers_half_closed_clients() -> None:
     """In a process of its own, which has another event loop."""
     with serving_process({}) as (process, url):
         wait_for_health(process, url, 200)
-        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 20) as client:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as client:
             length = b"content-length: %d\r\n\r\n" % len(QUESTION)
             client.sendall(POST + length + QUESTION)
             client.shutdown(socket.SHUT_WR)
@@ -919,13 +914,12 @@ def test_silent_connections_beyond_the_file_limit_do_not_lock_others_out(
         httpx.Client(
             base_url=f"{scheme}://127.0.0.1:{port}",
             verify=ssl.create_default_context(cafile=CERTIFICATE),
-            timeout=20,
         ) as http,
     ):
         wait_for_serving(process)
         with contextlib.ExitStack() as stack:
             for _ in range(400):
-                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             assert http.get("/version").status_code == 200
             assert process.stderr is not None
             line = next(line for line in process.stderr if "Closed " in line)

@@ -20,6 +20,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import FAKE_SERVER, HELLO, error_of, running, session, wait_for_health
 from support.tls import CERTIFICATE, KEY, LOCKED_KEY, OTHER_KEY
+from support.waiting import LIMIT_S
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -189,8 +190,7 @@ async def test_a_plain_text_client_of_an_https_port_is_disconnected(
     options = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
     async with client("https://localhost", **options) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
-        async with asyncio.timeout(20):
-            assert await reader.read() == b""
+        assert await reader.read() == b""
         writer.close()
 
 
@@ -263,7 +263,7 @@ def test_the_process_prints_how_to_use_its_socket_and_removes_it(tmp_path: Path)
         with pytest.raises(ConfigError, match=r"--uds .*: a server listens there"):
             bind(ServerConfig(uds=str(path)))
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert not path.exists()
 
@@ -280,7 +280,7 @@ def test_a_socket_is_removed_when_loading_is_interrupted(tmp_path: Path) -> None
                 assert process.poll() is None
             assert http.get("http://localhost/health").status_code == 503
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
         assert not path.exists()
 
@@ -383,4 +383,4 @@ def test_a_wait_for_a_server_that_has_ended_fails_at_once_with_what_it_has_said(
         session("-c", ended) as process,
         pytest.raises(pytest.fail.Exception, match=r"ended with exit code 1:\nno weights"),
     ):
-        wait_for_health(process, "http://127.0.0.1:1", 200, seconds=3600)
+        wait_for_health(process, "http://127.0.0.1:1", 200)

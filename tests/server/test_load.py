@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from support.gated_runner import EOS, VOCAB, Gated, asking, gated_server, served, until
+from support.gated_runner import EOS, VOCAB, Gated, asking, gated_server, served
+from support.waiting import until
 
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.config import EngineConfig

@@ -20,7 +20,8 @@ import httpx
 import pytest
 from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_engine import FakeEngine
-from support.http_server import http_client, serve, until, wait_for_health
+from support.http_server import http_client, serve, wait_for_health
+from support.waiting import LIMIT_S, until
 
 from minisgl.errors import (
     CallerError,
@@ -128,7 +129,7 @@ def logging_server(port: int, *command: str) -> Iterator[tuple[subprocess.Popen[
         yield process, url
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=LIMIT_S)
 
 
 # One key for all, since the real client would not put it into a body.
@@ -139,7 +140,7 @@ def test_no_log_line_contains_words_of_prompts_or_answers(
     command = serve(tiny_model, 0, "--api-key", "a-key", *(["--strict-fields"] if strict else []))
     with logging_server(port, *command) as (process, url):
         headers = {"authorization": "Bearer a-key", "content-type": "application/json"}
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+        with httpx.Client(base_url=url, headers=headers) as client:
             for path, body in ANSWERED:
                 answer = client.post(path, content=json.dumps(body))
                 assert answer.status_code == 200
@@ -162,7 +163,7 @@ def test_no_log_line_contains_words_of_prompts_or_answers(
             leave_before_the_answer(process, url, asked)
             client.get("/health")  # by now the server has been told
         process.send_signal(signal.SIGTERM)
-        log, _ = process.communicate(timeout=20)
+        log, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
     assert SECRET not in log.lower()
     assert "Traceback" not in log

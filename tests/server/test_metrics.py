@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import ROOT
-from support.http_server import http_client, until
+from support.http_server import http_client
+from support.waiting import until
 
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
 from minisgl.server.app import create_app

@@ -29,7 +29,7 @@ def demo() -> Iterator[Served[AsyncEngine]]:
 
 @pytest.fixture(scope="module")
 def client(demo: Served[AsyncEngine]) -> Iterator[openai.OpenAI]:
-    with demo.openai(timeout=60) as found:
+    with demo.openai() as found:
         yield found
 
 

@@ -531,7 +531,7 @@ def test_a_server_that_restarts_in_the_middle_loses_nothing_that_had_come(
             expect(page.locator("#banner")).to_contain_text("does not answer")
             expect(page.locator(".body .text")).to_contain_text("abc")
             with serving_process({"answer_length": 3}, port=port):
-                expect(page.locator("#banner")).to_be_hidden(timeout=20_000)
+                expect(page.locator("#banner")).to_be_hidden()
                 page.get_by_title("Answer again").click()
                 expect(page.locator(".body .text")).to_have_text("abc")
                 answered(page)

@@ -22,8 +22,8 @@ from support.http_server import (
     http_client,
     server_on,
     serving,
-    until,
 )
+from support.waiting import until
 
 from minisgl.errors import StepError
 from minisgl.server.app import create_app

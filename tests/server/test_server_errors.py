@@ -190,7 +190,7 @@ def test_a_body_announced_as_too_large_is_refused_before_it_arrives(
     scripted: Served[FakeEngine],
 ) -> None:
     port = int(scripted.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % (1 << 40)

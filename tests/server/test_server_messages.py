@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from support.agent_bodies import claude_code_body
 from support.fake_engine import FakeEngine
 from support.gated_runner import gated_server
-from support.http_server import http_client, until
+from support.http_server import http_client
 from support.messages_api import (
     assembled,
     checked_error,
@@ -29,6 +29,7 @@ from support.messages_api import (
 from support.scripted_engine import DEAF_TEMPLATE, QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
 from support.tool_cases import hermes
+from support.waiting import until
 
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -77,7 +78,7 @@ def http(server: Served[ScriptedEngine]) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def client(server: Served[ScriptedEngine]) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=60) as found:
+    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as found:
         yield found
 
 
@@ -791,7 +792,7 @@ def test_a_turn_of_claude_code_with_a_call_and_its_result(
 async def test_a_changing_billing_line_does_not_spoil_the_prefix_cache() -> None:
     async with gated_server() as gated:
         url = f"http://127.0.0.1:{gated.port}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url) as client:
 
             async def cached(first: str) -> int:
                 body = {

@@ -16,11 +16,11 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from support.http_server import until
 from support.response_events import events_of, streamed_response
 from support.scripted_engine import QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
 from support.tool_cases import hermes
+from support.waiting import until
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {

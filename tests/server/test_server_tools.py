@@ -12,7 +12,6 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from support.http_server import until
 from support.parsed_answers import MISTRAL_TOKENS
 from support.scripted_engine import (
     DEAF_TEMPLATE,
@@ -30,6 +29,7 @@ from support.tool_cases import (
     streamed_answers,
     whole_answer,
 )
+from support.waiting import until
 
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig

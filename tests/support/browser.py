@@ -15,6 +15,7 @@ from typing import Any
 import axe_playwright_python
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from support.scripted_engine import ScriptedEngine, ScriptedStream, qwen
+from support.waiting import LIMIT_S
 
 from minisgl.engine.stats import EngineStats
 from minisgl.request import FinishReason
@@ -33,7 +34,8 @@ document.addEventListener("securitypolicyviolation",
 """
 
 
-expect.set_options(timeout=20_000)  # a busy machine is no failure
+LIMIT_MS = 1000 * LIMIT_S  # a busy machine is no failure
+expect.set_options(timeout=LIMIT_MS)
 
 
 @contextlib.contextmanager
@@ -49,7 +51,7 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     """A page in a context of its own. At the end no script has failed, and no policy was broken."""
     context: BrowserContext = browser.new_context(**{"color_scheme": "light", **options})
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(LIMIT_MS)
     context.add_init_script(WATCH_POLICY)
     page = context.new_page()
     errors: list[str] = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from support.fake_runner import FakeRunner
+from support.waiting import LIMIT_S
 
 from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine
@@ -45,7 +46,7 @@ class ScriptedRunner(FakeRunner):
 
     def collect(self, handle: StepResult) -> StepResult:
         self.is_collecting.set()
-        assert self.may_collect.wait(10)
+        assert self.may_collect.wait(LIMIT_S)
         if handle.step in self.collect_errors:
             raise self.collect_errors[handle.step]
         return handle

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -151,11 +150,3 @@ def asking(prompt: list[int], max_tokens: int, **fields: Any) -> bytes:
     """The body of a streamed request for exactly N tokens; `fields` override it."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "seed": 0, "ignore_eos": True}
     return json.dumps(body | {"stream": True} | fields).encode()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for `condition`, for longer than any slow machine takes."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        await asyncio.sleep(0.001)

@@ -1,9 +1,10 @@
 """Triton's interpreter, mended: it computes as a GPU does, and faster.
 
-Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480. Its fused
-products are rounded before the sum. It warns of values that a GPU passes over, such as infinity
-less itself. It wraps every function of triton.language anew whenever a kernel calls a function, and
-looks for overflows of integers without reporting any.
+Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480; those to
+bfloat16 cut off what it does not hold. Its fused products are rounded before the sum. It warns of
+values that a GPU passes over, such as infinity less itself. It wraps every function of
+triton.language anew whenever a kernel calls a function, and looks for overflows of integers without
+reporting any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),  # and the dtype of its bits in numpy
+    "bf16": (torch.bfloat16, torch.uint16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+}
 
 
 def mend(setattr: Callable[[object, str, object], None]) -> None:
@@ -59,14 +65,14 @@ def _create_fma(builder: object, x: Any, y: Any, z: Any) -> object:
 
 
 def _converting(plain: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Converts e4m3 by torch, and other types as `plain` does."""
+    """Converts e4m3 and bfloat16 by torch, and other types as `plain` does."""
 
     def convert(data: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
-        if "fp8e4nv" not in (str(source), str(target)):
+        if not {"fp8e4nv", "bf16"} & {str(source), str(target)}:
             return plain(data, source, target, rounding)
-        there, here = _DTYPES[str(target)], _DTYPES[str(source)]
+        (here, _), (there, bits) = _DTYPES[str(source)], _DTYPES[str(target)]
         found = torch.from_numpy(np.ascontiguousarray(data)).view(here).to(there)
-        return found.view(torch.uint8 if there.itemsize == 1 else there).numpy()
+        return found.view(bits).numpy()
 
     return convert
 

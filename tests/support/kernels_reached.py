@@ -1,5 +1,5 @@
 """A plugin of pytest: a run in Triton's interpreter fails if no test ran one of minisgl's Triton
-functions. Load it with `-p support.kernels_reached`."""
+functions. Load it with `-p support.kernels_reached`; tests/ must be in PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 import minisgl.kernels
+
+# Prefetches in inline PTX, and computes nothing.
+FOR_GPUS = {"minisgl.kernels.linear.device.fetch"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +36,7 @@ class Reached:
         if output is not None:
             output["kernels_ran"] = sorted(self._ran)
             return
-        self._missed = sorted(all_functions() - self._ran)
+        self._missed = sorted(all_functions() - self._ran - FOR_GPUS)
         if self._missed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -49,19 +49,15 @@ def replica_sockets(folder: Path) -> list[str]:
 
 def wait_until_nothing_is_left(folder: Path) -> None:
     """Wait for the end of the processes with this folder, and of all files in it."""
-    deadline = time.monotonic() + 20
     while children_of(folder) or [*folder.iterdir()]:
-        assert time.monotonic() < deadline, (children_of(folder), [*folder.rglob("*")])
         time.sleep(0.02)
 
 
 def wait_for_ready(process: subprocess.Popen[str], url: str, count: int) -> None:
     """Wait until so many replicas of a server are ready."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").json().get("ready", 0) == count:
                 return
         check_running(process)
         time.sleep(0.02)
-    pytest.fail(f"never {count} replicas were ready")

@@ -36,14 +36,14 @@ class Served(Generic[AnyEngine]):
         async def called() -> Any:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(called(), self.loop).result()
 
     def openai(self, **options: Any) -> openai.OpenAI:
         settings: dict[str, Any] = {"api_key": "x", "max_retries": 0, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url)
 
 
 @contextlib.contextmanager

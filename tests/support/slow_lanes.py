@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from support.waiting import LIMIT_S
+
 from minisgl.runner.copy_lanes import CopyMark, Mark
 from minisgl.runner.lanes import Lanes
 
@@ -38,7 +40,7 @@ class SlowLane:
         def run() -> float:
             for mark in after:
                 mark.wait()
-            assert self.gate.wait(60)
+            assert self.gate.wait(LIMIT_S)
             time.sleep(0.002)
             began = time.perf_counter()
             work()

@@ -337,7 +337,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
         encoding="utf-8",
         codec_errors="replace",
         dimensions=(50, 200),
-        timeout=120,
+        timeout=None,
     )
     child.expect_exact(DEMO_NOTE)
     child.expect("Ctrl-D leaves")

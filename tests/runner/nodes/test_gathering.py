@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nodes import TOKEN, until
+from support.nodes import TOKEN
 from support.ports import free_port
 from support.resolving import CPU
+from support.waiting import wait_until
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve
 from minisgl.distributed.interfaces import LOOPBACK, interface_of
@@ -104,7 +105,7 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
 ) -> None:
     zero = main(3)
     links = [zero.joined(2), zero.joined(1)]
-    nodes = zero.nodes.result(10)
+    nodes = zero.nodes.result()
     assert sorted(nodes.links) == [1, 2]
     assert nodes.interface == LOOPBACK
     nodes.rendezvous.store().set("greeting", "from a rank")
@@ -118,13 +119,13 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
         link.beat = lambda: Beat(8.0, (3.0, 4.0))
         link.send(Ready())
     ready: set[Any] = set()
-    until(lambda: bool(ready.update(channel.receive(0.1)) or len(ready) == 4), 10)
+    wait_until(lambda: bool(ready.update(channel.receive(0.1)) or len(ready) == 4))
     assert ready == {(rank, RankReady()) for rank in (2, 3, 4, 5)}
-    until(lambda: not channel.receive(0.1) and 0.0 not in channel.heartbeats().values(), 10)
+    wait_until(lambda: not channel.receive(0.1) and 0.0 not in channel.heartbeats().values())
     assert channel.heartbeats() == {1: 9.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 4.0}
 
     links[0].send(Failed("CheckpointError", "Rank 4 failed: no weights"))
-    until(lambda: not channel.receive(0.1) and channel.broken() is not None, 10)
+    wait_until(lambda: not channel.receive(0.1) and channel.broken() is not None)
     assert isinstance(channel.broken(), CheckpointError)
     assert str(channel.broken()) == "Node 2 (127.0.0.1): Rank 4 failed: no weights"
     links[1].close()  # the first reason counts
@@ -135,10 +136,10 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
 def test_a_node_that_ends_without_a_word_is_named(main: Callable[..., Main]) -> None:
     zero = main()
     link = zero.joined(1)
-    nodes = zero.nodes.result(10)
+    nodes = zero.nodes.result()
     channel = NodesChannel(Pipes(), nodes, RankLayout(tp=2, num_nodes=2))  # type: ignore[arg-type]
     link.close()
-    until(lambda: not channel.receive(0.1) and channel.broken() is not None, 10)
+    wait_until(lambda: not channel.receive(0.1) and channel.broken() is not None)
     assert isinstance(channel.broken(), EngineStoppedError)
     assert str(channel.broken()).startswith("Node 1 (127.0.0.1) has closed the connection")
 
@@ -159,10 +160,10 @@ def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(
     caplog.set_level(logging.INFO)
     zero = main(3)
     first = zero.joined(1)
-    until(lambda: "Node 1 (127.0.0.1) has joined" in caplog.text, 10)
+    wait_until(lambda: "Node 1 (127.0.0.1) has joined" in caplog.text)
     with socket.create_connection(("127.0.0.1", zero.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: anything at all\r\n\r\n")
-        until(lambda: "it is no node of minisgl" in caplog.text, 10)
+        wait_until(lambda: "it is no node of minisgl" in caplog.text)
 
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", "another secret, as long")
     config = config_of(2, zero.port, 3)
@@ -190,10 +191,10 @@ def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(
 
     assert not zero.nodes.done()
     first.close()  # before all are there
-    until(lambda: "it may join again" in caplog.text, 10)
+    wait_until(lambda: "it may join again" in caplog.text)
     zero.joined(2)
     zero.joined(1)
-    assert sorted(zero.nodes.result(10).links) == [1, 2]
+    assert sorted(zero.nodes.result().links) == [1, 2]
     assert TOKEN not in caplog.text
 
 
@@ -209,7 +210,7 @@ def test_a_node_that_does_not_come_is_named_after_a_while(
 ) -> None:
     monkeypatch.setattr(gathering, "JOIN_LIMIT_S", 0.3)
     with pytest.raises(EngineStoppedError, match=r"Node 1 has not joined within .*--node-rank 1"):
-        main(3).nodes.result(10)
+        main(3).nodes.result()
     monkeypatch.setattr(worker_node, "JOIN_LIMIT_S", 0.3)
     with pytest.raises(EngineStoppedError, match=r"Node 0 was not found at 127\.0\.0\.1:\d+ with"):
         work(config_of(1, port), MODEL, FOLDER)
@@ -222,12 +223,12 @@ def test_a_node_hears_why_node_0_has_failed_and_that_it_has_gone(
         zero = main()
         with ThreadPoolExecutor(1) as threads:
             worked = threads.submit(work, config_of(1, zero.port), MODEL, FOLDER)
-            nodes = zero.nodes.result(10)
+            nodes = zero.nodes.result()
             if last_words:
                 nodes.links[1].send_last(Failed("DeviceMemoryError", reason))
             nodes.close()
             with pytest.raises(EngineStoppedError, match=reason):
-                worked.result(10)
+                worked.result()
 
 
 def test_without_a_secret_node_0_opens_no_port_beyond_loopback(
@@ -301,4 +302,4 @@ def test_no_thread_is_left(main: Callable[..., Main]) -> None:
     zero.joined(1).close()
     zero.close()
     names = {"minisgl-admit", "minisgl-node-beat"}
-    until(lambda: not names & {thread.name for thread in threading.enumerate()}, 10)
+    wait_until(lambda: not names & {thread.name for thread in threading.enumerate()})

@@ -62,9 +62,7 @@ def ends() -> Iterator[Ends]:
 def frames(link: NodeLink, number: int) -> list[Frame]:
     """The next frames that are no heartbeats."""
     found: list[Frame] = []
-    deadline = time.monotonic() + 10
     while len(found) < number:
-        assert time.monotonic() < deadline
         found += [frame for frame in link.receive(0.1) if not isinstance(frame, Beat)]
     return found
 
@@ -173,6 +171,6 @@ def test_closing_frees_a_sender_whom_nobody_reads(ends: Ends) -> None:
     time.sleep(0.1)
     ends.near.send_last(Close())  # does not wait either
     ends.near.close()
-    sender.join(10)
+    sender.join()
     assert failed.is_set()
     assert ends.near.fileno() < 0

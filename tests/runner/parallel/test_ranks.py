@@ -30,6 +30,7 @@ from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
 from support.serving import demo_engine
+from support.waiting import LIMIT_S
 
 from minisgl import LLM
 from minisgl.distributed.layout import RankLayout
@@ -51,9 +52,7 @@ def segments() -> set[str]:
 def wait_until_left(before: set[str]) -> None:
     """Until no segment is left that was not there before and that no process uses. Those of other
     programs are not in use for an instant only."""
-    deadline = time.monotonic() + 5
-    while left := segments() - before - segments_in_use():
-        assert time.monotonic() < deadline, left
+    while segments() - before - segments_in_use():
         time.sleep(0.01)
 
 
@@ -131,10 +130,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until_gone(pids: list[int]) -> None:
     while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
         time.sleep(0.05)
 
 
@@ -164,7 +161,7 @@ async def test_a_killed_rank_ends_every_answer_and_is_named(option: str) -> None
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
         reason = await fail_two_answers(engine, signal.SIGKILL)
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
-        wait_until_gone(pids, 5)
+        wait_until_gone(pids)
     assert not multiprocessing.active_children()
     assert not engine._collector._thread.is_alive()
     assert sys.excepthook is hook  # torch's would put a rank before every line of a traceback
@@ -229,7 +226,7 @@ def test_the_end_of_a_rank_is_known_to_whoever_joins_it(monkeypatch: pytest.Monk
     asking.start()
     is_told.wait()
     threading.Timer(0.2, may_write.set).start()  # at once, whoever joins would wait in vain
-    launcher.join(3600.0)
+    launcher.join(LIMIT_S)
     assert process.exitcode == 0
     asking.join()
 
@@ -266,9 +263,7 @@ def test_ctrl_c_while_loading_ends_every_rank() -> None:
     finally:
         over.set()
         interrupting.join()
-    deadline = time.monotonic() + 20
     while "minisgl-ranks" in [thread.name for thread in threading.enumerate()]:
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not multiprocessing.active_children()
     assert not dist.is_initialized()
@@ -286,7 +281,7 @@ async def test_a_stopped_rank_is_detected_by_the_step_that_it_blocks() -> None:
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
         reason = await fail_two_answers(engine, signal.SIGSTOP)
         assert re.search("rank 1 is silent|Rank 1 .* has given no sign of life", reason)
-        wait_until_gone(pids, 5)
+        wait_until_gone(pids)
 
 
 async def test_ranks_listen_on_loopback_only_and_are_killed_if_they_do_not_exit(
@@ -304,7 +299,7 @@ async def test_ranks_listen_on_loopback_only_and_are_killed_if_they_do_not_exit(
     [pid] = [pid for pid in engine._runner.others.pids.values() if pid]
     os.kill(pid, signal.SIGSTOP)
     await engine.close()
-    wait_until_gone([pid], 5)
+    wait_until_gone([pid])
     assert modes_in(temporary) == []
 
 
@@ -329,9 +324,7 @@ def test_a_rank_count_that_does_not_divide_the_model_is_refused_with_those_that_
 def test_a_script_without_a_main_guard_gets_an_explanation(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('from minisgl import LLM\nLLM(tp=2, device="cpu")\n')
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
     assert "Rank 1" in done.stderr and "exit code 1" in done.stderr
@@ -355,7 +348,7 @@ def tp_server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            wait_for_health(server, url, 200, 60)
+            wait_for_health(server, url, 200)
             pids = children_of(server.pid)
             yield server, url, pids
         finally:
@@ -400,7 +393,7 @@ def test_a_server_exits_when_one_of_its_ranks_dies() -> None:
     patient = ("--step-timeout", "inf")  # so that nothing but the end of the process tells
     with (
         tp_server(*patient) as (server, url, pids),
-        httpx.Client(base_url=url, timeout=30) as client,
+        httpx.Client(base_url=url) as client,
     ):
         events: list[str] = []
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -413,7 +406,7 @@ def test_a_server_exits_when_one_of_its_ranks_dies() -> None:
         assert events[-1] == "data: [DONE]"
         assert server.wait() == 1
         assert server.stderr and "was killed by SIGKILL" in server.stderr.read()
-        wait_until_gone(pids, 5)
+        wait_until_gone(pids)
     wait_until_left(before)
 
 
@@ -421,28 +414,28 @@ def test_a_stopped_rank_is_reported_and_does_not_delay_the_shutdown() -> None:
     body = {"prompt": [5, 6], "ignore_eos": True, "stream": True, "max_tokens": 1500}
     options = ("--step-timeout", "18", "--drain-timeout", "1")
     with tp_server(*options) as (server, url, pids), httpx.Client(base_url=url) as client:
-        with client.stream("POST", "/v1/completions", json=body, timeout=90) as answer:
+        with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = filter(None, answer.iter_lines())
             for _ in range(5):
                 next(lines)
             os.kill(rank_among(pids), signal.SIGSTOP)
-            wait_for_health(server, url, 503, 60)
+            wait_for_health(server, url, 503)
             error = client.get("/health").json()["error"]
             assert error["code"] == "stalled" and "rank 1 is silent" in error["message"]
             os.kill(server.pid, signal.SIGTERM)
             rest = list(lines)
         assert "shutting down" in rest[-2] and rest[-1] == "data: [DONE]"
-        assert server.wait(60) == 1
+        assert server.wait() == 1
         # Long before the step would have failed.
         assert server.stderr and "Rank 1 is silent, and does not" in server.stderr.read()
-        wait_until_gone(pids, 5)
+        wait_until_gone(pids)
 
 
 def test_ranks_do_not_outlive_a_server_that_is_killed() -> None:
     before = segments()
     with tp_server() as (server, _, pids):
         os.kill(server.pid, signal.SIGKILL)
-        wait_until_gone(pids, 5)
+        wait_until_gone(pids)
     wait_until_left(before)
 
 
@@ -452,11 +445,9 @@ def test_ctrl_c_shuts_down_the_server_and_its_ranks_in_order() -> None:
         status = Path(f"/proc/{rank_among(pids)}/status").read_text()
         blocked = int(status.split("SigBlk:\t")[1].split("\n")[0], 16)
         assert blocked >> (signal.SIGINT - 1) & 1
-        answer = httpx.post(
-            f"{url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 3}, timeout=30
-        )
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 3})
         assert answer.status_code == 200
         os.killpg(server.pid, signal.SIGINT)
-        assert server.wait(20) == 0
-        wait_until_gone(pids, 5)
+        assert server.wait() == 0
+        wait_until_gone(pids)
         assert server.stderr and "Traceback" not in server.stderr.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.nodes import until
+from support.waiting import wait_until
 
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.runner.parallel.channel import (
@@ -44,7 +44,7 @@ class QueueEnd:
         self.num_beats = 0
 
     def receive(self) -> bytes | None:
-        return self.plans.get(timeout=10)
+        return self.plans.get()
 
     def report(self, message: Message) -> None:
         self.to_rank_0.put((self.rank, message))
@@ -152,8 +152,7 @@ def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
 
 
 def reason_of(ranks: RemoteRanks) -> BaseException | None:
-    wait((ranks.lost,), timeout=10)
-    return ranks.lost.exception(timeout=0)
+    return ranks.lost.exception()
 
 
 def test_each_rank_has_its_local_and_global_rank_and_receives_every_plan() -> None:
@@ -180,7 +179,7 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
         reason = reason_of(ranks)
         assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
-        until(lambda: channel.told == [reason])  # the other machines hear of it
+        wait_until(lambda: channel.told == [reason])  # the other machines hear of it
         assert set(launcher.exit_codes.values()) == {-9}
     with remote_ranks() as (ranks, launcher, channel):
         launcher.exit_codes[3] = -15
@@ -212,25 +211,25 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
                 assert decode_listen(data) == ("host:0", b"secret")
                 told = RankListens(f"host:{rank}", shares_device=rank != lacks)
                 channel.ends[rank].report(told)
-            assert listening.result(10) == ["host:1", "host:2", "host:3"]
+            assert listening.result() == ["host:1", "host:2", "host:3"]
             assert ranks.shares_device == (lacks is None)
         listening = thread.submit(ranks.listen, "host:0", b"")
         for rank, end in channel.ends.items():
             assert end.receive()
             end.report(RankListens("", "Address already in use" if rank == 2 else ""))
         with pytest.raises(OSError, match="Address already in use"):
-            listening.result(10)
+            listening.result()
     with remote_ranks() as (ranks, launcher, _), ThreadPoolExecutor(1) as thread:
         listening = thread.submit(ranks.listen, "host:0", b"")
         launcher.exit_codes[3] = -9
         with pytest.raises(EngineStoppedError, match=r"Rank 3 .* was killed by SIGKILL"):
-            listening.result(10)
+            listening.result()
     with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
         listening = thread.submit(ranks.listen, "host:0", b"")
         assert all(end.receive() for end in channel.ends.values())
         ranks.begin_to_end()
         with pytest.raises(EngineStoppedError, match="told to end"):
-            listening.result(10)
+            listening.result()
 
 
 @pytest.mark.parametrize("end_of_neighbour", [1, -signal.SIGABRT, None])

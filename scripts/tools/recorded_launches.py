@@ -1,0 +1,207 @@
+"""Records which Triton kernels the engine launches on a GPU, with their types, constants and
+options, on a machine without one.
+
+The engine itself runs on a pretended GPU: it loads models with its own options, captures its steps
+and runs the largest. A launch ends where Triton would compile its kernel. So no list of arguments
+stands twice: what is recorded is what ships.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from dummy_config import config_of
+from pretended_gpu import GPU, Device, pretended, pretended_ranks
+from triton.runtime.jit import JITFunction
+
+from minisgl.config import EngineConfig, ResolvedConfig, resolve
+from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.planes import Planes
+from minisgl.kernels.hardware import has_fp8_products
+from minisgl.models.config import ModelConfig
+from minisgl.models.registry import read_model_config
+from minisgl.runner.facts import device_facts
+from minisgl.runner.load import load_runner
+from minisgl.runner.memory import allocate_kv
+from minisgl.runner.warmup import longest_step
+
+NUM_LAYERS = 2  # the others are like the second
+# Rows of steps without a graph, beside the longest: tables of tiles have entries between them.
+CHUNKS = (700, 1500, 3000)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model of dummy_config.py, and the options that it is served with."""
+
+    model: str
+    quantization: str | None = None
+    tp: int = 1
+    kv_cache_dtype: str = "auto"
+    dense_copies: str = "auto"
+    multiplies_fp8: bool = False  # it has no kernels for devices that cannot
+
+    def runs_on(self, device: Device) -> bool:
+        return has_fp8_products(device.capability) or not self.multiplies_fp8
+
+
+SERVED = (
+    Served("Qwen3-0.6B"),
+    Served("Qwen3-14B"),
+    Served("Llama-3.1-8B"),
+    Served("Qwen3-30B-A3B"),
+    Served("Qwen3-14B", tp=2),
+    Served("Qwen3-14B", tp=4),
+    Served("Qwen3-14B", kv_cache_dtype="fp8", multiplies_fp8=True),
+    Served("Qwen3-14B", "fp8-block", dense_copies="never"),
+    Served("Qwen3-14B", "fp8-channel"),
+    Served("Qwen3-14B", "fp8-tensor"),
+    Served("Qwen3-14B", "int4", dense_copies="always"),
+    Served("Qwen3-14B", "int4", dense_copies="never"),
+    Served("Qwen3-14B", "awq", dense_copies="never"),
+    Served("Qwen3-30B-A3B", "fp8-block", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", "fp8-channel", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", "int4"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What Triton compiles for a launch."""
+
+    name: str  # of the kernel, with its module
+    signature: dict[str, Any]  # types by the names of parameters
+    constants: dict[tuple[int, ...], Any]  # by the places of parameters, and within tuples
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    @property
+    def kernel(self) -> Any:
+        """The JITFunction."""
+        module, _, function = self.name.rpartition(".")
+        return getattr(import_module(module), function)
+
+    @property
+    def variant(self) -> str:
+        """The types that it points to, the constants and the options that were chosen, and a digest
+        of all that Triton compiles it for."""
+        types = list(_flat(list(self.signature.values())))
+        kinds = dict.fromkeys(kind[1:] for kind in types if kind.startswith("*"))
+        constants = {
+            parameter.name: self.constants[(place,)]
+            for place, parameter in enumerate(self.kernel.params)
+            if parameter.is_constexpr
+        }
+        chosen = {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        shown = (_shown(name, value) for name, value in (constants | chosen).items())
+        return " ".join([",".join(kinds), *filter(None, shown), f"#{self._digest}"])
+
+    @property
+    def _digest(self) -> str:
+        # A library's path is that of the installation.
+        options = {name: value for name, value in self.options.items() if name != "extern_libs"}
+        parts = (self.signature, self.constants, self.attributes, sorted(options.items()))
+        return sha256(repr(parts).encode()).hexdigest()[:6]
+
+
+def _flat(types: Any) -> Iterator[str]:
+    for kind in types:
+        if isinstance(kind, str):
+            yield kind
+        else:
+            yield from _flat(kind)
+
+
+def _shown(name: str, value: Any) -> str:
+    """Short: a flag is shown if it is set, and nothing of what is absent."""
+    if value is None or value is False:
+        return ""
+    return name if value is True else f"{name}={value}"
+
+
+def record(device: Device) -> list[Launch]:
+    """All different launches on `device`. Only for a process that has asked for no device before,
+    and will ask for no other."""
+    found: dict[tuple[str, str], Launch] = {}
+
+    def note(
+        kernel: Any,
+        key: Any,
+        signature: Any,
+        index: int,
+        constants: Any,
+        options: Any,
+        attributes: Any,
+        warmup: bool,
+    ) -> Any:
+        name = f"{kernel.module}.{kernel.__name__}"
+        launch = Launch(name, signature, constants, attributes, options.__dict__)
+        found.setdefault((launch.name, launch.variant), launch)
+        compiled = kernel.device_caches[index][0]
+        return compiled.setdefault(key, _NOTHING)
+
+    with pretended(device), mock.patch.object(JITFunction, "_do_compile", note):
+        for served in SERVED:
+            if served.runs_on(device):
+                _serve(served)
+    return list(found.values())
+
+
+# In place of a compiled kernel: its launch does nothing.
+_NOTHING = SimpleNamespace(
+    launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
+)
+
+
+def _serve(served: Served) -> None:
+    """Start an engine's runner as a server does, and run eager steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        content = config_of(served.model, served.quantization)
+        few = json.dumps(content | {"num_hidden_layers": NUM_LAYERS})
+        (folder / "config.json").write_text(few)
+        model = read_model_config(folder)
+        config = _resolved(served, model)
+        ranks = pretended_ranks(served.tp, model.hidden_size, getattr(torch, config.dtype))
+        runner = load_runner(config, model, folder, ranks=ranks)
+    for length in CHUNKS:
+        shorter = replace(config, max_prefill_length=length)
+        plan = longest_step(shorter, runner.vocab_size, scored=False)
+        runner.collect(runner.launch(plan))
+    runner.close()
+    _move_pages(config, model, content["num_hidden_layers"])
+
+
+def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
+    options = EngineConfig(
+        model=served.model,
+        load_format="dummy",
+        attn="triton",
+        tp=served.tp,
+        kv_cache_dtype=served.kv_cache_dtype,
+        dense_copies=served.dense_copies,
+    )
+    facts = model.facts()
+    return resolve(options, facts, device_facts(facts.on_rank(served.tp)), overlap=True)
+
+
+def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> None:
+    """To host memory and back, for which a runner needs streams."""
+    specs = model.facts().on_rank(config.tp).kv_specs(config.kv_dtype)[:1] * num_layers
+    kv = allocate_kv(specs, num_pages=64, page_size=config.page_size, device=GPU)
+    planes = Planes.of([plane for layer in kv for plane in (layer.k, layer.v)])
+    pages = torch.zeros(8, dtype=torch.int64, device=GPU)
+    packed = torch.empty((8, planes.page_bytes), dtype=torch.uint8, device=GPU)
+    gather_pages(planes, pages, packed)
+    scatter_pages(planes, pages, packed)

@@ -1,0 +1,91 @@
+"""The kernels before and after the model against their references: on a GPU if there is one, or
+else in the interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
+
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.kernels.slots import dispatch, kernels
+from minisgl.kernels.slots.state import OutputRing, SlotRows, SlotState
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+NUM_SLOTS, MAX_PAGES = 300, 600
+
+
+def state_on(device: torch.device, page_size: int) -> SlotState:
+    """The same on each device. Rows of no page, of one, of a part of one, and of hundreds."""
+    random = torch.Generator().manual_seed(page_size)
+    table = torch.randint(1, 10_000, (NUM_SLOTS + 1, MAX_PAGES), generator=random).int()
+    lengths = torch.randint(0, MAX_PAGES * page_size - 1, (NUM_SLOTS + 1,), generator=random).int()
+    lengths[:4] = torch.tensor([0, 1, page_size - 1, page_size])
+    table[-1], lengths[-1] = 0, 0  # scratch
+    tokens = torch.randint(0, 1000, (NUM_SLOTS + 1,), generator=random).int()
+    numbers = torch.randint(0, 50, (NUM_SLOTS + 1, 3), generator=random).to(device)
+    return SlotState(
+        table.to(device), lengths.to(device), tokens.to(device), numbers[:, 1], page_size
+    )
+
+
+def used(rows: SlotRows, page_size: int) -> list[Tensor]:
+    """All that is defined, on the host."""
+    pages = -(-rows.lengths.cpu() // page_size)
+    table = rows.page_table.cpu().clone()
+    table[torch.arange(table.shape[1]) >= pages[:, None]] = -1
+    return [*(getattr(rows, name).cpu() for name in SlotRows.__slots__[:-1]), table]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_are_made_of_their_slots_which_advance(page_size: int) -> None:
+    found_state, state = (state_on(device, page_size) for device in (DEVICE, CPU))
+    slots = torch.tensor([3, NUM_SLOTS, 0, 1, 250, NUM_SLOTS, 2], dtype=torch.int32)
+    for _ in range(2):
+        found_rows, rows = (
+            SlotRows.allocate(9, MAX_PAGES + 3, device).first(len(slots), MAX_PAGES)
+            for device in (DEVICE, CPU)
+        )
+        kernels.read_slots(slots.to(DEVICE), found_state, found_rows)
+        dispatch.read_slots(slots, state, rows)
+        for found, wanted in zip(used(found_rows, page_size), used(rows, page_size), strict=True):
+            assert torch.equal(found, wanted)
+        assert torch.equal(found_state.lengths.cpu(), state.lengths)
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 3])
+@pytest.mark.parametrize("num_rows", [1, 299])
+def test_tokens_and_scores_go_to_their_slots_and_around_the_ring(
+    num_rows: int, num_top: int | None
+) -> None:
+    found_state, state = (state_on(device, 16) for device in (DEVICE, CPU))
+    found_ring, ring = (OutputRing.allocate(3, 300, 5, device) for device in (DEVICE, CPU))
+    for step in range(4):
+        slots, tokens = torch.randperm(NUM_SLOTS)[:num_rows], torch.randint(0, 1000, (num_rows,))
+        args = (slots, tokens, some_scores(num_rows, num_top))
+        kernels.feed_slots(*(on_device(each) for each in args), found_state, found_ring)
+        dispatch.feed_slots(*args, state, ring, ring_entry=step % 3)
+        assert torch.equal(found_state.last_tokens.cpu(), state.last_tokens)
+        for found, wanted in zip(astuple(found_ring), astuple(ring), strict=True):
+            assert torch.equal(found.cpu(), wanted)
+
+
+def some_scores(num_rows: int, num_top: int | None) -> TokenScores | None:
+    if num_top is None:
+        return None
+    ids = torch.randint(0, 1000, (num_rows, num_top))
+    return TokenScores(torch.randn(num_rows), ids, torch.randn(num_rows, num_top))
+
+
+def on_device(value: Tensor | TokenScores | None) -> Tensor | TokenScores | None:
+    if isinstance(value, TokenScores):
+        return TokenScores(*(each.to(DEVICE) for each in astuple(value)))
+    return value if value is None else value.to(DEVICE)
