@@ -150,8 +150,8 @@ class Routes:
             if body.has_late_system:
                 anywhere = (await engine.template_facts()).system_anywhere
             chat = chat_of(body, system_anywhere=anywhere)
-        if chat.left_out:
-            kinds = {kind if kind in HOSTED else "others" for kind in chat.left_out}
+        if left_out := chat.tools.left_out:
+            kinds = {kind if kind in HOSTED else "others" for kind in left_out}
             logger.info(
                 "request %s: left out tools that this server does not run: %s",
                 *(request_id(request.scope), ", ".join(sorted(kinds))),
@@ -159,7 +159,12 @@ class Routes:
         with chat.fields_named():
             plan, (job,) = await self._chat_jobs(request, engine, chat.body)
         reply = ResponsesReply(
-            job, body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
+            job,
+            body,
+            model=model,
+            tokenizer=engine.tokenizer,
+            spaced=chat.tools.spaced,
+            id=reply_id(request.scope),
         )
         return self._response(
             request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD

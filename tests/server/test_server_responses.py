@@ -583,20 +583,115 @@ def test_tools_that_the_server_does_not_run_are_left_out_and_logged(
     server.engine.answers = ["Yes."]
     odd: Any = [
         SEARCH,
-        {"type": "namespace", "name": "n", "description": "d", "tools": [WEATHER]},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "shell"}]},
         {"type": "mcp", "server_label": "m", "server_url": "http://x", "require_approval": "never"},
         {"type": "sEcReT", "parameters": 3, "name": None},
     ]
     with caplog.at_level(logging.INFO):
         response = client.responses.create(model="fake", input="Hi", tools=[*odd, CLOCK])
-    assert [tool.type for tool in response.tools] == ["function"]
-    assert "does not run: mcp, namespace, others, web_search" in caplog.text
+    assert [tool.type for tool in response.tools] == ["namespace", "function"]
+    assert "does not run: mcp, others, shell, web_search" in caplog.text
     assert "sEcReT" not in caplog.text
     assert client.responses.create(model="fake", input="Hi", tools=odd).output_text == "Yes."
     assert client.responses.create(model="fake", input="Hi", tools=[]).tools == []
 
 
+SPACED: Any = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "shell"}, WEATHER, NOTE, {**CLOCK, "name": "wait"}],
+}
+OTHER: Any = {"type": "namespace", "name": "other", "tools": [{**CLOCK, "name": "wait"}]}
+
+
+def test_tools_in_a_namespace_are_called_by_flat_names_and_come_back_with_their_namespace(
+    ask: Any, server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    written = hermes("crm__get_weather", {"city": "Köln", "days": 2})
+    noted = hermes("crm__note", {"input": "x"})
+    response = ask(f"{written}\n{noted}\n{hermes('clock', {})}", tools=[SPACED, CLOCK])
+    assert [(item.name, item.namespace) for item in response.output] == [
+        ("get_weather", "crm"),
+        ("note", "crm"),
+        ("clock", None),
+    ]
+    assert response.output[0].arguments == ARGUMENTS and response.output[1].input == "x"
+    [space, clock] = response.model_dump(mode="json", exclude_unset=True)["tools"]
+    echoed = [{**WEATHER, "strict": None}, NOTE, {**CLOCK, "name": "wait"}]
+    assert space == {**SPACED, "tools": echoed}
+    assert clock["name"] == "clock"
+    text = server.engine.texts[-1]
+    assert '"name": "crm__wait"' in text and text.count("crm: Customers.") == 1
+    [*_, done] = [
+        event
+        for event in events_of(post(http, tools=[SPACED], stream=True))
+        if event["type"] == "response.function_call_arguments.done"
+    ]
+    assert done["name"] == "clock"
+
+
+@pytest.mark.parametrize("namespace", [{"namespace": "crm"}, {}])
+def test_calls_of_tools_in_a_namespace_are_taken_back(
+    server: Served[ScriptedEngine], http: httpx.Client, namespace: dict[str, str]
+) -> None:
+    server.engine.answers = ["Yes."]
+    history = [user("Hi"), {**called("c"), **namespace}, returned("c", "rain")]
+    post(http, input=history, tools=[SPACED, CLOCK])
+    assert WRITTEN.replace("get_weather", "crm__get_weather") in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "good", "bad"),
+    [
+        ({"type": "function", "name": "crm__wait"}, "crm__wait", "clock"),
+        ({"type": "function", "name": "wait", "namespace": "other"}, "other__wait", "crm__wait"),
+        ({"type": "function", "name": "get_weather"}, "crm__get_weather", "clock"),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [
+                    {"type": "namespace", "name": "other"},
+                    {"type": "function", "name": "clock"},
+                ],
+            },
+            "other__wait",
+            "crm__wait",
+        ),
+    ],
+)
+def test_a_tool_choice_names_tools_in_a_namespace(
+    server: Served[ScriptedEngine], http: httpx.Client, choice: dict[str, Any], good: str, bad: str
+) -> None:
+    arguments = {"city": "Köln"} if "weather" in good else {}
+    server.engine.answers = [hermes(good, arguments)]
+    fields = {"tools": [SPACED, OTHER, CLOCK], "tool_choice": choice}
+    assert post(http, **fields).json()["tool_choice"] == choice
+    server.engine.answers = [hermes(bad, {})]
+    response = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_failed")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "namespace", "tools": [CLOCK]}]}, "tools[0].name"),
+    ({"tools": [{**SPACED, "tools": [SEARCH, {"type": "function"}]}]}, "tools[0].tools[1].name"),
+    ({"tools": [CLOCK, {**SPACED, "tools": [NOTE, NOTE]}]}, "tools[1].tools[1].name"),
+    ({"tools": [SPACED] * 2}, "tools[1].tools[1].name"),
+    (
+        {
+            "tools": [
+                {**OTHER, "tools": [{**CLOCK, "parameters": {"type": "x"}, "strict": True}]},
+                SEARCH,
+            ]
+        },
+        "tools[0].tools[0].parameters",
+    ),
+    ({"tools": [{**OTHER, "name": str(n), "tools": [CLOCK] * 600} for n in range(2)]}, "tools"),
+    (
+        {"tools": [SPACED, OTHER], "tool_choice": {"type": "function", "name": "wait"}},
+        "tool_choice.name",
+    ),
     ({"input": None}, "input"),
     ({"input": 3}, "input"),
     ({"input": [3]}, "input[0]"),

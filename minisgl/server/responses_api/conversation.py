@@ -25,38 +25,16 @@ from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCa
 from minisgl.server.protocol import ChatRequest
 from minisgl.server.responses_api.protocol import (
     SYSTEM_ROLES,
-    AllowedChoice,
-    AllowedTool,
-    CustomChoice,
-    FlatGrammar,
     FlatJsonSchema,
-    FunctionChoice,
     InputItem,
     Parts,
     ResponsesRequest,
-    ResponseTool,
-    ResponseToolChoice,
 )
-from minisgl.server.tools import (
-    Allowance,
-    AllowedTools,
-    CustomSpec,
-    CustomTool,
-    FunctionSpec,
-    FunctionTool,
-    GrammarInput,
-    InputGrammar,
-    NamedCustom,
-    NamedFunction,
-    OfferedTool,
-    ToolChoice,
-    ToolName,
-)
+from minisgl.server.responses_api.tools import ToolBox, given
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 LIMIT_FIELD = "max_output_tokens"
 BREAK = "\n\n"  # between texts of several items that become one message
-CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
 NAMES = {
     "messages": "input",
@@ -102,9 +80,8 @@ class Chat:
 
     body: ChatRequest
     turns: Sequence[_Turn]
-    tools: Sequence[int]  # the places of its tools in the request
-    allowed: Sequence[int]  # and of those that are allowed, in tool_choice
-    left_out: frozenset[str]  # the types of the others
+    tools: ToolBox
+    allowed: Sequence[str]  # the paths in tool_choice of the tools that it allows
 
     def fields_named(self) -> AbstractContextManager[None]:
         """Errors about the chat name the fields of the request."""
@@ -122,8 +99,12 @@ class Chat:
         path = param.split(".")
         if path[0] in ("tools", "tool_choice"):
             path = [name for name in path if name not in CHAT_ONLY]
-            places = self.tools if path[0] == "tools" else self.allowed
-            path = [str(places[int(name)]) if name.isdecimal() else name for name in path]
+            placed = [tool.path for tool in self.tools.tools]
+            paths = placed if path[0] == "tools" else self.allowed
+            for place, name in enumerate(path):
+                if name.isdecimal():
+                    path = [paths[int(name)], *path[place + 1 :]]
+                    break
         return ".".join(path)
 
 
@@ -146,12 +127,9 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
     system_anywhere: whether the chat template takes a system message after others. Otherwise all
     are joined to the first one.
     """
-    turns = _turns(body, system_anywhere=system_anywhere)
-    given = body.tools or ()
-    places = [place for place, tool in enumerate(given) if tool.type in CALLABLE]
-    choice, allowed = body.tool_choice, []
-    if isinstance(choice, AllowedChoice):
-        allowed = [place for place, tool in enumerate(choice.tools) if tool.type in CALLABLE]
+    tools = ToolBox(body.tools or ())
+    turns = _turns(body, tools, system_anywhere=system_anywhere)
+    choice, allowed = tools.choice(body.tool_choice)
     logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
         logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
@@ -161,22 +139,21 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
         model=body.model,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(given[place], f"tools.{place}") for place in places],
-        tool_choice=_tool_choice(choice, allowed),
+        tools=[tool.offered() for tool in tools.tools],
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
         **logprobs,
     )
-    left_out = frozenset(tool.type for tool in given) - CALLABLE
-    return Chat(chat, turns, places, allowed, left_out)
+    return Chat(chat, turns, tools, allowed)
 
 
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
+def _turns(body: ResponsesRequest, tools: ToolBox, *, system_anywhere: bool) -> list[_Turn]:
     turns: list[_Turn] = []
     if body.instructions:
         turns.append(_Turn("system", None, [body.instructions]))
@@ -184,7 +161,7 @@ def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
         turns.append(_Turn("user", None, [body.input]))
     else:
         for index, item in enumerate(body.input):
-            _add(turns, index, item)
+            _add(turns, index, item, tools)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
@@ -192,7 +169,7 @@ def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
     return turns
 
 
-def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
+def _add(turns: list[_Turn], index: int, item: InputItem, tools: ToolBox) -> None:
     path = f"input.{index}"
     match item.type:
         case None | "message":
@@ -205,11 +182,11 @@ def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
                 _turn_of("assistant", turns, index).reasoning.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, index)
-            turn.calls.append(_call(item, path))
+            turn.calls.append(_call(item, path, tools))
             turn.call_items.append(index)
         case "function_call_output" | "custom_tool_call_output":
             output = _text(item.output, f"{path}.output")
-            call_id = _given(item.call_id, f"{path}.call_id")
+            call_id = given(item.call_id, f"{path}.call_id")
             turns.append(_Turn("tool", index, [output], tool_call_id=call_id))
         case "item_reference":
             raise InvalidRequestError(
@@ -226,13 +203,13 @@ def _turn_of(role: Role, turns: list[_Turn], item: int) -> _Turn:
     return turns[-1]
 
 
-def _call(item: InputItem, path: str) -> ToolCall:
-    call_id = _given(item.call_id, f"{path}.call_id")
-    name = _given(item.name, f"{path}.name")
+def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
+    call_id = given(item.call_id, f"{path}.call_id")
+    name = tools.flat_name(given(item.name, f"{path}.name"), item.namespace)
     if item.type == "custom_tool_call":
-        input = _given(item.input, f"{path}.input")
+        input = given(item.input, f"{path}.input")
         return ToolCall(call_id, "custom", custom=CustomInput(name, input))
-    arguments = _given(item.arguments, f"{path}.arguments")
+    arguments = given(item.arguments, f"{path}.arguments")
     return ToolCall(call_id, function=CalledFunction(name, _arguments(arguments)))
 
 
@@ -242,12 +219,6 @@ def _arguments(text: str) -> dict[str, Raw]:
         return msgspec.json.decode(text or "{}", type=dict[str, Raw])
     except (ValueError, RecursionError):
         return {CUSTOM_ARGUMENT: Raw(msgspec.json.encode(text))}
-
-
-def _given(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidRequestError(path, "is missing.")
-    return value
 
 
 def _text(parts: Parts | None, path: str, between: str = "") -> str:
@@ -274,41 +245,6 @@ def _with_system_joined(turns: list[_Turn], *, system_anywhere: bool) -> list[_T
         texts = [text for turn in first for text in turn.texts]
         first = [_Turn("system", first[0].item, texts)]
     return first + others
-
-
-# -- tools and formats -----------------------------------------------------------------------------
-
-
-def _tool(tool: ResponseTool, path: str) -> OfferedTool:
-    name = _given(tool.name, f"{path}.name")
-    if tool.type == "function":
-        return FunctionTool(FunctionSpec(name, tool.description, tool.parameters, tool.strict))
-    format = tool.format
-    if isinstance(format, FlatGrammar):
-        grammar = GrammarInput(InputGrammar(format.syntax, format.definition))
-        return CustomTool(CustomSpec(name, tool.description, grammar))
-    return CustomTool(CustomSpec(name, tool.description, format))
-
-
-def _tool_choice(choice: ResponseToolChoice | None, allowed: Sequence[int]) -> ToolChoice | None:
-    """allowed: the places of the tools that are allowed, in an AllowedChoice."""
-    match choice:
-        case FunctionChoice(name):
-            return NamedFunction(ToolName(name))
-        case CustomChoice(name):
-            return NamedCustom(ToolName(name))
-        case AllowedChoice(mode, tools):
-            named = [_named(tools[place], f"tool_choice.tools.{place}") for place in allowed]
-            if not named:
-                raise InvalidRequestError("tool_choice.tools", "has no tool that can be called.")
-            return AllowedTools(Allowance(mode, named))
-        case _:
-            return choice
-
-
-def _named(tool: AllowedTool, path: str) -> NamedFunction | NamedCustom:
-    name = ToolName(_given(tool.name, f"{path}.name"))
-    return NamedFunction(name) if tool.type == "function" else NamedCustom(name)
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -38,10 +38,13 @@ STORED_FIELDS = {
 HOSTED = frozenset(
     (
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
-        *("image_generation", "local_shell", "mcp", "namespace", "shell", "tool_search"),
+        *("image_generation", "local_shell", "mcp", "shell", "tool_search"),
         *("web_search", "web_search_preview"),
     )
 )
+# Types of tools that the client runs, and that of several of these under a name of their own.
+CALLABLE = frozenset(("function", "custom"))
+NAMESPACE = "namespace"
 STREAM_INSTEAD = (
     "is not supported, because answers are not stored. Leave it out; with stream: true the answer "
     "comes as it is written."
@@ -104,6 +107,7 @@ class InputItem(Struct, kw_only=True):
     summary: Parts | None = None  # of reasoning
     call_id: str | None = None  # of calls and their outputs
     name: str | None = None  # of calls
+    namespace: str | None = None  # of calls, where the tool is in one
     arguments: str | None = None  # of a function's call
     input: str | None = None  # of a custom tool's call
     output: Parts | None = None
@@ -114,7 +118,7 @@ class FlatGrammar(Struct, tag_field="type", tag="grammar"):
     definition: str
 
 
-class ResponseTool(Struct, kw_only=True):
+class FlatTool(Struct, kw_only=True):
     """A tool. Types other than function and custom are left out."""
 
     type: str
@@ -125,17 +129,26 @@ class ResponseTool(Struct, kw_only=True):
     format: TextInput | FlatGrammar | None = None  # of a custom tool
 
 
-class FunctionChoice(Struct, tag_field="type", tag="function"):
+class ResponseTool(FlatTool, kw_only=True):
+    """A tool, or a namespace of tools."""
+
+    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None  # of a namespace
+
+
+class FunctionChoice(Struct, tag_field="type", tag="function", omit_defaults=True):
     name: str
+    namespace: str | None = None
 
 
-class CustomChoice(Struct, tag_field="type", tag="custom"):
+class CustomChoice(Struct, tag_field="type", tag="custom", omit_defaults=True):
     name: str
+    namespace: str | None = None
 
 
-class AllowedTool(Struct):
+class AllowedTool(Struct, omit_defaults=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,7 +26,12 @@ from minisgl.server.content_scores import scored_token
 from minisgl.server.encoding import MAX_ERROR_CHARS, encode, typed_event
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import Reply
-from minisgl.server.responses_api.protocol import ResponsesRequest, ResponseTool
+from minisgl.server.responses_api.protocol import (
+    NAMESPACE,
+    FlatTool,
+    ResponsesRequest,
+    ResponseTool,
+)
 from minisgl.server.responses_api.schemas import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -41,6 +46,7 @@ from minisgl.server.responses_api.schemas import (
     ItemDone,
     ItemStatus,
     MessageItem,
+    NamespaceEcho,
     OutputItem,
     OutputText,
     OutputTextDelta,
@@ -93,9 +99,16 @@ class _DeltaEvent:
 class ResponseChoice(BlockChoice):
     """The one answer of a response. Its blocks are items."""
 
-    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer | None) -> None:
+    def __init__(
+        self,
+        job: GenerationJob,
+        tokenizer: ServedTokenizer | None,
+        spaced: Mapping[str, tuple[str, str]],
+    ) -> None:
+        """spaced: namespace and name of the tools in namespaces, by the names for the model."""
         super().__init__(job, tokenizer)
         self._tokenizer = tokenizer
+        self._spaced = spaced
         self._num_events = 0
         self._random = uuid.uuid4().hex  # in the ids of the items
         self._delta: _DeltaEvent | None = None  # of the open item
@@ -178,7 +191,8 @@ class ResponseChoice(BlockChoice):
         id, call = self._id(block), block.call
         if call is not None:
             kind = CustomCallItem if call.custom else FunctionCallItem
-            return kind(id, call.id, call.name, text, status)
+            namespace, name = self._spaced.get(call.name, (UNSET, call.name))
+            return kind(id, call.id, name, text, status, namespace)
         if block.kind == "reasoning":
             return ReasoningItem(id, [], [ReasoningText(text)], status)
         part = OutputText(text, [], self._shown(block.scored))
@@ -209,11 +223,12 @@ class ResponsesReply(Reply):
         *,
         model: str,
         tokenizer: ServedTokenizer | None,
+        spaced: Mapping[str, tuple[str, str]],
         id: str,
     ) -> None:
-        """`id` must differ from that of every other reply."""
+        """`id` must differ from that of every other reply. spaced: see ResponseChoice."""
         super().__init__(f"resp_{id}")
-        self._choice = ResponseChoice(job, tokenizer)
+        self._choice = ResponseChoice(job, tokenizer, spaced)
         self.choices: Sequence[ResponseChoice] = [self._choice]
         self._begun = _begun(self.id, job, body, model)
 
@@ -278,8 +293,15 @@ def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> R
     )
 
 
-def _echo(tool: ResponseTool) -> FunctionToolEcho | CustomToolEcho | None:
+def _echo(tool: ResponseTool) -> FunctionToolEcho | CustomToolEcho | NamespaceEcho | None:
     """A tool as the response shows it; None for one that is left out."""
+    if tool.type != NAMESPACE:
+        return _echo_of_one(tool)
+    inner = [echo for each in tool.tools or () if (echo := _echo_of_one(each)) is not None]
+    return NamespaceEcho(cast(str, tool.name), tool.description or "", inner)
+
+
+def _echo_of_one(tool: FlatTool) -> FunctionToolEcho | CustomToolEcho | None:
     name, description = cast(str, tool.name), tool.description or UNSET
     if tool.type == "function":
         parameters: Raw | None = tool.parameters
