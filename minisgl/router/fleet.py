@@ -154,6 +154,16 @@ class Fleet:
         news_to = [replica for replica in asked if self._table.sent(key, replica.index)]
         return Route(chosen, prefill, tuple(news_to))
 
+    def holding(self, name: str, avoided: Collection[Replica] = ()) -> Route | None:
+        """The way to the replica that keeps responses under this name, if it takes requests.
+
+        It computes the prompt itself: no other one knows what the request goes on from.
+        """
+        for replica in self.check_ready():
+            if str(replica.index) == name and replica not in avoided:
+                return Route(replica)
+        return None
+
     def answered(self, key: bytes | None, route: Route, *, accepted: bool) -> None:
         """Note that the answer has begun, or that the request was refused.
 

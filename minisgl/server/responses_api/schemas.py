@@ -135,9 +135,9 @@ class Response(Struct, kw_only=True):
     max_tool_calls: None = None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     background: Literal[False] = False
-    store: Literal[False] = False
+    store: bool
     reasoning: ReasoningEcho
     temperature: float
     text: TextEcho
@@ -145,7 +145,13 @@ class Response(Struct, kw_only=True):
     tools: list[FunctionToolEcho | CustomToolEcho | NamespaceEcho]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 # -- events ----------------------------------------------------------------------------------------
