@@ -175,9 +175,9 @@ class Fleet:
             for replica in route.news_to:
                 self._table.refused(key, replica.index)
         elif self.tell is not None:
-            for replica in (route.replica, route.prefill):
-                if replica is not None:
-                    self.tell(key, replica.index, replica.state.start)
+            for asked in (route.replica, route.prefill):
+                if asked is not None:
+                    self.tell(key, asked.index, asked.state.start)
 
     def _best(self, key: bytes, candidates: Sequence[Replica]) -> Replica:
         loads = {replica.index: replica.num_open for replica in candidates}
