@@ -18,7 +18,7 @@ from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Message
 from minisgl.server.messages_api.protocol import MessagesRequest
-from minisgl.server.openapi import ERRORS, OPERATIONS
+from minisgl.server.openapi import DELETIONS, ERRORS, OPERATIONS
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -98,8 +98,9 @@ def test_the_server_reference_lists_every_field_of_the_responses_api() -> None:
 
 def test_the_server_reference_lists_every_endpoint_and_status() -> None:
     section = SERVER_README.partition("## Endpoints\n")[2].partition("\n## ")[0]
-    for path, operation in OPERATIONS.items():
-        assert f"`{operation.method.upper()} {path.replace('{name}', 'NAME')}`" in section
+    for path, operation in (*OPERATIONS.items(), *DELETIONS.items()):
+        shown = re.sub(r"{(\w+)}", lambda found: found[1].upper(), path)
+        assert f"`{operation.method.upper()} {shown}`" in section
     section = SERVER_README.partition("## Errors\n")[2].partition("\n## ")[0]
     firsts = [row.split("|")[1] for row in section.splitlines() if row.startswith(("| 4", "| 5"))]
     documented = {int(status) for first in firsts for status in first.split(",")}

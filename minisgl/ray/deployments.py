@@ -170,6 +170,12 @@ def _pages_address(engine: EngineConfig) -> str:
     return str(Address(host="127.0.0.1"))
 
 
+def _own_name() -> str:
+    """The name of this replica of a deployment."""
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
+
+
 class EngineDeployment(EngineReplica):
     """An engine in a process of Ray's."""
 
@@ -180,7 +186,7 @@ class EngineDeployment(EngineReplica):
         options."""
         _log_with_ray_serve()
         if not role:
-            super().__init__(await start_engine(engine), config)
+            super().__init__(await start_engine(engine), config, name=_own_name())
         else:
             address = _pages_address(engine)
             started = await start_engine(with_pages_shared(engine, num_engines))
@@ -190,14 +196,15 @@ class EngineDeployment(EngineReplica):
             except BaseException:
                 await started.close()
                 raise
-            super().__init__(started, config, Handover(sharing, address).around)
+            around = Handover(sharing, address).around
+            super().__init__(started, config, around, _own_name())
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
 
     async def labelled_metrics(self) -> tuple[str, bytes]:
         """The engine's name and its page of metrics."""
-        return serve.get_replica_context().replica_id.unique_id, await self.metrics()
+        return _own_name(), await self.metrics()
 
     async def __del__(self) -> None:
         """Called by Ray Serve when all requests have ended, or their time is over."""

@@ -19,11 +19,17 @@ class EngineReplica:
     """Answers requests, and says whether it is well."""
 
     def __init__(
-        self, engine: ServedEngine, config: ServerConfig, around: Around | None = None
+        self,
+        engine: ServedEngine,
+        config: ServerConfig,
+        around: Around | None = None,
+        name: str = "",
     ) -> None:
-        """around: what is done for a request before it is answered, see server/handover.py."""
+        """around: what is done for a request before it is answered, see server/handover.py. name:
+        in the ids of the responses that it keeps."""
         self._engine = engine
         state = EngineState(config)
+        state.replica = name
         state.around = around
         state.start(engine)
         self._app = create_app(state)

@@ -20,6 +20,7 @@ class HTTPRequest:
     query: bytes
     headers: Headers
     body: bytes
+    holder: str = ""  # the name of the engine that has a stored response which it needs
 
     def with_header(self, name: bytes, value: bytes) -> HTTPRequest:
         return replace(self, headers=[*self.headers, (name, value)])

@@ -23,7 +23,7 @@ from minisgl.ray.prefills import PrefillEngines, Prefills
 from minisgl.router.app import RouterHealth
 from minisgl.router.failures import ReplicaLostError, last_events
 from minisgl.router.forward import HOP_HEADERS, MAX_ATTEMPTS, OWN_HEADERS
-from minisgl.router.keys import route_key
+from minisgl.router.keys import holder_of, route_key
 from minisgl.router.metrics import join_pages
 from minisgl.server import schemas
 from minisgl.server.access_log import log_failure, request_id
@@ -103,7 +103,7 @@ class Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_request(scope, receive)
         key = None
-        if request.method == "POST":
+        if request.method == "POST" and not request.holder:
             key = route_key(request.path, request.body, client_of(scope))
         answering = asyncio.ensure_future(self._answer(scope, send, key, request))
         leaving = asyncio.ensure_future(_until_left(receive))
@@ -158,7 +158,9 @@ async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
     headers = [pair for pair in headers if pair[0] not in HOP_HEADERS]
     headers.append((HEADER.encode(), request_id(scope).encode()))
-    return HTTPRequest(scope["method"], route_path(scope), scope["query_string"], headers, body)
+    path = route_path(scope)
+    holder = holder_of(path, body)
+    return HTTPRequest(scope["method"], path, scope["query_string"], headers, body, holder)
 
 
 def _start(head: Head) -> Message:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from minisgl.ray.exchange import HTTPRequest
 from minisgl.router.policies import CACHE
 from minisgl.router.table import RouteTable
 
@@ -34,9 +35,14 @@ class PrefixRouter(RequestRouter):
         # A load that was not heard of for seconds counts as none; the next answer tells it.
         loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in by_id}
         key = _key(pending_request)
-        chosen = (
-            min(loads, key=loads.__getitem__) if key is None else self._table.choose(key, loads)
-        )
+        holder = _holder(pending_request)
+        holders = [id for id in by_id if id.unique_id == holder]
+        if holders:
+            [chosen] = holders
+        elif key is None:
+            chosen = min(loads, key=loads.__getitem__)
+        else:
+            chosen = self._table.choose(key, loads)
         others = [each for id, each in by_id.items() if id != chosen]
         return [[by_id[chosen]], others]
 
@@ -63,3 +69,9 @@ class PrefixRouter(RequestRouter):
 def _key(request: PendingRequest | None) -> bytes | None:
     key = request.args[0] if request is not None and request.args else None
     return key if isinstance(key, bytes) else None
+
+
+def _holder(request: PendingRequest | None) -> str:
+    """The name of the engine that has a stored response which the request needs, if it does."""
+    asked = request.args[1] if request is not None and len(request.args) > 1 else None
+    return asked.holder if isinstance(asked, HTTPRequest) else ""

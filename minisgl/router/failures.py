@@ -8,13 +8,13 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from minisgl.errors import EngineStoppedError
+from minisgl.router.keys import RESPONSES
 from minisgl.server.access_log import request_id
 from minisgl.server.encoding import DONE, error_body, event, typed_event
 from minisgl.server.messages_api import errors
 from minisgl.server.messages_api.paths import is_of_messages
 from minisgl.server.root_path import route_path
 
-RESPONSES = "/v1/responses"
 # At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
 MAX_NUMBER_BYTES = 64  # of such an end

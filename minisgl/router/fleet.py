@@ -154,6 +154,16 @@ class Fleet:
         news_to = [replica for replica in asked if self._table.sent(key, replica.index)]
         return Route(chosen, prefill, tuple(news_to))
 
+    def holding(self, name: str, avoided: Collection[Replica] = ()) -> Route | None:
+        """The way to the replica that keeps responses under this name, if it takes requests.
+
+        It computes the prompt itself: no other one knows what the request goes on from.
+        """
+        for replica in self.check_ready():
+            if str(replica.index) == name and replica not in avoided:
+                return Route(replica)
+        return None
+
     def answered(self, key: bytes | None, route: Route, *, accepted: bool) -> None:
         """Note that the answer has begun, or that the request was refused.
 
@@ -165,9 +175,9 @@ class Fleet:
             for replica in route.news_to:
                 self._table.refused(key, replica.index)
         elif self.tell is not None:
-            for replica in (route.replica, route.prefill):
-                if replica is not None:
-                    self.tell(key, replica.index, replica.state.start)
+            for asked in (route.replica, route.prefill):
+                if asked is not None:
+                    self.tell(key, asked.index, asked.state.start)
 
     def _best(self, key: bytes, candidates: Sequence[Replica]) -> Replica:
         loads = {replica.index: replica.num_open for replica in candidates}

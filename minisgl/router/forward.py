@@ -21,7 +21,7 @@ from minisgl.errors import MinisglError
 from minisgl.router.connection import connection_of
 from minisgl.router.failures import ReplicaLostError, last_events
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica
-from minisgl.router.keys import route_key
+from minisgl.router.keys import holder_of, route_key
 from minisgl.router.upstream import END_OF_EVENT, Head, Headers, Upstream, UpstreamLostError
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import client_of
@@ -60,14 +60,16 @@ class Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._fleet.check_ready()
         body, key = b"", None
+        path = route_path(scope)
         if scope["method"] not in ("GET", "HEAD"):
             body = await read_bytes(Request(scope, receive))
-            if scope["method"] == "POST":
-                key = route_key(route_path(scope), body, client_of(scope))
+        holder = holder_of(path, body)
+        if scope["method"] == "POST" and not holder:
+            key = route_key(path, body, client_of(scope))
         request = write_request(scope, body)
         leaving = asyncio.ensure_future(_until_left(receive))
         try:
-            await _Answer(self._fleet, scope, send, leaving).give(request, key)
+            await _Answer(self._fleet, scope, send, leaving).give(request, key, holder)
         finally:
             leaving.cancel()
 
@@ -88,13 +90,14 @@ class _Answer:
         self._refusal: tuple[Head, bytes] | None = None  # of a replica that takes no requests
         self._told: Callable[..., None]  # tells the fleet what has become of the attempt
 
-    async def give(self, request: bytes, key: bytes | None) -> None:
+    async def give(self, request: bytes, key: bytes | None, holder: str) -> None:
+        """holder: the name of the replica that has a stored response, if the request needs one."""
         self._leaving.add_done_callback(self._stop)
         avoided = list[Replica]()
         error: MinisglError = ReplicaLostError()
         for attempt in range(MAX_ATTEMPTS):
             try:
-                route = self._fleet.choose(key, avoided)
+                route = self._fleet.holding(holder, avoided) or self._fleet.choose(key, avoided)
             except NotReadyError as not_ready:
                 error = not_ready
                 break

@@ -45,6 +45,7 @@ class ReplicaProcess(ServerProcess):
         self, spec: ReplicaSpec, start: Callable[[EngineConfig], Awaitable[ServedEngine]]
     ) -> None:
         super().__init__(spec.engine, spec.server, start)
+        self._state.replica = str(spec.index)
         self._spec = spec
 
     async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:

@@ -54,7 +54,7 @@ def middleware_of(
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["DELETE", "GET", "POST"],
             allow_headers=["*"],
             expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
@@ -94,6 +94,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route("/v1/responses/{id}", routes.stored_response, methods=["DELETE", "GET"]),
             Route(MESSAGES, routes.messages, methods=["POST"]),
             Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),

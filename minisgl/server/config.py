@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, fields
 
-from minisgl.config import check_types, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 from minisgl.keys import check_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
@@ -91,7 +91,12 @@ class ServerConfig:
         "Member of messages that has the reasoning: reasoning_content, reasoning or both.",
         group=GROUP,
     )
-
+    response_store: int = option(
+        64,
+        "Megabytes for answers of the Responses API that clients go on from by their ids, for a "
+        "day; 0 keeps none.",
+        group=GROUP,
+    )
     no_ui: bool = option(False, "Serve the API only: no page at / and none at /docs.", group=GROUP)
     open: bool = option(False, "Open the page in a browser, which shows the loading.", group=GROUP)
 
@@ -117,6 +122,7 @@ class ServerConfig:
             check_utf8("--served-model-name", name)
         if not 0 <= self.drain_timeout < math.inf:
             refuse(self, "drain_timeout", "allowed: 0 or more seconds")
+        check_at_least(self, "response_store", 0)
         for origin in self.cors_origin:
             if origin != "*" and "://" not in origin:
                 raise ConfigError(

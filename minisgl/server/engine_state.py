@@ -49,6 +49,7 @@ class EngineState:
         self._draining = False
         self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
+        self.replica = ""  # its name among several, in the ids of responses that it keeps
         self.around: Around | None = None  # see handover.py; None: the engine does whole requests
 
     def load(self, phase: str, fraction: float) -> None:

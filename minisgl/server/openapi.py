@@ -27,7 +27,7 @@ from minisgl.server.protocol import (
     TokenizeRequest,
 )
 from minisgl.server.responses_api.protocol import ResponsesRequest
-from minisgl.server.responses_api.schemas import AnyEvent, Response
+from minisgl.server.responses_api.schemas import AnyEvent, DeletedResponse, Response
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -36,7 +36,7 @@ SCHEMA = "#/components/schemas/{name}"
 ERRORS = {
     400: "A field is wrong or not supported (`param` names it), or the body is not JSON.",
     401: "The API key is missing or wrong.",
-    404: "No such model.",
+    404: "No such model, or no such response is stored.",
     403: "The server does not answer to the name in the header Host.",
     408: "The request arrived too slowly.",
     413: "The body is too large.",
@@ -91,6 +91,9 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=READING,
         named_events=True,
     ),
+    "/v1/responses/{id}": Operation(
+        summary="A response that is stored.", answer=Response, errors=(400, 404)
+    ),
     MESSAGES: Operation(
         summary="Answer a conversation, as Anthropic's API does.",
         method="post",
@@ -134,6 +137,15 @@ OPERATIONS: Mapping[str, Operation] = {
     "/version": Operation(summary="The version of the server.", answer=schemas.Version),
     "/openapi.json": Operation(summary="This description."),
 }
+# Further ones on the same paths.
+DELETIONS: Mapping[str, Operation] = {
+    "/v1/responses/{id}": Operation(
+        summary="Delete a response that is stored.",
+        method="delete",
+        answer=DeletedResponse,
+        errors=(404,),
+    ),
+}
 
 
 def describe(
@@ -149,10 +161,14 @@ def describe(
     ]
     paths = [route.path.replace(":path}", "}") for route in described_routes]
     locked = set(paths) - set(open_paths) if with_key else set()
-    operations = {path: OPERATIONS[path] for path in paths}
+    operations = {
+        path: [OPERATIONS[path], *([DELETIONS[path]] if path in DELETIONS else [])]
+        for path in paths
+    }
     types = [
         type
-        for found in operations.values()
+        for several in operations.values()
+        for found in several
         for type in (found.body, found.answer, found.chunk, found.error)
         if type is not None
     ]
@@ -168,8 +184,10 @@ def describe(
         "info": {"title": "minisgl", "version": metadata.version("minisgl")},
         "servers": [{"url": root_path or "/"}],
         "paths": {
-            path: {found.method: _operation(path, found, locked=path in locked)}
-            for path, found in operations.items()
+            path: {
+                found.method: _operation(path, found, locked=path in locked) for found in several
+            }
+            for path, several in operations.items()
         },
         "components": components,
     }
@@ -179,9 +197,10 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
     described: dict[str, Any] = {"summary": operation.summary}
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {JSON: _schema(operation.body)}}
-    if path.endswith("{name}"):
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [name]
+    if path.endswith("}"):
+        name = path.rpartition("{")[2].removesuffix("}")
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [parameter]
     success: dict[str, Any] = {"description": operation.summary}
     if operation.answer is not None:
         success["content"] = {JSON: _schema(operation.answer)}

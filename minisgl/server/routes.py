@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -60,17 +61,23 @@ from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
 from minisgl.server.responses_api import conversation as responses_conversation
 from minisgl.server.responses_api.conversation import LIMIT_FIELD, chat_of
+from minisgl.server.responses_api.history import History, has_late_system
+from minisgl.server.responses_api.ids import new_response_id
 from minisgl.server.responses_api.protocol import (
     HOSTED,
     ResponsesRequest,
     StrictResponsesRequest,
 )
 from minisgl.server.responses_api.reply import ResponsesReply
+from minisgl.server.responses_api.schemas import DeletedResponse
+from minisgl.server.responses_api.store import ResponseStore
+from minisgl.server.responses_api.truncation import shortened
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-minisgl-ignored-keywords"
+MEGABYTE = 1_000_000
 MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 
 Put = TypeVar("Put")
@@ -90,6 +97,7 @@ class Routes:
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
         self._messages_request = StrictMessagesRequest if strict else MessagesRequest
         self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
+        self._store = ResponseStore(state.config.response_store * MEGABYTE)
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -146,24 +154,46 @@ class Routes:
         with responses_conversation.fields_named():
             body = await read_body(request, self._responses_request)
             model = self._state.model_name(body.model)
+            history = self._history(request)
+            items = history.conversation(body)
             anywhere = False
-            if body.has_late_system:
+            if has_late_system(items):
                 anywhere = (await engine.template_facts()).system_anywhere
-            chat = chat_of(body, system_anywhere=anywhere)
-        if chat.left_out:
-            kinds = {kind if kind in HOSTED else "others" for kind in chat.left_out}
+            chat = chat_of(body, items, system_anywhere=anywhere)
+        if left_out := chat.tools.left_out:
+            kinds = {kind if kind in HOSTED else "others" for kind in left_out}
             logger.info(
                 "request %s: left out tools that this server does not run: %s",
                 *(request_id(request.scope), ", ".join(sorted(kinds))),
             )
         with chat.fields_named():
+            if body.truncation == "auto":
+                chat = await shortened(chat, engine)
             plan, (job,) = await self._chat_jobs(request, engine, chat.body)
+        keeps = self._store.is_on and body.store is not False
         reply = ResponsesReply(
-            job, body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
+            job,
+            body,
+            model=model,
+            tokenizer=engine.tokenizer,
+            spaced=chat.tools.spaced,
+            id=reply_id(request.scope),
+            response_id=new_response_id(self._state.replica),
+            keep=partial(history.keep, body) if keeps else None,
         )
         return self._response(
             request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD
         )
+
+    async def stored_response(self, request: Request) -> Response:
+        """Show a response that is kept, or delete it."""
+        id, history = request.path_params["id"], self._history(request)
+        if request.method == "DELETE":
+            history.remove(id)
+            return json_response(DeletedResponse(id))
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequestError("stream", "is not supported for an answer that has ended.")
+        return Response(history.body_of(id), media_type="application/json")
 
     async def messages(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
@@ -268,6 +298,9 @@ class Routes:
             max_model_len=engine.capacity.max_seq_len,
             vocab_size=engine.vocab_size,
         )
+
+    def _history(self, request: Request) -> History:
+        return History(self._store, client_of(request.scope))
 
     def _planner(self) -> ChatPlanner:
         config = self._state.config

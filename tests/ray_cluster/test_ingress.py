@@ -32,7 +32,7 @@ class LocalEngines:
     """Two engines that are asked in turn. The first one ends after so many parts of an answer."""
 
     def __init__(self, engine: FakeEngine, config: ServerConfig) -> None:
-        self.replica = EngineReplica(engine, config)  # type: ignore[arg-type]
+        self.replica = EngineReplica(engine, config, name="here")  # type: ignore[arg-type]
         self.num_asked = 0
         self.keys: list[bytes | None] = []
         self.parts_left: int | None = None
@@ -152,6 +152,17 @@ async def test_a_request_goes_to_another_engine_unless_its_answer_has_begun() ->
             json.loads(each.partition("data: ")[2])["sequence_number"] for each in (before, last)
         ]
         assert numbers[1] == numbers[0] + 1 and '"code":"replica_lost"' in last
+
+
+async def test_a_request_that_goes_on_from_an_answer_names_the_engine_that_has_it() -> None:
+    async with serving(FakeEngine()) as (client, engines):
+        path, asked = "/v1/responses", {"input": "hello", "max_output_tokens": 3}
+        first = (await client.post(path, json=asked)).json()
+        goes_on = await client.post(path, json={**asked, "previous_response_id": first["id"]})
+        assert goes_on.status_code == 200 and first["id"].endswith("-here")
+        assert (await client.get(f"{path}/{first['id']}")).json() == first
+        assert [request.holder for request in engines.asked] == ["", "here", "here"]
+        assert engines.keys[0] is not None and engines.keys[1:] == [None, None]
 
 
 async def test_a_request_whose_engines_all_end_gets_an_error(

@@ -191,6 +191,39 @@ async def test_a_conversation_stays_on_its_replica_and_round_robin_does_not(
         assert {len(engine.submitted) for engine in engines} == counts
 
 
+@pytest.mark.parametrize("policy", ["cache", ROUND_ROBIN])
+async def test_the_id_of_a_response_finds_the_replica_that_has_it(
+    tmp_path: Path, policy: str
+) -> None:
+    engines = FakeEngine(), FakeEngine(), FakeEngine()
+    async with (
+        routing(tmp_path, *engines, policy=policy) as (url, fleet, _replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        asked: dict[str, Any] = {"max_output_tokens": 3}
+        for index in range(3):
+            fleet.replicas[index].num_open = -100  # it has the least to do
+            first = (await client.post("/v1/responses", json={**asked, "input": "a"})).json()
+            fleet.replicas[index].num_open = 1000
+            goes_on = {**asked, "input": "b", "previous_response_id": first["id"]}
+            second = (await client.post("/v1/responses", json=goes_on)).json()
+            reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+            third = await client.post("/v1/responses", json={**asked, "input": [reference]})
+            assert third.status_code == 200
+            shown = await client.get(f"/v1/responses/{second['id']}")
+            assert shown.json() == second
+            assert (await client.delete(f"/v1/responses/{second['id']}")).status_code == 200
+            missing = await client.get(f"/v1/responses/{second['id']}")
+            assert (missing.status_code, error_of(missing)["code"]) == (404, "response_not_found")
+            fleet.replicas[index].num_open = 0
+        # Where its replica takes no requests, another one says that it does not have it.
+        name = int(first["id"].rpartition("-")[2])
+        states = [ReplicaState(is_ready=each != name, start=1) for each in range(3)]
+        fleet.update(states)
+        missing = await client.post("/v1/responses", json=goes_on)
+        assert (missing.status_code, error_of(missing)["param"]) == (404, "previous_response_id")
+
+
 async def test_requests_without_an_answer_go_to_another_replica_and_others_get_the_error(
     tmp_path: Path,
 ) -> None:

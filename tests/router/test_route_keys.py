@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.router.keys import CACHED_PATHS, route_key
+from minisgl.router.keys import CACHED_PATHS, RESPONSES, holder_of, route_key
 from minisgl.router.table import BLOCK_BYTES
 
 SYSTEM = "You are a helpful assistant."
@@ -94,3 +94,36 @@ def test_a_body_that_is_no_request_has_no_key(path: str, body: bytes) -> None:
 
 def test_requests_that_leave_nothing_in_the_cache_have_no_key() -> None:
     assert route_key("/tokenize", json.dumps({"prompt": NAMED}).encode(), "") is None
+
+
+RANDOM = "0123456789abcdef" * 2
+ITEM = {"type": "item_reference", "id": f"msg_{RANDOM}01-2"}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"input": "x"}, ""),
+        ({"input": "x", "previous_response_id": f"resp_{RANDOM}-3"}, "3"),
+        ({"input": [ITEM], "previous_response_id": f"resp_{RANDOM}-3"}, "3"),
+        ({"input": "x", "previous_response_id": f"resp_{RANDOM}"}, ""),
+        ({"input": "x", "previous_response_id": 3}, ""),
+        ({"input": [FIRST, ITEM, SECOND]}, "2"),
+        ({"input": [FIRST, {"id": ITEM["id"]}]}, "2"),
+        # An item itself, which needs no replica.
+        ({"input": [{**ANSWER, "type": "message", "id": ITEM["id"]}]}, ""),
+        ({"input": [{**ANSWER, "id": ITEM["id"]}]}, ""),
+    ],
+)
+def test_what_a_request_goes_on_from_names_the_replica_that_has_it(
+    body: dict[str, Any], name: str
+) -> None:
+    content = json.dumps(body).encode()
+    assert holder_of(RESPONSES, content) == name
+    assert holder_of("/v1/chat/completions", content) == ""
+
+
+def test_the_path_of_a_response_names_the_replica_that_has_it() -> None:
+    assert holder_of(f"{RESPONSES}/resp_{RANDOM}-12", b"") == "12"
+    assert holder_of(f"{RESPONSES}/resp_1", b"") == ""
+    assert holder_of("/v1/models", b"") == ""

@@ -512,7 +512,7 @@ def test_tools_that_anthropic_runs_are_left_out_and_counted_in_the_log(
     caplog.set_level(logging.INFO)
     theirs = [
         {"type": "web_search_20250305", "name": "secret_search", "max_uses": 3},
-        {"type": "bash_20250124", "name": "bash"},
+        {"type": "computer_20250124", "name": "computer", "display_width_px": 1},
         {"type": "mcp_toolset", "mcp_server_name": "secret"},
     ]
     servers = [{"type": "url", "url": "https://example.org/secret", "name": "secret"}]
@@ -522,6 +522,48 @@ def test_tools_that_anthropic_runs_are_left_out_and_counted_in_the_log(
     assert "4 tools that this server does not run are left out" in caplog.text
     assert "secret" not in caplog.text and "secret" not in server.engine.texts[-1]
     assert ask(server, http, "Hm.", tools=theirs)["content"] == [text("Hm.")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "good", "bad"),
+    [
+        ("bash_20250124", "bash", {"command": "ls"}, {"cmd": "ls"}),
+        (
+            "text_editor_20250124",
+            "str_replace_editor",
+            {"command": "undo_edit", "path": "/a"},
+            {"command": "insert", "path": "/a", "insert_text": "x"},
+        ),
+        (
+            "text_editor_20250728",
+            "str_replace_based_edit_tool",
+            {"command": "insert", "path": "/a", "insert_line": 0, "insert_text": "x"},
+            {"command": "undo_edit", "path": "/a"},
+        ),
+        (
+            "memory_20250818",
+            "memory",
+            {"command": "rename", "old_path": "/memories/a", "new_path": "/memories/b"},
+            {"command": "forget", "path": "/memories/a"},
+        ),
+    ],
+)
+def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(
+    server: Served[ScriptedEngine],
+    http: httpx.Client,
+    kind: str,
+    name: str,
+    good: dict[str, Any],
+    bad: dict[str, Any],
+) -> None:
+    tools = [{"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}]
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": {"type": "tool", "name": name}}
+    [block] = ask(server, http, hermes(name, good), **fields)["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", name, good)
+    [schema] = [json.loads(line) for line in server.engine.texts[-1].split("\n") if name in line]
+    assert schema["function"]["description"]
+    server.engine.answers = [hermes(name, bad)]
+    check_not_held(http.post(PATH, json=asked(**fields)))
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -377,7 +377,8 @@ def sharpened() -> dict[str, Any]:
     fields["max_output_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
     fields["stream"] = {"const": True}
     schemas["ResponsesRequest"]["required"] += ["stream"]
-    for field in ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs"):
+    useless = ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs")
+    for field in (*useless, "previous_response_id"):
         del fields[field]
     for name in REQUESTS:
         del schemas[name]["properties"]["model"]

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import random
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import jsonschema
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseInputItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from support.response_events import events_of, streamed_response
 from support.scripted_engine import QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
 from support.tool_cases import hermes
 from support.waiting import until
+
+from minisgl.server.bodies import MAX_BODY_BYTES
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {
@@ -219,11 +223,10 @@ def test_the_response_repeats_its_settings(ask: Any) -> None:
             "tools": [{"type": "web_search"}, {"type": "function", "name": "clock"}],
         },
         "tools": [SEARCH, *TOOLS],
-        "truncation": "disabled",
-        "store": True,
+        "truncation": "auto",
+        "store": False,
     }
     response = ask("Yes.", **fields).model_dump(mode="json")
-    assert response["store"] is False  # whatever was asked for
     assert response["reasoning"]["effort"] == "low"
     assert [tool["name"] for tool in response["tools"]] == ["get_weather", "clock", "note"]
     assert response["tools"][0]["parameters"] == WEATHER["parameters"]
@@ -236,6 +239,7 @@ def test_the_response_repeats_its_settings(ask: Any) -> None:
         "temperature",
         "top_p",
         "truncation",
+        "store",
     ):
         assert response[name] == fields[name]
 
@@ -450,6 +454,250 @@ def test_an_answer_sent_back_with_the_result_of_its_call_makes_the_next_turn(
     assert f"{THOUGHT}Let me see.{CALL}<|im_end|>" in text and ">rain</tool_response>" in text
 
 
+# -- stored answers --------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_from_the_id_of_an_answer(
+    server: Served[ScriptedEngine], client: openai.OpenAI
+) -> None:
+    server.engine.answers = [f"{THOUGHT}Let me see.\n{CALL}", "It rains.", "Sun."]
+    first = client.responses.create(model="fake", input="How is Köln?", tools=TOOLS)
+    result: Any = [returned(first.output[-1].call_id, "rain")]  # type: ignore[union-attr]
+    goes_on: Any = {"model": "fake", "tools": TOOLS}
+    second = client.responses.create(**goes_on, input=result, previous_response_id=first.id)
+    assert second.previous_response_id == first.id and second.store is True
+    asked = turn("user", "How is Köln?")
+    called_tool = turn("assistant", f"{THOUGHT}Let me see.{CALL}")
+    text = server.engine.texts[-1]
+    assert text.endswith(
+        asked
+        + called_tool
+        + turn("tool", "<tool_response>rain</tool_response>")
+        + "<|im_start|>assistant\n"
+    )
+    with client.responses.create(
+        **goes_on, input="Tomorrow?", previous_response_id=second.id, stream=True
+    ) as stream:
+        [*_, last] = stream
+    assert last.type == "response.completed"
+    third = client.responses.create(
+        **goes_on, input="Why?", previous_response_id=last.response.id, instructions="Be brief."
+    )
+    text = server.engine.texts[-1]
+    said_so_far = turn("assistant", "It rains.") + turn("user", "Tomorrow?")
+    assert said_so_far + turn("assistant", "Sun.") + turn("user", "Why?") in text
+    assert turn("system", "Be brief.") in text
+    # The same answer may be gone on from twice, and instructions are not taken over.
+    client.responses.create(**goes_on, input="Where?", previous_response_id=third.id)
+    client.responses.create(**goes_on, input="Who?", previous_response_id=first.id)
+    text = server.engine.texts[-1]
+    assert asked + called_tool + turn("user", "Who?") in text and "brief" not in text
+
+
+def test_a_stored_answer_is_shown_until_it_is_deleted(
+    server: Served[ScriptedEngine], http: httpx.Client, described: Any
+) -> None:
+    server.engine.answers = [f"{THOUGHT}Yes."]
+    for fields in ({}, {"stream": True}, {"store": True}, {"store": None}):
+        answer = post(http, **fields)
+        response = streamed_response(events_of(answer)) if fields.get("stream") else answer.json()
+        path = f"/v1/responses/{response['id']}"
+        shown = http.get(path).json()
+        assert shown == response and shown["store"] is True
+        check_described(described, {"$ref": "#/components/schemas/Response"}, shown)
+        assert http.get(path, params={"stream": "true"}).json()["error"]["param"] == "stream"
+        deleted = http.delete(path).json()
+        assert deleted == {"id": response["id"], "object": "response", "deleted": True}
+        for missing in (http.get(path), http.delete(path)):
+            assert (missing.status_code, missing.json()["error"]["code"]) == (
+                404,
+                "response_not_found",
+            )
+        goes_on = {"input": "Hi", "previous_response_id": response["id"]}
+        missing = http.post("/v1/responses", json=goes_on)
+        error = missing.json()["error"]
+        assert (missing.status_code, error["param"]) == (404, "previous_response_id")
+        assert error["code"] == "previous_response_not_found" and response["id"] in error["message"]
+
+
+def test_an_answer_that_shall_not_be_stored_or_has_not_ended_is_not(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    response = post(http, store=False).json()
+    assert response["store"] is False
+    assert http.get(f"/v1/responses/{response['id']}").status_code == 404
+    server.engine.answers, server.engine.run = ["{no JSON"], 1
+    events = events_of(post(http, text={"format": {"type": "json_object"}}, stream=True))
+    assert events[-1]["type"] == "response.failed"
+    assert http.get(f"/v1/responses/{events[0]['response']['id']}").status_code == 404
+
+
+def test_ids_are_random_whatever_the_client_calls_its_request(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    ids = set()
+    for _ in range(2):
+        answer = http.post("/v1/responses", json={"input": "x"}, headers={"x-request-id": "mine"})
+        found = re.fullmatch(r"resp_([0-9a-f]{32})", answer.json()["id"])
+        assert found is not None
+        ids.add(found[1])
+        assert answer.json()["output"][0]["id"] == f"msg_{found[1]}00"
+    assert len(ids) == 2
+
+
+def test_references_stand_for_items_of_earlier_answers(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = [f"{THOUGHT}Let me see.\n{CALL}", "Yes."]
+    first = post(http, tools=TOOLS).json()
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    del references[1]["type"]
+    history = [user("Hi"), *references, returned(first["output"][-1]["call_id"], "rain")]
+    second = post(http, tools=TOOLS, input=history).json()
+    text = server.engine.texts[-1]
+    expected = turn("user", "Hi") + turn("assistant", f"{THOUGHT}Let me see.{CALL}")
+    assert expected + turn("tool", "<tool_response>rain</tool_response>") in text
+    # They are kept as references, and still stand for the items.
+    post(http, previous_response_id=second["id"], input="Why?")
+    assert expected in server.engine.texts[-1]
+    id = first["output"][0]["id"]
+    for missing in ("msg_1", id[:-2] + "07", id.replace("rs_", "msg_")):
+        body = {"input": [user("x"), {"type": "item_reference", "id": missing}]}
+        response = http.post("/v1/responses", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (404, "input[1].id")
+        assert error["code"] == "item_not_found"
+
+
+def test_a_small_request_does_not_become_a_conversation_of_any_size(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["x" * 10_000]
+    [item] = post(http).json()["output"]
+    reference = {"type": "item_reference", "id": item["id"]}
+    response = http.post("/v1/responses", json={"input": [reference] * 2000})
+    found = re.fullmatch(r"input\[(\d+)\]\.id", response.json()["error"]["param"])
+    assert response.status_code == 400 and found is not None
+    assert 10_000 * int(found[1]) < MAX_BODY_BYTES < 10_200 * (int(found[1]) + 1)
+    server.engine.answers = ["Yes."]
+    first = post(http, input=[said("x")] * 8000).json()
+    goes_on = {"previous_response_id": first["id"], "input": [said("x")] * 200}
+    response = http.post("/v1/responses", json=goes_on)
+    assert response.json()["error"]["param"] == "previous_response_id"
+
+
+def test_clients_with_keys_of_their_own_do_not_see_each_others_answers() -> None:
+    with scripted(api_key=("a", "b")) as server, server.http() as http:
+        server.engine.answers = ["Yes."]
+        a, b = ({"authorization": f"Bearer {key}"} for key in "ab")
+        id = http.post("/v1/responses", json={"input": "Hi"}, headers=a).json()["id"]
+        goes_on = {"input": "Hi", "previous_response_id": id}
+        for headers, status in ((b, 404), ({}, 401), (a, 200)):
+            assert http.get(f"/v1/responses/{id}", headers=headers).status_code == status
+            assert http.post("/v1/responses", json=goes_on, headers=headers).status_code == status
+        assert http.delete(f"/v1/responses/{id}", headers=b).status_code == 404
+        assert http.delete(f"/v1/responses/{id}", headers=a).status_code == 200
+
+
+def test_without_a_store_nothing_is_kept_and_errors_say_what_to_send_instead() -> None:
+    with scripted(response_store=0) as server, server.http() as http:
+        server.engine.answers = ["Yes."]
+        response = post(http, store=True).json()
+        assert response["store"] is False
+        assert http.get(f"/v1/responses/{response['id']}").status_code == 404
+        for fields, param in (
+            ({"previous_response_id": response["id"]}, "previous_response_id"),
+            (
+                {"input": [{"type": "item_reference", "id": response["output"][0]["id"]}]},
+                "input[0].type",
+            ),
+        ):
+            refused = http.post("/v1/responses", json={"input": "Hi", **fields})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, param)
+            assert "not stored" in error["message"]
+
+
+def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    history: list[Any] = []
+    for name in "abcd":
+        history += [user(f"Question {name}"), called(name), returned(name, "x" * 200)]
+    full = server.engine.capacity
+    fields = {"input": history, "instructions": "Be brief.", "max_output_tokens": 8}
+    num_tokens = post(http, **fields).json()["usage"]["input_tokens"]
+    try:
+        for room, left in ((num_tokens + 8, "abcd"), (num_tokens + 7, "bcd"), (400, "d")):
+            server.engine.capacity = dataclasses.replace(full, max_seq_len=room)
+            answer = post(http, **fields, truncation="auto")
+            assert answer.json()["truncation"] == "auto"
+            text = server.engine.texts[-1]
+            begun = turn("system", "Be brief.") + turn("user", f"Question {left[0]}")
+            assert text.startswith(begun)
+            assert text.count("Question") == text.count("<tool_response>") == len(left)
+        # Where not even the last turn fits, and where nothing was asked for, nothing is left out.
+        for truncation in ("auto", "disabled"):
+            server.engine.capacity = dataclasses.replace(full, max_seq_len=60)
+            post(http, **fields, truncation=truncation)
+            assert server.engine.texts[-1].count("Question") == 4
+    finally:
+        server.engine.capacity = full
+
+
+HOSTED_ITEMS: list[dict[str, Any]] = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+    {"type": "file_search_call", "id": "fs_1", "queries": ["x"], "results": None},
+    {"type": "computer_call", "id": "cu_1", "call_id": "c", "action": {"type": "wait"}},
+    {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1", "outputs": [{"type": "logs"}]},
+    {"type": "image_generation_call", "id": "ig_1", "result": "x"},
+    {"type": "local_shell_call", "id": "ls_1", "call_id": "c", "action": {"type": "exec"}},
+    {"type": "local_shell_call_output", "id": "ls_1", "output": "x"},
+    {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+    {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x", "stderr": ""}]},
+    {"type": "apply_patch_call", "call_id": "c", "operation": {"type": "delete_file"}},
+    {"type": "apply_patch_call_output", "call_id": "c", "status": "completed"},
+    {"type": "mcp_list_tools", "id": "ml_1", "server_label": "m", "tools": []},
+    {"type": "mcp_approval_request", "id": "ma_1", "name": "f", "arguments": "{}"},
+    {"type": "mcp_approval_response", "approval_request_id": "ma_1", "approve": True},
+    {"type": "mcp_call", "id": "mc_1", "name": "f", "arguments": "{}", "output": None},
+    {"type": "tool_search_call", "id": "ts_1", "arguments": {"query": "x"}},
+    {"type": "tool_search_output", "id": "ts_1", "tools": [CLOCK]},
+    {"type": "additional_tools", "role": "developer", "tools": [CLOCK]},
+    {"type": "program", "id": "p_1", "code": "x", "call_id": "c"},
+    {"type": "program_output", "id": "p_1", "call_id": "c", "result": "x"},
+    {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+    {"type": "compaction_trigger"},
+]
+
+
+def test_items_of_hosted_tools_are_left_out_of_the_history(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    first = post(http, input=[user("Hi"), *HOSTED_ITEMS, said("Hello."), user("Bye")]).json()
+    expected = turn("user", "Hi") + turn("assistant", "Hello.") + turn("user", "Bye")
+    assert server.engine.texts[-1] == expected + "<|im_start|>assistant\n"
+    post(http, previous_response_id=first["id"])  # they are kept as they came
+    assert server.engine.texts[-1].startswith(expected)
+
+
+def test_every_type_of_item_that_the_client_knows_is_known_here(described: Any) -> None:
+    item = described["components"]["schemas"]["InputItem"]["properties"]["type"]
+    [known] = [set(each["enum"]) for each in item["anyOf"] if "enum" in each]
+    theirs = {
+        kind
+        for struct in get_args(get_args(ResponseInputItem)[0])
+        for kind in get_args(struct.model_fields["type"].annotation)
+        if isinstance(kind, str)
+    }
+    assert {"shell_call", "mcp_call"} <= theirs <= known
+
+
 # -- fields ----------------------------------------------------------------------------------------
 
 
@@ -583,20 +831,115 @@ def test_tools_that_the_server_does_not_run_are_left_out_and_logged(
     server.engine.answers = ["Yes."]
     odd: Any = [
         SEARCH,
-        {"type": "namespace", "name": "n", "description": "d", "tools": [WEATHER]},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "shell"}]},
         {"type": "mcp", "server_label": "m", "server_url": "http://x", "require_approval": "never"},
         {"type": "sEcReT", "parameters": 3, "name": None},
     ]
     with caplog.at_level(logging.INFO):
         response = client.responses.create(model="fake", input="Hi", tools=[*odd, CLOCK])
-    assert [tool.type for tool in response.tools] == ["function"]
-    assert "does not run: mcp, namespace, others, web_search" in caplog.text
+    assert [tool.type for tool in response.tools] == ["namespace", "function"]
+    assert "does not run: mcp, others, shell, web_search" in caplog.text
     assert "sEcReT" not in caplog.text
     assert client.responses.create(model="fake", input="Hi", tools=odd).output_text == "Yes."
     assert client.responses.create(model="fake", input="Hi", tools=[]).tools == []
 
 
+SPACED: Any = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "shell"}, WEATHER, NOTE, {**CLOCK, "name": "wait"}],
+}
+OTHER: Any = {"type": "namespace", "name": "other", "tools": [{**CLOCK, "name": "wait"}]}
+
+
+def test_tools_in_a_namespace_are_called_by_flat_names_and_come_back_with_their_namespace(
+    ask: Any, server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    written = hermes("crm__get_weather", {"city": "Köln", "days": 2})
+    noted = hermes("crm__note", {"input": "x"})
+    response = ask(f"{written}\n{noted}\n{hermes('clock', {})}", tools=[SPACED, CLOCK])
+    assert [(item.name, item.namespace) for item in response.output] == [
+        ("get_weather", "crm"),
+        ("note", "crm"),
+        ("clock", None),
+    ]
+    assert response.output[0].arguments == ARGUMENTS and response.output[1].input == "x"
+    [space, clock] = response.model_dump(mode="json", exclude_unset=True)["tools"]
+    echoed = [{**WEATHER, "strict": None}, NOTE, {**CLOCK, "name": "wait"}]
+    assert space == {**SPACED, "tools": echoed}
+    assert clock["name"] == "clock"
+    text = server.engine.texts[-1]
+    assert '"name": "crm__wait"' in text and text.count("crm: Customers.") == 1
+    [*_, done] = [
+        event
+        for event in events_of(post(http, tools=[SPACED], stream=True))
+        if event["type"] == "response.function_call_arguments.done"
+    ]
+    assert done["name"] == "clock"
+
+
+@pytest.mark.parametrize("namespace", [{"namespace": "crm"}, {}])
+def test_calls_of_tools_in_a_namespace_are_taken_back(
+    server: Served[ScriptedEngine], http: httpx.Client, namespace: dict[str, str]
+) -> None:
+    server.engine.answers = ["Yes."]
+    history = [user("Hi"), {**called("c"), **namespace}, returned("c", "rain")]
+    post(http, input=history, tools=[SPACED, CLOCK])
+    assert WRITTEN.replace("get_weather", "crm__get_weather") in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "good", "bad"),
+    [
+        ({"type": "function", "name": "crm__wait"}, "crm__wait", "clock"),
+        ({"type": "function", "name": "wait", "namespace": "other"}, "other__wait", "crm__wait"),
+        ({"type": "function", "name": "get_weather"}, "crm__get_weather", "clock"),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [
+                    {"type": "namespace", "name": "other"},
+                    {"type": "function", "name": "clock"},
+                ],
+            },
+            "other__wait",
+            "crm__wait",
+        ),
+    ],
+)
+def test_a_tool_choice_names_tools_in_a_namespace(
+    server: Served[ScriptedEngine], http: httpx.Client, choice: dict[str, Any], good: str, bad: str
+) -> None:
+    arguments = {"city": "Köln"} if "weather" in good else {}
+    server.engine.answers = [hermes(good, arguments)]
+    fields = {"tools": [SPACED, OTHER, CLOCK], "tool_choice": choice}
+    assert post(http, **fields).json()["tool_choice"] == choice
+    server.engine.answers = [hermes(bad, {})]
+    response = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_failed")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "namespace", "tools": [CLOCK]}]}, "tools[0].name"),
+    ({"tools": [{**SPACED, "tools": [SEARCH, {"type": "function"}]}]}, "tools[0].tools[1].name"),
+    ({"tools": [CLOCK, {**SPACED, "tools": [NOTE, NOTE]}]}, "tools[1].tools[1].name"),
+    ({"tools": [SPACED] * 2}, "tools[1].tools[1].name"),
+    (
+        {
+            "tools": [
+                {**OTHER, "tools": [{**CLOCK, "parameters": {"type": "x"}, "strict": True}]},
+                SEARCH,
+            ]
+        },
+        "tools[0].tools[0].parameters",
+    ),
+    ({"tools": [{**OTHER, "name": str(n), "tools": [CLOCK] * 600} for n in range(2)]}, "tools"),
+    (
+        {"tools": [SPACED, OTHER], "tool_choice": {"type": "function", "name": "wait"}},
+        "tool_choice.name",
+    ),
     ({"input": None}, "input"),
     ({"input": 3}, "input"),
     ({"input": [3]}, "input[0]"),
@@ -638,20 +981,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
         "input[0].content[0].text",
     ),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "some_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [returned("c", 3)]}, "input[0].output"),
+    ({"input": [{**called("c"), "arguments": 3}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": 1}, "previous_response_id"),
+    ({"store": "yes"}, "store"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"conversation": {"id": "conv_1"}}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "some"}, "truncation"),
     ({"moderation": {}}, "moderation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "9"}, "max_output_tokens"),
@@ -729,9 +1074,8 @@ def test_an_error_names_the_field_of_this_api(
 def test_errors_say_what_to_send_instead(client: openai.OpenAI) -> None:
     asked: Any = {"model": "fake", "input": "Hi"}
     for fields, words in (
-        ({"previous_response_id": "resp_1"}, "Send the whole conversation in input"),
+        ({"conversation": "conv_1"}, "whole conversation in input"),
         ({"background": True}, "stream: true"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images are not"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

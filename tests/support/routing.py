@@ -31,9 +31,10 @@ class Replicas:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        for engine, path in zip(self.engines, self.paths, strict=True):
+        for index, (engine, path) in enumerate(zip(self.engines, self.paths, strict=True)):
             config = ServerConfig(uds=path, **self._options)  # type: ignore[arg-type]
             state = EngineState(config, engine)  # type: ignore[arg-type]
+            state.replica = str(index)
             server = Server(http_settings(create_app(state)), state)
             self._tasks.append(asyncio.ensure_future(server.serve(sockets=[bind(config)])))
             self._servers.append(server)

@@ -139,7 +139,8 @@ class InputMessage(Struct):
 
 
 class ToolSpec(Struct):
-    """A tool of the client; of another type it is one of Anthropic's, and is left out."""
+    """A tool of the client; of another type one of Anthropic's: see client_tools.py. Those that it
+    runs itself are left out."""
 
     type: str | None = None
     name: str | None = None

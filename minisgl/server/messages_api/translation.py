@@ -12,6 +12,7 @@ from minisgl.server.constraints import JsonSchemaFormat, NamedSchema
 from minisgl.server.encoding import encode
 from minisgl.server.field_names import fields_named
 from minisgl.server.messages import Reasoning
+from minisgl.server.messages_api.client_tools import client_tool
 from minisgl.server.messages_api.conversation import conversation_of
 from minisgl.server.messages_api.protocol import (
     MessagesRequest,
@@ -72,10 +73,11 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
     fields = FIELDS | conversation.fields
     tools: list[OfferedTool] = []
     for index, tool in enumerate(body.tools or ()):
-        if tool.type in (None, "custom"):
+        known = client_tool(tool)
+        if known is not None or tool.type in (None, "custom"):
             function, field = f"tools.{len(tools)}.function", f"tools.{index}"
             fields |= {function: field, f"{function}.parameters": f"{field}.input_schema"}
-            tools.append(_tool(tool, field))
+            tools.append(_tool(tool, field) if known is None else FunctionTool(known))
     chat = ChatRequest(
         messages=conversation.messages,
         continue_final_message=conversation.is_open or None,

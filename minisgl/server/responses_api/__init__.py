@@ -1,1 +1,1 @@
-"""The Responses API, stateless: a request becomes a chat, and its answer a list of items."""
+"""The Responses API: a request becomes a chat, and its answer a list of items."""

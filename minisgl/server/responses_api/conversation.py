@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -21,42 +21,23 @@ from minisgl.server.constraints import (
     ResponseFormat,
     TextFormat,
 )
+from minisgl.server.decoding import decode
 from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCall
-from minisgl.server.protocol import ChatRequest
+from minisgl.server.protocol import NULL, ChatRequest
+from minisgl.server.responses_api.history import PlacedItem
 from minisgl.server.responses_api.protocol import (
     SYSTEM_ROLES,
-    AllowedChoice,
-    AllowedTool,
-    CustomChoice,
-    FlatGrammar,
+    CallOutput,
     FlatJsonSchema,
-    FunctionChoice,
     InputItem,
     Parts,
     ResponsesRequest,
-    ResponseTool,
-    ResponseToolChoice,
 )
-from minisgl.server.tools import (
-    Allowance,
-    AllowedTools,
-    CustomSpec,
-    CustomTool,
-    FunctionSpec,
-    FunctionTool,
-    GrammarInput,
-    InputGrammar,
-    NamedCustom,
-    NamedFunction,
-    OfferedTool,
-    ToolChoice,
-    ToolName,
-)
+from minisgl.server.responses_api.tools import ToolBox, given
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 LIMIT_FIELD = "max_output_tokens"
 BREAK = "\n\n"  # between texts of several items that become one message
-CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
 NAMES = {
     "messages": "input",
@@ -79,11 +60,11 @@ class _Turn:
     """A message of the chat, while the items that it is made of are read."""
 
     role: Role
-    item: int | None  # the first of them; None: the instructions, or an input that is a text
+    path: str  # of the first of them
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    call_items: list[int] = field(default_factory=list)
+    call_paths: list[str] = field(default_factory=list)
     tool_call_id: str | None = None
 
     def message(self) -> Message:
@@ -102,9 +83,27 @@ class Chat:
 
     body: ChatRequest
     turns: Sequence[_Turn]
-    tools: Sequence[int]  # the places of its tools in the request
-    allowed: Sequence[int]  # and of those that are allowed, in tool_choice
-    left_out: frozenset[str]  # the types of the others
+    tools: ToolBox
+    allowed: Sequence[str]  # the paths in tool_choice of the tools that it allows
+
+    @property
+    def beginnings(self) -> list[int]:
+        """Where a shorter conversation may begin: with a later message of the user."""
+        start = self.num_system
+        users = [place for place, turn in enumerate(self.turns) if turn.role == "user"]
+        return [place for place in users if place > start]
+
+    @property
+    def num_system(self) -> int:
+        """The number of system messages at the beginning, which stay."""
+        roles = [turn.role in SYSTEM_ROLES for turn in self.turns]
+        return roles.index(False)
+
+    def beginning_at(self, place: int) -> Chat:
+        """The chat without the messages between the instructions and that at `place`."""
+        turns = [*self.turns[: self.num_system], *self.turns[place:]]
+        body = msgspec.structs.replace(self.body, messages=[turn.message() for turn in turns])
+        return replace(self, body=body, turns=turns)
 
     def fields_named(self) -> AbstractContextManager[None]:
         """Errors about the chat name the fields of the request."""
@@ -115,15 +114,16 @@ class Chat:
             return NAMES[param]
         if found := IN_MESSAGE.match(param):
             turn = self.turns[int(found[1])]
-            item = turn.call_items[int(found[2])] if found[2] else turn.item
-            if item is None:
-                return "instructions" if turn.role == "system" else "input"
-            return f"input.{item}"
+            return turn.call_paths[int(found[2])] if found[2] else turn.path
         path = param.split(".")
         if path[0] in ("tools", "tool_choice"):
             path = [name for name in path if name not in CHAT_ONLY]
-            places = self.tools if path[0] == "tools" else self.allowed
-            path = [str(places[int(name)]) if name.isdecimal() else name for name in path]
+            placed = [tool.path for tool in self.tools.tools]
+            paths = placed if path[0] == "tools" else self.allowed
+            for place, name in enumerate(path):
+                if name.isdecimal():
+                    path = [paths[int(name)], *path[place + 1 :]]
+                    break
         return ".".join(path)
 
 
@@ -140,18 +140,15 @@ def _bracketed(path: str) -> str:
     return INDEX.sub(r"[\1]", path)
 
 
-def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
+def chat_of(body: ResponsesRequest, items: Sequence[PlacedItem], *, system_anywhere: bool) -> Chat:
     """The chat that a request asks for; raises InvalidRequestError.
 
-    system_anywhere: whether the chat template takes a system message after others. Otherwise all
-    are joined to the first one.
+    items: of the whole conversation. system_anywhere: whether the chat template takes a system
+    message after others. Otherwise all are joined to the first one.
     """
-    turns = _turns(body, system_anywhere=system_anywhere)
-    given = body.tools or ()
-    places = [place for place, tool in enumerate(given) if tool.type in CALLABLE]
-    choice, allowed = body.tool_choice, []
-    if isinstance(choice, AllowedChoice):
-        allowed = [place for place, tool in enumerate(choice.tools) if tool.type in CALLABLE]
+    tools = ToolBox(body.tools or ())
+    turns = _turns(body.instructions, items, tools, system_anywhere=system_anywhere)
+    choice, allowed = tools.choice(body.tool_choice)
     logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
         logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
@@ -161,78 +158,85 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
         model=body.model,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(given[place], f"tools.{place}") for place in places],
-        tool_choice=_tool_choice(choice, allowed),
+        tools=[tool.offered() for tool in tools.tools],
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
         **logprobs,
     )
-    left_out = frozenset(tool.type for tool in given) - CALLABLE
-    return Chat(chat, turns, places, allowed, left_out)
+    return Chat(chat, turns, tools, allowed)
 
 
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
+def _turns(
+    instructions: str | None,
+    items: Sequence[PlacedItem],
+    tools: ToolBox,
+    *,
+    system_anywhere: bool,
+) -> list[_Turn]:
     turns: list[_Turn] = []
-    if body.instructions:
-        turns.append(_Turn("system", None, [body.instructions]))
-    if isinstance(body.input, str):
-        turns.append(_Turn("user", None, [body.input]))
-    else:
-        for index, item in enumerate(body.input):
-            _add(turns, index, item)
+    if instructions:
+        turns.append(_Turn("system", "instructions", [instructions]))
+    for placed in items:
+        _add(turns, placed.item, placed.path, tools)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
-        turns.append(_Turn("user", None))
+        turns.append(_Turn("user", "input"))
     return turns
 
 
-def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
-    path = f"input.{index}"
+def _add(turns: list[_Turn], item: InputItem, path: str, tools: ToolBox) -> None:
     match item.type:
         case None | "message":
             text = _text(item.content, f"{path}.content")
             if item.role is None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
-            _turn_of(item.role, turns, index).texts.append(text)
+            _turn_of(item.role, turns, path).texts.append(text)
         case "reasoning":
             if text := _text(item.content or item.summary or "", path, between=BREAK):
-                _turn_of("assistant", turns, index).reasoning.append(text)
+                _turn_of("assistant", turns, path).reasoning.append(text)
         case "function_call" | "custom_tool_call":
-            turn = _turn_of("assistant", turns, index)
-            turn.calls.append(_call(item, path))
-            turn.call_items.append(index)
+            turn = _turn_of("assistant", turns, path)
+            turn.calls.append(_call(item, path, tools))
+            turn.call_paths.append(path)
         case "function_call_output" | "custom_tool_call_output":
-            output = _text(item.output, f"{path}.output")
-            call_id = _given(item.call_id, f"{path}.call_id")
-            turns.append(_Turn("tool", index, [output], tool_call_id=call_id))
-        case "item_reference":
-            raise InvalidRequestError(
-                f"{path}.type",
-                "cannot be item_reference, because answers are not stored; send the item itself.",
-            )
+            output = _text(_output(item, path), f"{path}.output")
+            call_id = given(item.call_id, f"{path}.call_id")
+            turns.append(_Turn("tool", path, [output], tool_call_id=call_id))
 
 
-def _turn_of(role: Role, turns: list[_Turn], item: int) -> _Turn:
+def _output(item: InputItem, path: str) -> Parts | None:
+    """What a tool has returned. It is decoded here, because other types have something else."""
+    try:
+        return decode(b'{"output":%b}' % bytes(item.output or NULL), CallOutput).output
+    except InvalidRequestError as error:
+        error.param = f"{path}.{error.param}"
+        raise
+
+
+def _turn_of(role: Role, turns: list[_Turn], path: str) -> _Turn:
     """The message that an item belongs to. Adjacent items of one role make one message: templates
     may insist on turns."""
     if not turns or turns[-1].role != role:
-        turns.append(_Turn(role, item))
+        turns.append(_Turn(role, path))
     return turns[-1]
 
 
-def _call(item: InputItem, path: str) -> ToolCall:
-    call_id = _given(item.call_id, f"{path}.call_id")
-    name = _given(item.name, f"{path}.name")
+def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
+    call_id = given(item.call_id, f"{path}.call_id")
+    name = tools.flat_name(given(item.name, f"{path}.name"), item.namespace)
     if item.type == "custom_tool_call":
-        input = _given(item.input, f"{path}.input")
+        input = given(item.input, f"{path}.input")
         return ToolCall(call_id, "custom", custom=CustomInput(name, input))
-    arguments = _given(item.arguments, f"{path}.arguments")
+    if isinstance(item.arguments, dict):
+        return ToolCall(call_id, function=CalledFunction(name, item.arguments))
+    arguments = given(item.arguments, f"{path}.arguments")
     return ToolCall(call_id, function=CalledFunction(name, _arguments(arguments)))
 
 
@@ -242,12 +246,6 @@ def _arguments(text: str) -> dict[str, Raw]:
         return msgspec.json.decode(text or "{}", type=dict[str, Raw])
     except (ValueError, RecursionError):
         return {CUSTOM_ARGUMENT: Raw(msgspec.json.encode(text))}
-
-
-def _given(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidRequestError(path, "is missing.")
-    return value
 
 
 def _text(parts: Parts | None, path: str, between: str = "") -> str:
@@ -272,43 +270,8 @@ def _with_system_joined(turns: list[_Turn], *, system_anywhere: bool) -> list[_T
         (first if joins else others).append(turn)
     if len(first) > 1:
         texts = [text for turn in first for text in turn.texts]
-        first = [_Turn("system", first[0].item, texts)]
+        first = [_Turn("system", first[0].path, texts)]
     return first + others
-
-
-# -- tools and formats -----------------------------------------------------------------------------
-
-
-def _tool(tool: ResponseTool, path: str) -> OfferedTool:
-    name = _given(tool.name, f"{path}.name")
-    if tool.type == "function":
-        return FunctionTool(FunctionSpec(name, tool.description, tool.parameters, tool.strict))
-    format = tool.format
-    if isinstance(format, FlatGrammar):
-        grammar = GrammarInput(InputGrammar(format.syntax, format.definition))
-        return CustomTool(CustomSpec(name, tool.description, grammar))
-    return CustomTool(CustomSpec(name, tool.description, format))
-
-
-def _tool_choice(choice: ResponseToolChoice | None, allowed: Sequence[int]) -> ToolChoice | None:
-    """allowed: the places of the tools that are allowed, in an AllowedChoice."""
-    match choice:
-        case FunctionChoice(name):
-            return NamedFunction(ToolName(name))
-        case CustomChoice(name):
-            return NamedCustom(ToolName(name))
-        case AllowedChoice(mode, tools):
-            named = [_named(tools[place], f"tool_choice.tools.{place}") for place in allowed]
-            if not named:
-                raise InvalidRequestError("tool_choice.tools", "has no tool that can be called.")
-            return AllowedTools(Allowance(mode, named))
-        case _:
-            return choice
-
-
-def _named(tool: AllowedTool, path: str) -> NamedFunction | NamedCustom:
-    name = ToolName(_given(tool.name, f"{path}.name"))
-    return NamedFunction(name) if tool.type == "function" else NamedCustom(name)
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -27,24 +27,30 @@ Metadata = Annotated[
 ]
 SYSTEM_ROLES = ("system", "developer")
 
-# Fields that only a server has that stores answers, and what to send instead.
-STATELESS = "is not supported, because answers are not stored. Send the whole conversation in input"
+STATELESS = (
+    "is not supported, because answers are not stored. Send the whole conversation in input: its "
+    "items, the output of each answer, and what is new."
+)
+# Fields that only a server has that stores more than answers, and what to send instead.
 STORED_FIELDS = {
-    "previous_response_id": f"{STATELESS}: its items, the output of each answer, and what is new.",
-    "conversation": f"{STATELESS}: its items, the output of each answer, and what is new.",
+    "conversation": "is not supported. Send previous_response_id, or the whole conversation in "
+    "input: its items, the output of each answer, and what is new.",
     "prompt": "is not supported, because prompts are not stored. Send instructions and input.",
 }
+REFERENCE = "item_reference"
 # Types of tools that OpenAI runs, or that its models know: their names may be logged.
 HOSTED = frozenset(
     (
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
-        *("image_generation", "local_shell", "mcp", "namespace", "shell", "tool_search"),
+        *("image_generation", "local_shell", "mcp", "shell", "tool_search"),
         *("web_search", "web_search_preview"),
     )
 )
+# Types of tools that the client runs, and that of several of these under a name of their own.
+CALLABLE = frozenset(("function", "custom"))
+NAMESPACE = "namespace"
 STREAM_INSTEAD = (
-    "is not supported, because answers are not stored. Leave it out; with stream: true the answer "
-    "comes as it is written."
+    "is not supported. Leave it out; with stream: true the answer comes as it is written."
 )
 Stored = Annotated[Raw, Meta(extra_json_schema={"type": "null"})]
 
@@ -84,7 +90,7 @@ Part: TypeAlias = (
 Parts: TypeAlias = str | list[Part]
 
 
-class InputItem(Struct, kw_only=True):
+class InputItem(Struct, kw_only=True, omit_defaults=True):
     """An item of the conversation. Which fields it has depends on its type."""
 
     type: (
@@ -96,16 +102,55 @@ class InputItem(Struct, kw_only=True):
             "custom_tool_call",
             "custom_tool_call_output",
             "item_reference",
+            # Of tools that OpenAI runs, or that its models know. They are left out.
+            "additional_tools",
+            "apply_patch_call",
+            "apply_patch_call_output",
+            "code_interpreter_call",
+            "compaction",
+            "compaction_trigger",
+            "computer_call",
+            "computer_call_output",
+            "configuration_update",
+            "file_search_call",
+            "image_generation_call",
+            "local_shell_call",
+            "local_shell_call_output",
+            "mcp_approval_request",
+            "mcp_approval_response",
+            "mcp_call",
+            "mcp_list_tools",
+            "program",
+            "program_output",
+            "shell_call",
+            "shell_call_output",
+            "tool_search_call",
+            "tool_search_output",
+            "web_search_call",
         ]
         | None
-    ) = None  # a message
+    ) = None  # a message, or a reference
+    id: str | None = None  # of an item of an earlier answer
     role: Literal["user", "assistant", "system", "developer"] | None = None  # of a message
     content: Parts | None = None  # of a message, or of reasoning
     summary: Parts | None = None  # of reasoning
     call_id: str | None = None  # of calls and their outputs
     name: str | None = None  # of calls
-    arguments: str | None = None  # of a function's call
+    namespace: str | None = None  # of calls, where the tool is in one
+    arguments: str | dict[str, Raw] | None = None  # of a function's call a text
     input: str | None = None  # of a custom tool's call
+    output: Raw = NOT_GIVEN  # Parts, of functions and custom tools
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it stands for an item of an earlier answer. Its type may be left out."""
+        bare = self.type is None and self.role is None and self.content is None
+        return self.type == REFERENCE or (bare and self.id is not None)
+
+
+class CallOutput(Struct):
+    """What a function or a custom tool has returned."""
+
     output: Parts | None = None
 
 
@@ -114,7 +159,7 @@ class FlatGrammar(Struct, tag_field="type", tag="grammar"):
     definition: str
 
 
-class ResponseTool(Struct, kw_only=True):
+class FlatTool(Struct, kw_only=True):
     """A tool. Types other than function and custom are left out."""
 
     type: str
@@ -125,17 +170,26 @@ class ResponseTool(Struct, kw_only=True):
     format: TextInput | FlatGrammar | None = None  # of a custom tool
 
 
-class FunctionChoice(Struct, tag_field="type", tag="function"):
+class ResponseTool(FlatTool, kw_only=True):
+    """A tool, or a namespace of tools."""
+
+    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None  # of a namespace
+
+
+class FunctionChoice(Struct, tag_field="type", tag="function", omit_defaults=True):
     name: str
+    namespace: str | None = None
 
 
-class CustomChoice(Struct, tag_field="type", tag="custom"):
+class CustomChoice(Struct, tag_field="type", tag="custom", omit_defaults=True):
     name: str
+    namespace: str | None = None
 
 
-class AllowedTool(Struct):
+class AllowedTool(Struct, omit_defaults=True):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
@@ -183,9 +237,10 @@ class ResponsesRequest(CommonFields, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
 
-    previous_response_id: Stored = NOT_GIVEN
     conversation: Stored = NOT_GIVEN
     prompt: Stored = NOT_GIVEN
     background: Off | None = None
@@ -199,7 +254,6 @@ class ResponsesRequest(CommonFields, kw_only=True):
     prompt_cache_retention: Ignored = NOT_GIVEN
     safety_identifier: Ignored = NOT_GIVEN
     service_tier: Ignored = NOT_GIVEN
-    store: Ignored = NOT_GIVEN
     stream_options: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
@@ -208,13 +262,6 @@ class ResponsesRequest(CommonFields, kw_only=True):
                 raise InvalidRequestError(name, instead)
         if self.background:
             raise InvalidRequestError("background", STREAM_INSTEAD)
-
-    @property
-    def has_late_system(self) -> bool:
-        """Whether a system message follows others."""
-        items = self.input if isinstance(self.input, list) else []
-        given = [item.role in SYSTEM_ROLES for item in items]
-        return False in given and True in given[given.index(False) :]
 
     @property
     def wants_logprobs(self) -> bool:

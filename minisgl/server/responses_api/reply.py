@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,7 +25,13 @@ from minisgl.server.content_scores import scored_token
 from minisgl.server.encoding import MAX_ERROR_CHARS, encode, typed_event
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import Reply
-from minisgl.server.responses_api.protocol import ResponsesRequest, ResponseTool
+from minisgl.server.responses_api.ids import item_id
+from minisgl.server.responses_api.protocol import (
+    NAMESPACE,
+    FlatTool,
+    ResponsesRequest,
+    ResponseTool,
+)
 from minisgl.server.responses_api.schemas import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -41,6 +46,7 @@ from minisgl.server.responses_api.schemas import (
     ItemDone,
     ItemStatus,
     MessageItem,
+    NamespaceEcho,
     OutputItem,
     OutputText,
     OutputTextDelta,
@@ -93,11 +99,19 @@ class _DeltaEvent:
 class ResponseChoice(BlockChoice):
     """The one answer of a response. Its blocks are items."""
 
-    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer | None) -> None:
+    def __init__(
+        self,
+        job: GenerationJob,
+        tokenizer: ServedTokenizer | None,
+        spaced: Mapping[str, tuple[str, str]],
+        response_id: str,
+    ) -> None:
+        """spaced: namespace and name of the tools in namespaces, by the names for the model."""
         super().__init__(job, tokenizer)
+        self._response_id = response_id
         self._tokenizer = tokenizer
+        self._spaced = spaced
         self._num_events = 0
-        self._random = uuid.uuid4().hex  # in the ids of the items
         self._delta: _DeltaEvent | None = None  # of the open item
 
     def numbered(self, event: StreamEvent) -> bytes:
@@ -178,7 +192,8 @@ class ResponseChoice(BlockChoice):
         id, call = self._id(block), block.call
         if call is not None:
             kind = CustomCallItem if call.custom else FunctionCallItem
-            return kind(id, call.id, call.name, text, status)
+            namespace, name = self._spaced.get(call.name, (UNSET, call.name))
+            return kind(id, call.id, name, text, status, namespace)
         if block.kind == "reasoning":
             return ReasoningItem(id, [], [ReasoningText(text)], status)
         part = OutputText(text, [], self._shown(block.scored))
@@ -186,7 +201,7 @@ class ResponseChoice(BlockChoice):
 
     def _id(self, block: Block) -> str:
         prefix = "ctc" if block.call and block.call.custom else ID_PREFIXES[block.kind]
-        return f"{prefix}_{self._random}{block.index:02}"
+        return item_id(prefix, self._response_id, block.index)
 
     def _status(self, block: Block) -> ItemStatus:
         if block is self._open:
@@ -209,13 +224,18 @@ class ResponsesReply(Reply):
         *,
         model: str,
         tokenizer: ServedTokenizer | None,
+        spaced: Mapping[str, tuple[str, str]],
         id: str,
+        response_id: str,
+        keep: Callable[[Response], None] | None,
     ) -> None:
-        """`id` must differ from that of every other reply."""
+        """`id` must differ from that of every other reply. It may be logged; response_id, which
+        the client gets, may not. spaced: see ResponseChoice. keep: stores the answer."""
         super().__init__(f"resp_{id}")
-        self._choice = ResponseChoice(job, tokenizer)
+        self._choice = ResponseChoice(job, tokenizer, spaced, response_id)
         self.choices: Sequence[ResponseChoice] = [self._choice]
-        self._begun = _begun(self.id, job, body, model)
+        self._keep = keep
+        self._begun = _begun(response_id, job, body, model, is_stored=keep is not None)
 
     def first_events(self) -> bytes:
         created = self._choice.numbered(ResponseCreated(self._begun))
@@ -241,9 +261,10 @@ class ResponsesReply(Reply):
         return encode(self._ended())
 
     def _ended(self) -> Response:
+        """The whole response; it is stored before the client can know that it has ended."""
         choice = self._choice
         cut = choice.check_finished() == "length"
-        return replace(
+        response = replace(
             self._begun,
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
@@ -251,9 +272,14 @@ class ResponsesReply(Reply):
             output=choice.items,
             usage=choice.usage,
         )
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
 
-def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> Response:
+def _begun(
+    id: str, job: GenerationJob, body: ResponsesRequest, model: str, *, is_stored: bool
+) -> Response:
     """The response before its answer."""
     format = body.text.format if body.text else None
     tools = [] if body.tool_choice == "none" else body.tools or []  # that the model sees
@@ -268,6 +294,9 @@ def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> R
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        store=is_stored,
+        truncation=body.truncation or "disabled",
         reasoning=ReasoningEcho(body.reasoning.effort if body.reasoning else None, None),
         temperature=job.params.temperature,
         text=TextEcho(format or TextFormat()),
@@ -278,8 +307,15 @@ def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> R
     )
 
 
-def _echo(tool: ResponseTool) -> FunctionToolEcho | CustomToolEcho | None:
+def _echo(tool: ResponseTool) -> FunctionToolEcho | CustomToolEcho | NamespaceEcho | None:
     """A tool as the response shows it; None for one that is left out."""
+    if tool.type != NAMESPACE:
+        return _echo_of_one(tool)
+    inner = [echo for each in tool.tools or () if (echo := _echo_of_one(each)) is not None]
+    return NamespaceEcho(cast(str, tool.name), tool.description or "", inner)
+
+
+def _echo_of_one(tool: FlatTool) -> FunctionToolEcho | CustomToolEcho | None:
     name, description = cast(str, tool.name), tool.description or UNSET
     if tool.type == "function":
         parameters: Raw | None = tool.parameters

@@ -47,6 +47,7 @@ class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: str  # as the model wrote them: JSON, if the answer was not cut
     status: ItemStatus
+    namespace: str | UnsetType = UNSET  # of the tool, if it is in one
 
 
 class CustomCallItem(Struct, tag_field="type", tag="custom_tool_call"):
@@ -55,6 +56,7 @@ class CustomCallItem(Struct, tag_field="type", tag="custom_tool_call"):
     name: str
     input: str
     status: ItemStatus
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
@@ -74,6 +76,12 @@ class CustomToolEcho(Struct, tag_field="type", tag="custom"):
     name: str
     description: str | UnsetType = UNSET
     format: TextInput | FlatGrammar | UnsetType = UNSET
+
+
+class NamespaceEcho(Struct, tag_field="type", tag="namespace"):
+    name: str
+    description: str
+    tools: list[FunctionToolEcho | CustomToolEcho]
 
 
 class TextEcho(Struct):
@@ -127,17 +135,23 @@ class Response(Struct, kw_only=True):
     max_tool_calls: None = None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     background: Literal[False] = False
-    store: Literal[False] = False
+    store: bool
     reasoning: ReasoningEcho
     temperature: float
     text: TextEcho
     tool_choice: ResponseToolChoice
-    tools: list[FunctionToolEcho | CustomToolEcho]
+    tools: list[FunctionToolEcho | CustomToolEcho | NamespaceEcho]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 # -- events ----------------------------------------------------------------------------------------
