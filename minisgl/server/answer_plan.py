@@ -166,6 +166,7 @@ class ChatPlanner:
         if not parsed:
             return AnswerPlan(grammar=grammar, gate=gate)
         facts = conversation.facts
+        shows_reasoning = form.reasoning is not None and body.wants_reasoning
         return AnswerPlan(
             grammar=grammar,
             gate=gate,
@@ -175,7 +176,7 @@ class ChatPlanner:
             only_calls=tools is not None and tools.required,
             skip_special_tokens=body.skip_special_tokens is not False,
             style=AnswerStyle(
-                reasoning_fields=self.reasoning_fields if body.wants_reasoning else (),
+                reasoning_fields=self.reasoning_fields if shows_reasoning else (),
                 custom_names=tools.custom_names if tools is not None else frozenset(),
                 short_ids=facts is not None and facts.wants_short_ids,
                 count_call=self.count_call,

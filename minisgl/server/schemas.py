@@ -98,8 +98,9 @@ class AnswerMessage(Struct):
     content: str | None  # null: calls are all there is
     refusal: None
     tool_calls: list[FunctionCall | CustomCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    # Where the model's reasoning is set apart; null: there is none in this answer.
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
 
 
 class ChatAnswerChoice(Struct):

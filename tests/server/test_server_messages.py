@@ -118,7 +118,7 @@ def check_not_held(answer: httpx.Response) -> dict[str, str]:
 
 
 def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said, "citations": None}
+    return {"type": "text", "text": said}  # not `"citations": null`, which is no list
 
 
 def thinking(thought: str) -> dict[str, Any]:
