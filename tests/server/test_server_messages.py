@@ -12,6 +12,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ from support.messages_api import (
 )
 from support.scripted_engine import DEAF_TEMPLATE, QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
-from support.tool_cases import hermes
+from support.tool_cases import ODD_ARGUMENTS, hermes
 
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -383,6 +384,28 @@ def test_calls_thoughts_and_results_of_the_history_reach_the_template(
         + said("user", "Well?\n\nAnd tomorrow?")
         + "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("written", [*ODD_ARGUMENTS, "null"])
+def test_every_answer_is_taken_back_as_history(
+    server: Served[ScriptedEngine], http: httpx.Client, written: str
+) -> None:
+    """Whole ones, and what a client may make of the pieces of a stream."""
+    server.engine.answers = [hermes("f", written)]
+    body = asked()
+    raw = http.post(PATH, json=body).content
+    content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["content"]
+    streamed = b'[{"type":"tool_use","id":"a","name":"f","input":%s}]'
+    pieces = msgspec.json.encode(written), b"null" if "\\" in written else written.encode()
+    is_json = written not in ODD_ARGUMENTS[:1] and "NaN" not in written
+    for blocks in (bytes(content), *(streamed % piece for piece in pieces[: 1 + is_json])):
+        said = b'{"role":"assistant","content":%s}' % blocks
+        messages = b"[%s,%s]" % (msgspec.json.encode(QUESTION[0]), said)
+        sent = msgspec.json.encode({**body, "messages": msgspec.Raw(messages)})
+        answer = http.post(PATH, content=sent, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        shown = server.engine.texts[-1]
+        assert "input" in shown or RAW_INPUT in shown or hermes("f", {}) in shown
 
 
 def test_blocks_of_tools_that_anthropic_runs_are_left_out(

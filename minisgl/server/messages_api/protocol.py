@@ -47,7 +47,7 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Raw]
+    input: Raw  # an object; clients that read a stream send back whatever its pieces make
 
 
 class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
