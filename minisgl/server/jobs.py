@@ -77,7 +77,7 @@ def jobs_of(
                     k=k,
                     prompt_token_ids=prompt,
                     params=for_choice(fitting, k),
-                    cache_salt=body.cache_salt,
+                    cache_salt=body.salt,
                     tenant=tenant,
                     return_token_ids=bool(body.return_token_ids),
                     prompt_logprobs=body.prompt_logprobs,

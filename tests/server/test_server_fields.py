@@ -731,6 +731,7 @@ HARMLESS_IN_CHAT: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"},
     {"include_reasoning": False, "separate_reasoning": True, "stream_reasoning": True},
     {"functions": None, "function_call": "none"},
+    {"verbosity": "low"},
     {"modalities": ["text"], "audio": None},
     {"echo": False, "continue_final_message": False, "add_generation_prompt": True},
 ]
@@ -870,7 +871,6 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"verbosity": "low"}, "verbosity"),
     *(
         ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
         for name, value in (

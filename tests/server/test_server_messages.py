@@ -207,6 +207,18 @@ def test_the_stop_reason_says_why_an_answer_ended(
     assert found["stop_sequence"] == ("noon" if reason == "stop_sequence" else None)
 
 
+def test_fields_of_chats_have_their_effect(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["It rains."]
+    assert http.post(PATH, json=asked(stop="rain")).json()["content"] == [text("It ")]
+    fields = {"seed": 7, "logit_bias": {"5": 3}, "guided_choice": ["yes", "no"]}
+    assert ask(server, http, "yes", **fields)["content"] == [text("yes")]
+    params = server.engine.streams[-1].params
+    assert (params.seed, params.logit_bias) == (7, {5: 3})
+    check_not_held(http.post(PATH, json=asked(regex="x")))
+
+
 def test_a_call_that_was_cut_is_not_run(server: Served[ScriptedEngine], http: httpx.Client) -> None:
     found = ask(server, http, CALL, max_tokens=42)
     [cut] = found["content"]
@@ -610,6 +622,11 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ({"stop_sequences": [""]}, "stop_sequences.0: must not be empty."),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: must have at most 16 entries."),
         ({"stop_sequences": "a"}, "stop_sequences: must be a list, not a text."),
+        ({"stop_sequences": ["a"], "stop": "b"}, "stop: is not allowed beside stop_sequences."),
+        ({"cache_salt": ""}, "cache_salt: must not be empty."),
+        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"logprobs": True}, "logprobs: is not supported"),
+        ({"n": 2}, "n: "),
         ({"thinking": {"type": "on"}}, "thinking.type: cannot be 'on'; allowed: adaptive"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: must be"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort: cannot be 'huge'"),

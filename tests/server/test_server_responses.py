@@ -574,6 +574,21 @@ def test_what_is_large_or_deep_is_read_or_refused(
     post(http)
 
 
+def test_fields_of_chats_have_their_effect_or_are_refused(
+    server: Served[ScriptedEngine], http: httpx.Client, ask: Any
+) -> None:
+    server.engine.answers = ["It rains at noon."]
+    [item] = post(http, stop=["noon"]).json()["output"]
+    assert item["content"][0]["text"] == "It rains at "
+    assert ask("yes", structured_outputs={"choice": ["yes", "no"]}).output_text == "yes"
+    refused = http.post("/v1/responses", json={"input": "Hi", "structured_outputs": {"regex": "x"}})
+    assert refused.json()["error"]["code"] == "grammar_failed"
+    post(http, logit_bias={"5": 3}, bad_words=["no"], ignore_eos=True, min_tokens=2)
+    params = server.engine.streams[-1].params
+    assert (params.logit_bias, params.bad_words) == ({5: 3}, ("no",))
+    assert (params.ignore_eos, params.min_tokens) == (True, 2)
+
+
 def test_effort_and_template_options_reach_the_template(
     server: Served[ScriptedEngine], http: httpx.Client
 ) -> None:
@@ -653,6 +668,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"logprobs": True}, "logprobs"),
+    ({"n": 2}, "n"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
