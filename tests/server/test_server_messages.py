@@ -538,6 +538,10 @@ def test_the_answer_is_held_to_the_format(
     assert ask(server, http, CALL, **fields)["content"] == [CALLED]  # tools go first
     server.engine.answers = ["No."]
     check_not_held(http.post(PATH, json=asked(**fields)))
+    forced: Any = {**fields, "tool_choice": {"type": "any"}}
+    assert ask(server, http, CALL, **forced)["content"] == [CALLED]
+    server.engine.answers = [good]
+    check_not_held(http.post(PATH, json=asked(**forced)))
 
 
 def test_tools_that_anthropic_runs_are_left_out_and_counted_in_the_log(

@@ -498,6 +498,8 @@ def test_formats_and_choices_hold_the_answer(
         ({"text": {"format": {"type": "json_object"}}}, '{"b": 1}', "no"),
         ({"text": {"format": named}}, '{"a": 1}', '{"b": 1}'),
         ({"tools": TOOLS, "tool_choice": "required"}, CALL, "no"),
+        # A format beside a forced call is one of texts, of which there are none.
+        ({"text": {"format": named}, "tools": TOOLS, "tool_choice": "required"}, CALL, '{"a": 1}'),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
             hermes("clock", {}),
@@ -701,8 +703,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "text.format.schema",
     ),
     (
-        {"text": {"format": {"type": "json_object"}}, "tools": TOOLS, "tool_choice": "required"},
-        "text.format",
+        {
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}},
+            "tools": TOOLS,
+            "tool_choice": "required",
+        },
+        "text.format.schema",
     ),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

@@ -391,7 +391,13 @@ def call_in_history(**fields: Any) -> list[Any]:
             },
             "tools.1.function.parameters",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, None),
+        (
+            {
+                "tool_choice": "required",
+                "response_format": {"type": "json_object", "schema": {"type": "x"}},
+            },
+            "response_format.schema",
+        ),
         ({"functions": [{"name": "f"}], "tools": None}, "functions"),
         ({"function_call": "auto", "tools": None}, "function_call"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
