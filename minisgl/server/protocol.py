@@ -147,8 +147,8 @@ class CommonFields(Struct, kw_only=True):
     logprob_token_ids: Unsupported = None
     prompt_embeds: Unsupported = None
     input_ids: Unsupported = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
     use_beam_search: Off | None = None
-    return_tokens_as_token_ids: Off | None = None
     repeat_penalty: OffAt1 | None = None
     typical_p: OffAt1 | None = None
     mirostat: OffAt0 | None = None
@@ -164,10 +164,7 @@ class CommonFields(Struct, kw_only=True):
     guided_decoding_backend: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
-        check_off(
-            use_beam_search=self.use_beam_search,
-            return_tokens_as_token_ids=self.return_tokens_as_token_ids,
-        )
+        check_off(use_beam_search=self.use_beam_search)
         for sampler, details in SAMPLER_DETAILS.items():
             if getattr(self, sampler) is None:
                 for name in details:

@@ -120,6 +120,7 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET  # of version, model and setup
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -161,6 +162,7 @@ class ChatCompletionChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
+    system_fingerprint: str | UnsetType = UNSET
 
 
 # -- completions ----------------------------------------------------------------------------------
@@ -192,6 +194,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionAnswerChoice]
     usage: Usage
+    system_fingerprint: str | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Struct):
@@ -212,6 +215,7 @@ class CompletionChunk(Struct):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 # -- the others -----------------------------------------------------------------------------------
