@@ -284,8 +284,8 @@ def check_token_ids(
     )
     raise InvalidRequestError(
         name,
-        f"the token id {short_repr(wrong)} at position {position}{of} is outside of the "
-        f"vocabulary; allowed: 0 to {vocab_size - 1}.",
+        f"the token id {short_repr(wrong)} at position {position}{of} is out of vocabulary; "
+        f"allowed: 0 to {vocab_size - 1}.",
     )
 
 

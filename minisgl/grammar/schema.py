@@ -98,7 +98,7 @@ def tidy(message: str, written: str = "") -> str:
     message = message.replace("<non-verbose/>", "").strip()
     place, message = _split_place(message, written)
     if found := UNKNOWN_TOKEN.match(message):
-        return f"{place}the token id {found[1]} is outside of the vocabulary"
+        return f"{place}the token id {found[1]} is out of vocabulary"
     if message.startswith("lexer error"):
         return f"{place}{UNREADABLE}"
     if re.match("NoExtension", message):

@@ -30,6 +30,7 @@ class Prompt(Struct):
     """What a prompt is made of, in the bodies of all APIs."""
 
     cache_salt: Raw = NONE
+    extra_key: Raw = NONE
     tools: Raw = NONE
     system: Raw = NONE
     instructions: Raw = NONE
@@ -98,4 +99,5 @@ def route_key(path: str, body: bytes, client: str) -> bytes | None:
     system = NONCE.sub(b"", bytes(prompt.system)[:MAX_KEY_BYTES])
     parts = (prompt.tools, system, prompt.instructions, prompt.messages, prompt.input)
     said = b"".join(FRAME.sub(b"", bytes(part)[:MAX_KEY_BYTES]) for part in parts)
-    return b"\0".join((client.encode(), bytes(prompt.cache_salt), said + bytes(prompt.prompt)))
+    salt = bytes(prompt.cache_salt) + bytes(prompt.extra_key)
+    return b"\0".join((client.encode(), salt, said + bytes(prompt.prompt)))

@@ -144,7 +144,8 @@ class ChatPlanner:
                 "are not supported: the chat template does not show in which format this model "
                 "writes calls. Start the server with --tool-parser.",
             )
-        constraint = self._constraint(body, tools)
+        wanted = constraint_of(body)
+        constraint = self._constraint(wanted, tools)
         budget = body.thinking_token_budget
         if budget is not None and self.form.reasoning is None:
             raise InvalidRequestError(
@@ -153,6 +154,8 @@ class ChatPlanner:
         grammar = None
         if constraint is not None or budget is not None:
             grammar = await engine.compile(constraint)
+        if wanted is not None and tools is not None and tools.required:
+            await engine.compile(wanted)  # of no effect, but what is wrong in it is refused
         form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
         parses_calls = tools is not None and form.calls is not None
         parsed = form.reasoning is not None or parses_calls
@@ -166,6 +169,7 @@ class ChatPlanner:
         if not parsed:
             return AnswerPlan(grammar=grammar, gate=gate)
         facts = conversation.facts
+        shows_reasoning = form.reasoning is not None and body.wants_reasoning
         return AnswerPlan(
             grammar=grammar,
             gate=gate,
@@ -175,7 +179,7 @@ class ChatPlanner:
             only_calls=tools is not None and tools.required,
             skip_special_tokens=body.skip_special_tokens is not False,
             style=AnswerStyle(
-                reasoning_fields=self.reasoning_fields if body.wants_reasoning else (),
+                reasoning_fields=self.reasoning_fields if shows_reasoning else (),
                 custom_names=tools.custom_names if tools is not None else frozenset(),
                 short_ids=facts is not None and facts.wants_short_ids,
                 count_call=self.count_call,
@@ -185,21 +189,20 @@ class ChatPlanner:
             ),
         )
 
-    def _constraint(self, body: ChatRequest, tools: ToolUse | None) -> StructuredOutput | None:
-        """What the answer is held to: the tools, a constraint of the request, or either."""
-        constraint = constraint_of(body)
+    def _constraint(
+        self, wanted: StructuredOutput | None, tools: ToolUse | None
+    ) -> StructuredOutput | None:
+        """What the answer is held to: the tools, the constraint of the request, or either.
+
+        Where a call must be made, it is the tools: the constraint is one of content, and there is
+        none.
+        """
         if tools is None:
-            return constraint
-        if constraint is None:
+            return wanted
+        if wanted is None or tools.required:
             return tools.grammar(self.form)
-        if tools.required:
-            raise InvalidRequestError(
-                constraint.field,
-                'is not allowed with a tool_choice that asks for a call; allowed: "auto" or '
-                '"none".',
-            )
         calls = tools.grammar(self.form, only_calls=True)
-        return constraint if calls is None else calls_or(calls, constraint)
+        return wanted if calls is None else calls_or(calls, wanted)
 
 
 def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:

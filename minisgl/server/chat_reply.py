@@ -73,13 +73,14 @@ class ChatChoice(ChunkedChoice[ChatLogprobs]):
             model=self._envelope.model,
             choices=[choice],
             usage=self._chunk_usage(),
+            system_fingerprint=self._envelope.fingerprint,
             prompt_token_ids=prompt_token_ids,
         )
 
     def _show(self, placed: Sequence[PlacedToken]) -> ChatLogprobs:
-        return ChatLogprobs(
-            content=[scored_token(token, self._tokenizer) for token in placed], refusal=None
-        )
+        as_id = self.job.tokens_as_ids
+        content = [scored_token(token, self._tokenizer, as_id=as_id) for token in placed]
+        return ChatLogprobs(content=content, refusal=None)
 
 
 class ChatReply(ChunkedReply[ChatChoice]):
@@ -97,6 +98,7 @@ class ChatReply(ChunkedReply[ChatChoice]):
             model=self._envelope.model,
             choices=[choice.whole() for choice in self.choices],
             usage=self._usage(),
+            system_fingerprint=self._envelope.fingerprint,
             prompt_token_ids=self.choices[0].prompt_token_ids,
             prompt_logprobs=self.choices[0].prompt_logprobs,
         )
@@ -109,4 +111,5 @@ class ChatReply(ChunkedReply[ChatChoice]):
             model=self._envelope.model,
             choices=[],
             usage=self._usage(),
+            system_fingerprint=self._envelope.fingerprint,
         )

@@ -45,6 +45,7 @@ class Envelope:
     model: str
     # The usage of a chunk that reports none: null where the client gets usage in the last chunk.
     no_usage: UnsetType | None = UNSET
+    fingerprint: str | UnsetType = UNSET
 
 
 class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
@@ -242,6 +243,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
         include_usage: bool,
         continuous_usage: bool = False,
         id: str | None = None,
+        fingerprint: str | UnsetType = UNSET,
     ) -> None:
         """`id` must differ from that of every other reply; a random one if None."""
         super().__init__(f"{self.id_prefix}-{id or uuid.uuid4().hex}")
@@ -251,6 +253,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
             created=int(time.time()),
             model=model,
             no_usage=None if include_usage else UNSET,
+            fingerprint=fingerprint,
         )
         self.choices: Sequence[ChoiceT] = [
             self.choice_type(job, tokenizer, self._envelope, continuous_usage=continuous_usage)

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from minisgl.request import TokenLogprobs
 from minisgl.server.alignment import PlacedToken
 from minisgl.server.chunked_replies import ChunkedChoice, ChunkedReply
-from minisgl.server.content_scores import LOWEST_LOGPROB
+from minisgl.server.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.encoding import event
 from minisgl.server.schemas import (
     Completion,
@@ -75,6 +75,7 @@ class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
             model=self._envelope.model,
             choices=[choice],
             usage=self._chunk_usage(),
+            system_fingerprint=self._envelope.fingerprint,
         )
 
     def _show(self, placed: Sequence[PlacedToken]) -> CompletionLogprobs:
@@ -93,9 +94,11 @@ class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
 
     def _name(self, token_id: int) -> str:
         """The token's text; its bytes if they are no text of their own, its id if it has none."""
+        if self.job.tokens_as_ids:
+            return named_by_id(token_id)
         data = self._token_bytes(token_id)
         try:
-            return data.decode() or f"token_id:{token_id}"
+            return data.decode() or named_by_id(token_id)
         except UnicodeDecodeError:
             return _spelled(data)
 
@@ -110,7 +113,7 @@ class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
                 # Another token has the same text.
                 name = _spelled(self._token_bytes(token_id))
                 if name in named:
-                    name = f"token_id:{token_id}"
+                    name = named_by_id(token_id)
             named[name] = max(logprob, LOWEST_LOGPROB)
         return named
 
@@ -135,6 +138,7 @@ class CompletionReply(ChunkedReply[CompletionChoice]):
             model=self._envelope.model,
             choices=[choice.whole() for choice in self.choices],
             usage=self._usage(),
+            system_fingerprint=self._envelope.fingerprint,
         )
 
     def _usage_chunk(self) -> CompletionChunk:
@@ -145,4 +149,5 @@ class CompletionReply(ChunkedReply[CompletionChoice]):
             model=self._envelope.model,
             choices=[],
             usage=self._usage(),
+            system_fingerprint=self._envelope.fingerprint,
         )

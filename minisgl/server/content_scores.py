@@ -46,19 +46,26 @@ class ContentScores:
         return self._alignment.finish()
 
 
-def scored_token(token: PlacedToken, tokenizer: ServedTokenizer | None) -> ScoredToken:
-    """A token with its rivals, as clients get it."""
+def scored_token(
+    token: PlacedToken, tokenizer: ServedTokenizer | None, *, as_id: bool
+) -> ScoredToken:
+    """A token with its rivals, as clients get it. as_id: they are named by their ids."""
     scored = token.scored
     assert scored is not None
-    own = RankedToken(token.text, max(scored.logprob, LOWEST_LOGPROB), [*token.data])
+    name = named_by_id(scored.token_id) if as_id else token.text
+    own = RankedToken(name, max(scored.logprob, LOWEST_LOGPROB), [*token.data])
     top = [
-        own if id == scored.token_id else _rival(id, logprob, tokenizer)
+        own if id == scored.token_id else _rival(id, logprob, tokenizer, as_id)
         for id, logprob in scored.top
     ]
     return ScoredToken(own.token, own.logprob, own.bytes, top)
 
 
-def _rival(id: int, logprob: float, tokenizer: ServedTokenizer | None) -> RankedToken:
-    text = tokenizer.token_text(id) if tokenizer else f"token_id:{id}"
+def named_by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _rival(id: int, logprob: float, tokenizer: ServedTokenizer | None, as_id: bool) -> RankedToken:
+    text = tokenizer.token_text(id) if tokenizer and not as_id else named_by_id(id)
     data = tokenizer.token_bytes(id) if tokenizer else b""
     return RankedToken(text, max(logprob, LOWEST_LOGPROB), [*data])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cached_property
+from importlib import metadata
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
@@ -43,8 +46,12 @@ class Loading(NamedTuple):
 class EngineState:
     """The engine and its phase. The process changes the phase; the routes only read it."""
 
-    def __init__(self, config: ServerConfig, engine: ServedEngine | None = None) -> None:
+    def __init__(
+        self, config: ServerConfig, engine: ServedEngine | None = None, setup: tuple[Any, ...] = ()
+    ) -> None:
+        """setup: how the engine is set up, as far as answers may depend on it."""
         self.config = config
+        self._setup = setup
         self._engine = engine
         self._draining = False
         self._loading = Loading("", 0.0)
@@ -88,6 +95,12 @@ class EngineState:
                     reasoning_parser=self.config.reasoning_parser,
                 )
         return self._answer_format
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Another one where an equal request may get another answer; raises NotReadyError."""
+        parts = (metadata.version("minisgl"), self.engine().model_name, *self._setup)
+        return f"fp_{hashlib.blake2b(ascii(parts).encode(), digest_size=5).hexdigest()}"
 
     @property
     def loading(self) -> Loading | None:

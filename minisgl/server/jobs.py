@@ -28,6 +28,7 @@ class GenerationJob:
     params: SamplingParams
     echo: str | None = None  # the text that the answer begins with
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # the tokens of logprobs are named by their ids
     prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
     cache_salt: str | None = None
     tenant: Tenant = EVERYONE
@@ -77,9 +78,10 @@ def jobs_of(
                     k=k,
                     prompt_token_ids=prompt,
                     params=for_choice(fitting, k),
-                    cache_salt=body.cache_salt,
+                    cache_salt=body.salt,
                     tenant=tenant,
                     return_token_ids=bool(body.return_token_ids),
+                    tokens_as_ids=bool(body.return_tokens_as_token_ids),
                     prompt_logprobs=body.prompt_logprobs,
                     matcher=plan.matcher(),
                     parser=plan.parser(),

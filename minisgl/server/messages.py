@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -11,12 +14,15 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.text.rendering import TEXT_ARGUMENT
 from minisgl.text.template_facts import TemplateFacts
 
 # Limits of what a chat template gets, because rendering it takes time.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192  # of all messages together
 MAX_TEMPLATE_OPTIONS = 256
+MAX_DEPTH = 200  # of a call's arguments; templates write JSON with two calls for each level
+STRINGS, BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]")
 # Template variables that may not be overridden through chat_template_kwargs.
 RESERVED_VARIABLES = frozenset(
     ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -45,7 +51,8 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
 
 class CalledFunction(Struct):
     name: str
-    arguments: str | dict[str, Raw] = ""  # JSON text, as OpenAI has it, or the object itself
+    # JSON text, as OpenAI has it, or the object itself; null: none.
+    arguments: str | dict[str, Raw] | None = None
 
 
 class CustomInput(Struct):
@@ -70,7 +77,7 @@ class ToolCall(Struct):
         if isinstance(called, CustomInput):
             arguments = {CUSTOM_ARGUMENT: called.input}
         else:
-            arguments = _arguments(called.arguments, f"{path}.function.arguments")
+            arguments = _arguments(called.arguments or "{}")
         if fitting.facts.wants_text_arguments:
             arguments = msgspec.json.encode(arguments).decode()
         fitting.names[self.id] = called.name
@@ -78,16 +85,27 @@ class ToolCall(Struct):
         return {"id": fitting.facts.fitted_id(self.id), "type": "function", "function": function}
 
 
-def _arguments(given: str | dict[str, Raw], path: str) -> dict[str, Raw]:
-    """Arguments as an object, whose values stay as they were written."""
-    if isinstance(given, dict):
-        return given
-    try:
-        return msgspec.json.decode(given or "{}", type=dict[str, Raw])
-    except (ValueError, RecursionError):
-        raise InvalidRequestError(
-            path, "must be the JSON text of an object; send {} for a call that was cut."
-        ) from None
+def _arguments(given: str | dict[str, Raw]) -> dict[str, Raw]:
+    """Arguments as an object, whose values stay as they were written.
+
+    What a model wrote instead of an object, or was cut, or is nested very deeply, is shown to it as
+    a text.
+    """
+    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = msgspec.json.decode(text, type=dict[str, Raw] | None)
+        if _depth(text) <= MAX_DEPTH:
+            return arguments or {}
+    return {TEXT_ARGUMENT: Raw(msgspec.json.encode(text))}
+
+
+def _depth(text: str) -> int:
+    """The number of lists and objects that are open at once in a JSON text, or an upper bound."""
+    num_opened = text.count("[") + text.count("{")
+    if num_opened <= MAX_DEPTH:
+        return num_opened
+    brackets = BRACKETS.findall(STRINGS.sub("", text))
+    return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
 
 
 @dataclass(slots=True)

@@ -80,9 +80,8 @@ class ParsedChoice(ChatChoice):
             refusal=None,
             tool_calls=[*map(_whole_call, self._reader.calls)] or UNSET,
         )
-        if reasoning := "".join(self._reasoning):
-            for name in self._style.reasoning_fields:
-                setattr(message, name, reasoning)
+        for name in self._style.reasoning_fields:
+            setattr(message, name, "".join(self._reasoning) or None)
         return ChatAnswerChoice(
             index=self.job.index,
             message=message,

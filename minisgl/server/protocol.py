@@ -60,6 +60,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
+Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -116,21 +117,9 @@ class CommonFields(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's; divides the cache, too
     user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
-
-    def common_fields(self) -> dict[str, Any]:
-        """These fields alone, for another request."""
-        return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
-
-
-class GenerationRequest(CommonFields, kw_only=True):
-    """The fields that chats and completions have in common."""
-
-    model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
     stop: StopText | StopStrings | None = None
@@ -141,11 +130,6 @@ class GenerationRequest(CommonFields, kw_only=True):
     allowed_token_ids: AllowedIds | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
-    prompt_logprobs: NumLogprobs | None = None
-    return_token_ids: bool | None = None
-
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: Schema = NOT_GIVEN
     guided_json_object: bool | None = None
@@ -163,10 +147,8 @@ class GenerationRequest(CommonFields, kw_only=True):
     logprob_token_ids: Unsupported = None
     prompt_embeds: Unsupported = None
     input_ids: Unsupported = None
-    moderation: Unsupported = None
-    prompt_cache_options: Unsupported = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
     use_beam_search: Off | None = None
-    return_tokens_as_token_ids: Off | None = None
     repeat_penalty: OffAt1 | None = None
     typical_p: OffAt1 | None = None
     mirostat: OffAt0 | None = None
@@ -179,6 +161,43 @@ class GenerationRequest(CommonFields, kw_only=True):
     dry_allowed_length: Detail = NOT_GIVEN
     dry_penalty_last_n: Detail = NOT_GIVEN
     dry_sequence_breakers: Detail = NOT_GIVEN
+    guided_decoding_backend: Ignored = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        check_off(use_beam_search=self.use_beam_search)
+        for sampler, details in SAMPLER_DETAILS.items():
+            if getattr(self, sampler) is None:
+                for name in details:
+                    if getattr(self, name) not in (None, NULL):
+                        raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
+
+    @property
+    def salt(self) -> str | None:
+        """What divides the prefix cache: cache_salt, extra_key, or the pair of them."""
+        if self.cache_salt is None or self.extra_key is None:
+            return self.cache_salt or self.extra_key
+        return hashlib.blake2b(repr((self.cache_salt, self.extra_key)).encode()).hexdigest()
+
+    def common_fields(self) -> dict[str, Any]:
+        """These fields alone, for another request."""
+        return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
+
+
+class GenerationRequest(CommonFields, kw_only=True):
+    """The fields that chats and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    moderation: Unsupported = None
+    prompt_cache_options: Unsupported = None
 
     metadata: Ignored = NOT_GIVEN
     store: Ignored = NOT_GIVEN
@@ -186,24 +205,15 @@ class GenerationRequest(CommonFields, kw_only=True):
     safety_identifier: Ignored = NOT_GIVEN
     prompt_cache_key: Ignored = NOT_GIVEN
     prompt_cache_retention: Ignored = NOT_GIVEN
-    guided_decoding_backend: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs", "is not allowed with stream: true.")
-        _check_off(
-            use_beam_search=self.use_beam_search,
-            return_tokens_as_token_ids=self.return_tokens_as_token_ids,
-        )
-        for sampler, details in SAMPLER_DETAILS.items():
-            if getattr(self, sampler) is None:
-                for name in details:
-                    if getattr(self, name) not in (None, NULL):
-                        raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
     def tenant(self, client: str) -> Tenant:
         """The tenant of a request of `client`: the client, and the user that the request names."""
@@ -247,7 +257,8 @@ SHARED_FIELDS = tuple(
 )
 
 
-def _check_off(**values: bool | None) -> None:
+def check_off(**values: bool | None) -> None:
+    """Raise InvalidRequestError for the first field that is on: it is not supported."""
     for name, value in values.items():
         if value:
             raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
@@ -304,7 +315,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
-    verbosity: Unsupported = None
+    verbosity: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -375,6 +375,7 @@ class Routes:
             tokenizer=engine.tokenizer,
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
+            fingerprint=self._state.fingerprint,
             id=reply_id(request.scope),
         )
         return self._response(

@@ -98,8 +98,9 @@ class AnswerMessage(Struct):
     content: str | None  # null: calls are all there is
     refusal: None
     tool_calls: list[FunctionCall | CustomCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    # Where the model's reasoning is set apart; null: there is none in this answer.
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
 
 
 class ChatAnswerChoice(Struct):
@@ -119,6 +120,7 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET  # of version, model and setup
 
 
 class FunctionDelta(Struct, omit_defaults=True):
@@ -160,6 +162,7 @@ class ChatCompletionChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
+    system_fingerprint: str | UnsetType = UNSET
 
 
 # -- completions ----------------------------------------------------------------------------------
@@ -191,6 +194,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionAnswerChoice]
     usage: Usage
+    system_fingerprint: str | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Struct):
@@ -211,6 +215,7 @@ class CompletionChunk(Struct):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 # -- the others -----------------------------------------------------------------------------------

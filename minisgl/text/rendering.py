@@ -17,9 +17,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
+from itertools import chain
 from typing import IO, Any, NoReturn
 
 import msgspec
+from msgspec import Raw, Struct
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.subprocesses import limit_memory, receive, send
@@ -30,6 +32,8 @@ MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; four times the limit of a request body
 MAX_REASON_CHARS = 1000
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
+
+TEXT_ARGUMENT = "input"  # has what a model wrote where arguments must be an object
 
 CONTINUE = "continue_final_message"
 STOPPED = "The engine was closed before the conversation was rendered."
@@ -65,6 +69,50 @@ def encode_call(call: Call) -> bytes:
         raise InvalidRequestError(
             "messages", f"cannot be handed to the chat template: {error}"
         ) from error
+
+
+def decode_call(data: bytes) -> Call:
+    """Decode what `encode_call` has encoded. Raises ValueError or RecursionError.
+
+    Arguments of calls that Python has no value for, such as 1e999, become a text: models write such
+    arguments, and clients send them back.
+    """
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return _with_texts(data)
+
+
+def _with_texts(data: bytes) -> Call:
+    """The call, with a text for arguments that cannot be decoded."""
+    call = msgspec.json.decode(data, type=dict[str, Raw])
+    conversations = msgspec.json.decode(call["conversations"], type=list[list[dict[str, Raw]]])
+    for message in chain.from_iterable(conversations):
+        if calls := message.get("tool_calls"):
+            made = msgspec.json.decode(calls, type=list[_Called])
+            message["tool_calls"] = Raw(msgspec.json.encode([*map(_readable, made)]))
+    call["conversations"] = Raw(msgspec.json.encode(conversations))
+    return msgspec.json.decode(msgspec.json.encode(call), type=dict[str, Any])
+
+
+class _Function(Struct):
+    name: str
+    arguments: Raw
+
+
+class _Called(Struct):
+    id: str
+    type: str
+    function: _Function
+
+
+def _readable(call: _Called) -> _Called:
+    arguments = bytes(call.function.arguments)
+    try:
+        msgspec.json.decode(arguments)
+    except ValueError:
+        call.function.arguments = Raw(msgspec.json.encode({TEXT_ARGUMENT: arguments.decode()}))
+    return call
 
 
 def _plain(value: object) -> object:
@@ -247,11 +295,11 @@ def _serve_calls(
 
 def _answer(call: bytes) -> _Rendered:
     try:
-        decoded = msgspec.json.decode(call)
+        decoded = decode_call(call)
     except (ValueError, RecursionError):  # of what clients send, the rest was decoded before
         return _Rendered(
             reason="have a number that is out of range, as 1e999 is, or are nested too deeply, in "
-            "the arguments of a call or in chat_template_kwargs."
+            "chat_template_kwargs."
         )
     try:
         text = render(decoded)

@@ -136,9 +136,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=[*AGENTS], choices=[*AGENTS], metavar="NAME")
+    # Without `choices`: Python 3.11 looks for the empty list among them.
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(AGENTS)}")
+    names = parser.parse_args().names or [*AGENTS]
+    if unknown := {*names} - {*AGENTS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(AGENTS)}")
     num_failed = 0
-    for name in parser.parse_args().names:
+    for name in names:
         agent = AGENTS[name]
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -130,7 +130,7 @@ def test_the_compiler_options_of_a_schema_are_its_server_s(bench: GrammarBench) 
         ({"grammar": "start: x"}, 'structured.grammar: line 1, column 8: unknown name: "x".'),
         (
             {"grammar": 'start: a\na: "a" <[999999]>'},
-            "structured.grammar: line 2, column 4: the token id 999999 is outside of the vocab",
+            "structured.grammar: line 2, column 4: the token id 999999 is out of vocab",
         ),
         ({"grammar": 'start: "a'}, "structured.grammar: line 1, column 10: a text or a regex that"),
         # What it was converted to has other lines.

@@ -72,8 +72,9 @@ def test_clients_and_salts_have_caches_of_their_own() -> None:
         key("/v1/messages", body),
         key("/v1/messages", body, client="0"),
         key("/v1/messages", {**body, "cache_salt": "0"}),
+        key("/v1/messages", {**body, "extra_key": "1"}),
     }
-    assert len(keys) == 3
+    assert len(keys) == 4
     assert max(num_common(one, other) for one in keys for other in keys if one != other) < 3
 
 

@@ -108,6 +108,8 @@ async def test_each_key_and_each_salt_has_its_own_prefix_cache() -> None:
         prompt = [*range(10, 30)]
         views: list[tuple[openai.AsyncOpenAI, dict[str, Any]]] = [
             *((client, {"cache_salt": salt}) for client in (a, b) for salt in ("x", "y")),
+            *((a, {"cache_salt": "x", "extra_key": key}) for key in ("x", "y")),
+            (a, {"extra_key": "z"}),
             *((client, {"user": "z"}) for client in (a, b)),
         ]
         for found in (0, 16):
@@ -133,6 +135,26 @@ async def test_with_at_most_one_key_the_cache_is_shared_except_between_salts() -
                 )
             ]
     assert find == [False, True, False, True, True]
+
+
+async def test_salts_divide_the_prefix_cache_in_every_api() -> None:
+    async with clients(("any",)) as (_, (client,)):
+        said: Any = [{"role": "user", "content": "What is a prefix cache good for?"}]
+
+        async def share(path: str, **fields: str) -> int:
+            body = {"max_output_tokens": 1, "input": said}
+            if path == "messages":
+                body = {"max_tokens": 1, "messages": said}
+            answer: Any = await client.post(f"/{path}", body=body | fields, cast_to=object)
+            usage = answer["usage"]
+            details = usage.get("input_tokens_details", {})
+            return int(usage.get("cache_read_input_tokens", details.get("cached_tokens")))
+
+        for name in ("cache_salt", "extra_key"):
+            for path in ("messages", "responses"):
+                salted = {name: f"{name} {path}"}
+                assert await share(path, **salted) == 0
+                assert await share(path, **salted) > 0
 
 
 async def test_an_invalid_salt_is_refused_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from support.fake_engine import FakeEngine
 from support.serving import Served, demo_engine, served
 
 from minisgl.engine import AsyncEngine
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.text.tokenizer import Tokenizer
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
@@ -158,6 +162,24 @@ def test_answers_have_id_object_model_and_created(client: openai.OpenAI) -> None
     for answer in (chat, text, *chunks):
         assert answer.model == "demo"
         assert before <= answer.created <= time.time()
+        assert re.fullmatch("fp_[0-9a-f]{10}", answer.system_fingerprint or "")
+        assert answer.system_fingerprint == chat.system_fingerprint
+
+
+def test_the_fingerprint_tells_setups_and_models_apart() -> None:
+    one, other = FakeEngine(), FakeEngine()
+    other.model_name = "other"
+    states = [
+        EngineState(ServerConfig(port=port), engine, setup)
+        for port, engine, setup in [
+            (0, one, ("bfloat16",)),
+            (1, one, ("bfloat16",)),
+            (0, one, ("float32",)),
+            (0, other, ("bfloat16",)),
+        ]
+    ]
+    first, *same, third, fourth = [state.fingerprint for state in states]
+    assert same == [first] and len({first, third, fourth}) == 3
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": None}])

@@ -408,6 +408,24 @@ def test_logprobs_without_top_logprobs_list_only_the_sampled_token(
     assert chat(client, temperature=0, logprobs=False).choices[0].logprobs is None
 
 
+def test_tokens_of_logprobs_are_named_by_their_ids_on_request(client: openai.OpenAI) -> None:
+    fields = {"temperature": 0, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = chat(client, logprobs=True, top_logprobs=3, **fields).choices[0]
+    names = [f"token_id:{id}" for id in choice.model_extra["token_ids"]]
+    assert [item.token for item in choice.logprobs.content] == names[: len(choice.logprobs.content)]
+    for item in choice.logprobs.content:
+        assert len({top.token for top in item.top_logprobs}) == 3
+        assert item.top_logprobs[0].token == item.token
+        assert all(top.token.startswith("token_id:") for top in item.top_logprobs)
+    said = b"".join(bytes(item.bytes) for item in choice.logprobs.content)
+    assert said.decode() == choice.message.content
+    choice = complete(client, logprobs=2, **fields).choices[0]
+    names = [f"token_id:{id}" for id in choice.model_extra["token_ids"]]
+    assert choice.logprobs.tokens == names
+    for name, top in zip(names, choice.logprobs.top_logprobs, strict=True):
+        assert name in top and all(each.startswith("token_id:") for each in top)
+
+
 def test_logprobs_of_a_completion_have_parallel_lists(client: openai.OpenAI) -> None:
     answer = complete(client, temperature=0, logprobs=3)
     scored = answer.choices[0].logprobs
@@ -731,6 +749,7 @@ HARMLESS_IN_CHAT: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"},
     {"include_reasoning": False, "separate_reasoning": True, "stream_reasoning": True},
     {"functions": None, "function_call": "none"},
+    {"verbosity": "low"},
     {"modalities": ["text"], "audio": None},
     {"echo": False, "continue_final_message": False, "add_generation_prompt": True},
 ]
@@ -830,7 +849,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({name: 0.5}, name)
         for name in ("mirostat", "typical_p", "repeat_penalty", "xtc_probability", "dry_multiplier")
     ),
-    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"return_token_ids": 1}, "return_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -870,7 +888,6 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"verbosity": "low"}, "verbosity"),
     *(
         ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
         for name, value in (
@@ -998,5 +1015,5 @@ def test_bad_words_and_allowed_tokens_hold_the_answer(
     assert answer(allowed_token_ids=digits).isdecimal()
     with pytest.raises(openai.BadRequestError, match="is not allowed beside what constrains"):
         answer(allowed_token_ids=digits, guided_choice=["1"])
-    with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
+    with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
         answer(allowed_token_ids=[10**6])

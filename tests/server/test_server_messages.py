@@ -12,6 +12,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ from support.messages_api import (
 )
 from support.scripted_engine import DEAF_TEMPLATE, QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
-from support.tool_cases import hermes
+from support.tool_cases import ODD_ARGUMENTS, hermes
 from support.waiting import until
 
 from minisgl.server.app import create_app
@@ -119,7 +120,7 @@ def check_not_held(answer: httpx.Response) -> dict[str, str]:
 
 
 def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said, "citations": None}
+    return {"type": "text", "text": said}  # not `"citations": null`, which is no list
 
 
 def thinking(thought: str) -> dict[str, Any]:
@@ -205,6 +206,18 @@ def test_the_stop_reason_says_why_an_answer_ended(
     found = ask(server, http, answer, **fields)
     assert (found["stop_reason"], found["content"][-1]) == (reason, last)
     assert found["stop_sequence"] == ("noon" if reason == "stop_sequence" else None)
+
+
+def test_fields_of_chats_have_their_effect(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["It rains."]
+    assert http.post(PATH, json=asked(stop="rain")).json()["content"] == [text("It ")]
+    fields = {"seed": 7, "logit_bias": {"5": 3}, "guided_choice": ["yes", "no"]}
+    assert ask(server, http, "yes", **fields)["content"] == [text("yes")]
+    params = server.engine.streams[-1].params
+    assert (params.seed, params.logit_bias) == (7, {5: 3})
+    check_not_held(http.post(PATH, json=asked(regex="x")))
 
 
 def test_a_call_that_was_cut_is_not_run(server: Served[ScriptedEngine], http: httpx.Client) -> None:
@@ -386,6 +399,28 @@ def test_calls_thoughts_and_results_of_the_history_reach_the_template(
     )
 
 
+@pytest.mark.parametrize("written", [*ODD_ARGUMENTS, "null"])
+def test_every_answer_is_taken_back_as_history(
+    server: Served[ScriptedEngine], http: httpx.Client, written: str
+) -> None:
+    """Whole ones, and what a client may make of the pieces of a stream."""
+    server.engine.answers = [hermes("f", written)]
+    body = asked()
+    raw = http.post(PATH, json=body).content
+    content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["content"]
+    streamed = b'[{"type":"tool_use","id":"a","name":"f","input":%s}]'
+    pieces = msgspec.json.encode(written), b"null" if "\\" in written else written.encode()
+    is_json = written not in ODD_ARGUMENTS[:1] and "NaN" not in written
+    for blocks in (bytes(content), *(streamed % piece for piece in pieces[: 1 + is_json])):
+        said = b'{"role":"assistant","content":%s}' % blocks
+        messages = b"[%s,%s]" % (msgspec.json.encode(QUESTION[0]), said)
+        sent = msgspec.json.encode({**body, "messages": msgspec.Raw(messages)})
+        answer = http.post(PATH, content=sent, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+        shown = server.engine.texts[-1]
+        assert "input" in shown or RAW_INPUT in shown or hermes("f", {}) in shown
+
+
 def test_blocks_of_tools_that_anthropic_runs_are_left_out(
     server: Served[ScriptedEngine], http: httpx.Client
 ) -> None:
@@ -504,6 +539,10 @@ def test_the_answer_is_held_to_the_format(
     assert ask(server, http, CALL, **fields)["content"] == [CALLED]  # tools go first
     server.engine.answers = ["No."]
     check_not_held(http.post(PATH, json=asked(**fields)))
+    forced: Any = {**fields, "tool_choice": {"type": "any"}}
+    assert ask(server, http, CALL, **forced)["content"] == [CALLED]
+    server.engine.answers = [good]
+    check_not_held(http.post(PATH, json=asked(**forced)))
 
 
 def test_tools_that_anthropic_runs_are_left_out_and_counted_in_the_log(
@@ -630,6 +669,11 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ({"stop_sequences": [""]}, "stop_sequences.0: must not be empty."),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: must have at most 16 entries."),
         ({"stop_sequences": "a"}, "stop_sequences: must be a list, not a text."),
+        ({"stop_sequences": ["a"], "stop": "b"}, "stop: is not allowed beside stop_sequences."),
+        ({"cache_salt": ""}, "cache_salt: must not be empty."),
+        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"logprobs": True}, "logprobs: is not supported"),
+        ({"n": 2}, "n: "),
         ({"thinking": {"type": "on"}}, "thinking.type: cannot be 'on'; allowed: adaptive"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: must be"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort: cannot be 'huge'"),

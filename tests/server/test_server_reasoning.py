@@ -198,8 +198,23 @@ def test_the_option_names_the_members_that_have_the_reasoning(option: str, names
         assert {name for extra in extras for name in extra} == names
 
 
+@pytest.mark.parametrize("option", ["reasoning_content", "reasoning", "both"])
+def test_an_answer_without_reasoning_has_null_where_the_model_reasons(option: str) -> None:
+    names = ["reasoning_content", "reasoning"] if option == "both" else [option]
+    with scripted(qwen(), reasoning_field=option) as server:
+        for answer in ("Yes.", hermes("clock", {})):
+            message = create(server, answer, tools=[CLOCK]).choices[0].message
+            assert message.model_extra == dict.fromkeys(names)
+        # It is sent back as it came.
+        create(server, "No.", messages=[*QUESTION, message, *QUESTION], tools=[CLOCK])
+        for body in ({"include_reasoning": False}, {"separate_reasoning": False}):
+            message = create(server, "Yes.", extra_body=body).choices[0].message
+            assert not message.model_extra
+
+
 def test_without_a_parser_reasoning_is_content() -> None:
     with scripted(qwen(), reasoning_parser="none") as server:
+        assert not create(server, "Yes.").choices[0].message.model_extra
         found = ask(server, THOUGHT + "Yes.")
         assert (found.reasoning, found.content) == (None, THOUGHT + "Yes.")
 

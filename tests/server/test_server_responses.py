@@ -21,7 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from support.response_events import events_of, streamed_response
 from support.scripted_engine import QWEN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
-from support.tool_cases import hermes
+from support.tool_cases import ODD_ARGUMENTS, hermes
 from support.waiting import until
 
 from minisgl.server.bodies import MAX_BODY_BYTES
@@ -698,6 +698,18 @@ def test_every_type_of_item_that_the_client_knows_is_known_here(described: Any) 
     assert {"shell_call", "mcp_call"} <= theirs <= known
 
 
+@pytest.mark.parametrize("written", ODD_ARGUMENTS)
+def test_every_answer_is_taken_back_as_input(
+    server: Served[ScriptedEngine], client: openai.OpenAI, ask: Any, written: str
+) -> None:
+    shown = hermes("get_weather", {"input": written})
+    for fields in ({}, {"max_output_tokens": 30}, {"max_output_tokens": 5}):
+        found = ask(f"{THOUGHT}{hermes('get_weather', written)}", tools=TOOLS, **fields)
+        asked: Any = [user("How is Köln?"), *(item.model_dump() for item in found.output)]
+        client.responses.create(model="fake", input=asked, tools=TOOLS)
+        assert fields or shown in server.engine.texts[-1]
+
+
 # -- fields ----------------------------------------------------------------------------------------
 
 
@@ -734,6 +746,8 @@ def test_formats_and_choices_hold_the_answer(
         ({"text": {"format": {"type": "json_object"}}}, '{"b": 1}', "no"),
         ({"text": {"format": named}}, '{"a": 1}', '{"b": 1}'),
         ({"tools": TOOLS, "tool_choice": "required"}, CALL, "no"),
+        # A format beside a forced call is one of texts, of which there are none.
+        ({"text": {"format": named}, "tools": TOOLS, "tool_choice": "required"}, CALL, '{"a": 1}'),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
             hermes("clock", {}),
@@ -808,6 +822,21 @@ def test_what_is_large_or_deep_is_read_or_refused(
     for items, status in cases:
         assert http.post("/v1/responses", json={"input": items}).status_code == status
     post(http)
+
+
+def test_fields_of_chats_have_their_effect_or_are_refused(
+    server: Served[ScriptedEngine], http: httpx.Client, ask: Any
+) -> None:
+    server.engine.answers = ["It rains at noon."]
+    [item] = post(http, stop=["noon"]).json()["output"]
+    assert item["content"][0]["text"] == "It rains at "
+    assert ask("yes", structured_outputs={"choice": ["yes", "no"]}).output_text == "yes"
+    refused = http.post("/v1/responses", json={"input": "Hi", "structured_outputs": {"regex": "x"}})
+    assert refused.json()["error"]["code"] == "grammar_failed"
+    post(http, logit_bias={"5": 3}, bad_words=["no"], ignore_eos=True, min_tokens=2)
+    params = server.engine.streams[-1].params
+    assert (params.logit_bias, params.bad_words) == ({5: 3}, ("no",))
+    assert (params.ignore_eos, params.min_tokens) == (True, 2)
 
 
 def test_effort_and_template_options_reach_the_template(
@@ -985,8 +1014,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [returned("c", 3)]}, "input[0].output"),
     ({"input": [{**called("c"), "arguments": 3}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"logprobs": True}, "logprobs"),
+    ({"n": 2}, "n"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
@@ -1015,8 +1048,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "text.format.schema",
     ),
     (
-        {"text": {"format": {"type": "json_object"}}, "tools": TOOLS, "tool_choice": "required"},
-        "text.format",
+        {
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}},
+            "tools": TOOLS,
+            "tool_choice": "required",
+        },
+        "text.format.schema",
     ),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

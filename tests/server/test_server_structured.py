@@ -292,6 +292,26 @@ def test_with_tools_the_answer_is_calls_or_obeys_the_constraint(
     assert (message["content"] == GOOD) == ("tool_calls" not in message)
 
 
+@pytest.mark.parametrize("template", ["thinks", "plain"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_forced_call_obeys_its_tool_beside_a_constraint(
+    server: Served[ScriptedEngine], plain: Served[ScriptedEngine], template: str, choice: Any
+) -> None:
+    asked = server if template == "thinks" else plain
+    call = hermes("get_weather", {"city": "a", "days": 2})
+    for wanted in ({"response_format": json_format(SCHEMA)}, {"guided_choice": ["yes"]}):
+        fields: Any = {"tools": [WEATHER, CLOCK], "tool_choice": choice, **wanted}
+        with asked.http() as http:
+            path = "/v1/chat/completions"
+            found = post(asked, http, call, path, **fields).json()["choices"][0]
+            assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+            for wrong in (GOOD, "yes", hermes("get_weather", {"town": "a"})):
+                error = post(asked, http, wrong, path, **fields).json()["error"]
+                assert error["code"] == "grammar_failed"
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served[ScriptedEngine]]:
     with scripted(qwen(PLAIN_TEMPLATE)) as found:

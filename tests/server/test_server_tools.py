@@ -22,6 +22,7 @@ from support.scripted_engine import (
 from support.serving import Served, served
 from support.tool_cases import (
     CLOCK,
+    ODD_ARGUMENTS,
     QUESTION,
     WEATHER,
     Answer,
@@ -390,21 +391,19 @@ def call_in_history(**fields: Any) -> list[Any]:
             },
             "tools.1.function.parameters",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, None),
+        (
+            {
+                "tool_choice": "required",
+                "response_format": {"type": "json_object", "schema": {"type": "x"}},
+            },
+            "response_format.schema",
+        ),
         ({"functions": [{"name": "f"}], "tools": None}, "functions"),
         ({"function_call": "auto", "tools": None}, "function_call"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, None),
         (
-            {"messages": call_in_history(function={"name": "f", "arguments": "{"})},
-            "messages.1.tool_calls.0.function.arguments",
-        ),
-        (
-            {"messages": call_in_history(function={"name": "f", "arguments": '{"a": 1e999}'})},
-            "messages",
-        ),
-        (
-            {"messages": call_in_history(function={"name": "f", "arguments": "[]"})},
+            {"messages": call_in_history(function={"name": "f", "arguments": []})},
             "messages.1.tool_calls.0.function.arguments",
         ),
         ({"messages": call_in_history(function=None)}, "messages.1.tool_calls.0.function"),
@@ -423,6 +422,45 @@ def test_what_is_wrong_with_tools_is_named(
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**request)
     assert caught.value.param == (param or "response_format")
+
+
+@pytest.mark.parametrize("limit", [None, 30, 36])
+@pytest.mark.parametrize("written", [*ODD_ARGUMENTS, CALLED[1]])
+def test_every_call_is_taken_back_as_history(
+    server: Served[ScriptedEngine], client: openai.OpenAI, written: str, limit: int | None
+) -> None:
+    found = ask(server, client, hermes("get_weather", written), max_tokens=limit)
+    [(name, made)] = found.made
+    assert name == "get_weather" and written.startswith(made) and (limit or made == written)
+    call = {"id": found.calls[0]["id"], "type": "function", "function": {"name": name}}
+    call["function"]["arguments"] = made
+    said: Any = {"role": "assistant", "content": found.content, "tool_calls": [call]}
+    result: Any = {"role": "tool", "tool_call_id": call["id"], "content": "invalid"}
+    messages = [*QUESTION, said, result]
+    client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER])
+    shown: Any = {"": {}, CALLED[1]: {"city": "Köln", "days": 2}}
+    assert hermes(name, shown.get(made, {"input": made})) in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize("arguments", [None, "", "null", "{}", {}])
+def test_a_call_in_the_history_may_have_no_arguments(
+    server: Served[ScriptedEngine], client: openai.OpenAI, arguments: Any
+) -> None:
+    messages = call_in_history(function={"name": "clock", "arguments": arguments})
+    client.chat.completions.create(model="fake", messages=messages, tools=[CLOCK])
+    assert hermes("clock", {}) in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize("depth", [199, 200, 500, 985, 100_000])
+def test_deep_arguments_are_taken_back(
+    server: Served[ScriptedEngine], client: openai.OpenAI, depth: int
+) -> None:
+    """As a text, where they are deeper than templates can write."""
+    deep = '{"a": ' + "[" * depth + "]" * depth + ', "b": "[[["}'
+    messages = call_in_history(function={"name": "clock", "arguments": deep})
+    client.chat.completions.create(model="fake", messages=messages, tools=[CLOCK])
+    shown = json.loads(deep) if depth < 200 else {"input": deep}
+    assert hermes("clock", shown) in server.engine.texts[-1]
 
 
 def test_a_template_without_tools_refuses_them() -> None:

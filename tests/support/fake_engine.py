@@ -245,7 +245,7 @@ class FakeEngine:
                 len(prompt_token_ids), params.max_tokens, self.capacity.max_seq_len
             )
         if any(not 0 <= id < VOCAB_SIZE for id in prompt_token_ids):
-            raise InvalidRequestError("prompt", "has a token id outside of the vocabulary.")
+            raise InvalidRequestError("prompt", "has a token id that is out of vocabulary.")
         if len(self.running) >= self.max_queued:
             raise QueueFullError("Too many requests are waiting.")
         stream = FakeStream(self, prompt_token_ids, params, request_id or "anonymous")

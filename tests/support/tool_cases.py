@@ -20,6 +20,10 @@ WEATHER: Any = {
     },
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+# Arguments that a model that is free may write; they are no object that a template could be given.
+ODD_ARGUMENTS = (
+    *('{"a": tru, "b": 1}', "[1]", '"Köln"', '{"a": NaN}', '{"a":1e999}', r'{"a": "\ud800"}'),
+)
 
 
 def hermes(name: str, arguments: Any) -> str:

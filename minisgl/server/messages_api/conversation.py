@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+from msgspec import Raw
+
 from minisgl.errors import InvalidRequestError
 from minisgl.server.messages import MAX_PARTS, CalledFunction, Message, ToolCall
 from minisgl.server.messages_api.protocol import (
@@ -151,7 +154,7 @@ class _Reader:
         for index, (place, call) in enumerate(turn.calls.items()):
             self.fields.setdefault(f"{path}.tool_calls", place)
             self.fields[f"{path}.tool_calls.{index}"] = place
-            calls.append(ToolCall(call.id, function=CalledFunction(call.name, call.input)))
+            calls.append(ToolCall(call.id, function=_called(call)))
         self.messages.append(
             Message(
                 "assistant",
@@ -167,6 +170,15 @@ class _Reader:
             self._count(len(content))
             content = GAP.join(filter(None, map(_text, content)))
         return FAILED + content if result.is_error else content
+
+
+def _called(call: ToolUseBlock) -> CalledFunction:
+    """The call as a chat has it, with a text for an input that is no object."""
+    data = bytes(call.input)
+    if data.startswith(b"{"):
+        return CalledFunction(call.name, msgspec.json.decode(data, type=dict[str, Raw]))
+    is_text = data.startswith(b'"')
+    return CalledFunction(call.name, msgspec.json.decode(data) if is_text else data.decode())
 
 
 def _text(block: ContentBlock | ResultPart) -> str | None:

@@ -11,14 +11,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
-from minisgl.server.messages import MAX_MESSAGES
+from minisgl.errors import InvalidRequestError
+from minisgl.server.messages import MAX_MESSAGES, Unsupported
 from minisgl.server.protocol import (
+    CommonFields,
     Ignored,
+    Off,
     PositiveCount,
-    Probability,
     StopStrings,
-    Temperature,
-    TopK,
+    check_off,
 )
 from minisgl.server.tools import MAX_TOOLS
 
@@ -47,7 +48,7 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Raw]
+    input: Raw  # an object; clients that read a stream send back whatever its pieces make
 
 
 class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
@@ -177,8 +178,8 @@ class Metadata(Struct):
     user_id: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
 
 
-class Prompt(Struct, kw_only=True):
-    """What a prompt is made of."""
+class Prompt(CommonFields, kw_only=True):
+    """What a prompt is made of, and what all APIs have in common."""
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -189,6 +190,19 @@ class Prompt(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # the older name of output_config.format
     mcp_servers: list[Ignored] | None = None
+
+    # Of chats. They would have an effect there.
+    n: Literal[1] | None = None
+    max_completion_tokens: Unsupported = None
+    response_format: Unsupported = None
+    reasoning_effort: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    thinking_token_budget: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    logprobs: Off | None = None
+    top_logprobs: Unsupported = None
+    return_token_ids: Off | None = None
 
     betas: Ignored = NOT_GIVEN
     billing_policy: Ignored = NOT_GIVEN
@@ -224,10 +238,13 @@ class MessagesRequest(Prompt, kw_only=True):
     max_tokens: PositiveCount | None = None
     stream: bool | None = None
     stop_sequences: StopStrings | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_k: TopK | None = None
     metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
+        if self.stop is not None and self.stop_sequences is not None:
+            raise InvalidRequestError("stop", "is not allowed beside stop_sequences.")
 
     @property
     def shown_thinking(self) -> ShownThinking:
@@ -244,9 +261,6 @@ class CountTokensRequest(Prompt, kw_only=True):
     max_tokens: Ignored = NOT_GIVEN
     stream: Ignored = NOT_GIVEN
     stop_sequences: Ignored = NOT_GIVEN
-    temperature: Ignored = NOT_GIVEN
-    top_p: Ignored = NOT_GIVEN
-    top_k: Ignored = NOT_GIVEN
     metadata: Ignored = NOT_GIVEN
 
 

@@ -43,7 +43,6 @@ class TokenCount(Struct):
 
 class AnswerText(Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class AnswerThinking(Struct, tag_field="type", tag="thinking"):

@@ -79,6 +79,7 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
             fields |= {function: field, f"{function}.parameters": f"{field}.input_schema"}
             tools.append(_tool(tool, field) if known is None else FunctionTool(known))
     chat = ChatRequest(
+        **body.common_fields(),
         messages=conversation.messages,
         continue_final_message=conversation.is_open or None,
         tools=tools,
@@ -102,13 +103,11 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
 
 
 def _sample(body: MessagesRequest, chat: ChatRequest) -> None:
-    """Take over what decides how the answer is sampled."""
+    """Take over what decides how the answer is sampled, by the names of this API."""
     chat.max_tokens = body.max_tokens
     chat.stream = body.stream
-    chat.stop = body.stop_sequences
-    chat.temperature = body.temperature
-    chat.top_p = body.top_p
-    chat.top_k = body.top_k
+    if body.stop_sequences is not None:
+        chat.stop = body.stop_sequences
     if body.metadata is not None:
         chat.user = body.metadata.user_id
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.tools import CUSTOM_ARGUMENT
 from minisgl.server import field_names
 from minisgl.server.constraints import (
     JsonObjectFormat,
@@ -234,18 +232,7 @@ def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
     if item.type == "custom_tool_call":
         input = given(item.input, f"{path}.input")
         return ToolCall(call_id, "custom", custom=CustomInput(name, input))
-    if isinstance(item.arguments, dict):
-        return ToolCall(call_id, function=CalledFunction(name, item.arguments))
-    arguments = given(item.arguments, f"{path}.arguments")
-    return ToolCall(call_id, function=CalledFunction(name, _arguments(arguments)))
-
-
-def _arguments(text: str) -> dict[str, Raw]:
-    """Arguments as an object. What a model wrote instead of one is shown to it as a text."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Raw])
-    except (ValueError, RecursionError):
-        return {CUSTOM_ARGUMENT: Raw(msgspec.json.encode(text))}
+    return ToolCall(call_id, function=CalledFunction(name, item.arguments))
 
 
 def _text(parts: Parts | None, path: str, between: str = "") -> str:

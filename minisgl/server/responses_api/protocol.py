@@ -16,6 +16,7 @@ from minisgl.server.protocol import (
     NumLogprobs,
     Off,
     PositiveCount,
+    check_off,
 )
 from minisgl.server.tools import MAX_TOOLS, TextInput
 
@@ -246,6 +247,19 @@ class ResponsesRequest(CommonFields, kw_only=True):
     background: Off | None = None
     moderation: Unsupported = None
 
+    # Of chats. They would have an effect there.
+    n: Literal[1] | None = None
+    messages: Unsupported = None
+    max_tokens: Unsupported = None
+    max_completion_tokens: Unsupported = None
+    response_format: Unsupported = None
+    reasoning_effort: Unsupported = None
+    thinking_token_budget: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    logprobs: Off | None = None
+    return_token_ids: Off | None = None
+
     client_metadata: Ignored = NOT_GIVEN
     context_management: Ignored = NOT_GIVEN
     max_tool_calls: Ignored = NOT_GIVEN  # of tools that the server runs
@@ -257,6 +271,8 @@ class ResponsesRequest(CommonFields, kw_only=True):
     stream_options: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
         for name, instead in STORED_FIELDS.items():
             if getattr(self, name) not in (None, NULL):
                 raise InvalidRequestError(name, instead)

@@ -209,7 +209,8 @@ class ResponseChoice(BlockChoice):
         return "incomplete" if block.cut else "completed"
 
     def _shown(self, scored: Sequence[PlacedToken]) -> list[ScoredToken]:
-        return [scored_token(token, self._tokenizer) for token in scored]
+        as_id = self.job.tokens_as_ids
+        return [scored_token(token, self._tokenizer, as_id=as_id) for token in scored]
 
 
 class ResponsesReply(Reply):
