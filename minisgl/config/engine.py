@@ -133,6 +133,12 @@ class EngineConfig:
         "Scales the reserve for tokens not yet generated; under 1 admits more and may retract.",
         group="Scheduling",
     )
+    key_share: float = option(
+        0.9,
+        "With several API keys: the part of what the other keys leave that the running requests of "
+        "one key may take, of the slots and of the KV cache. 1 keeps nothing free.",
+        group="Scheduling",
+    )
     step_timeout: float = option(
         30.0,
         "Seconds that a step may take longer than ones like it before the engine fails; a third of "
@@ -185,6 +191,8 @@ class EngineConfig:
             refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
         if not 0 < self.schedule_conservativeness < math.inf:
             refuse(self, "schedule_conservativeness", "allowed: a number above 0")
+        if not 0 < self.key_share <= 1:
+            refuse(self, "key_share", "allowed: above 0 and at most 1")
         if not self.step_timeout > 0:
             refuse(self, "step_timeout", "allowed: a number above 0, or inf")
         backends = self.attn.split(",")

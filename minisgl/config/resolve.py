@@ -75,6 +75,7 @@ class ResolvedConfig:
     max_prefill_length: int
     schedule_policy: str
     schedule_conservativeness: float
+    key_share: float
     step_timeout: float
     attn_prefill: str
     attn_decode: str
@@ -175,6 +176,7 @@ def resolve(
         max_prefill_length=config.max_prefill_length,
         schedule_policy=config.schedule_policy,
         schedule_conservativeness=config.schedule_conservativeness,
+        key_share=config.key_share,
         step_timeout=config.step_timeout,
         attn_prefill=prefill,
         attn_decode=decode,

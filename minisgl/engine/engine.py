@@ -113,6 +113,7 @@ class AsyncEngine:
             max_queued_requests=self.config.max_queued_requests,
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
+            client_share=self.config.key_share,
             max_run=loaded.max_run,
             num_stages=self.config.pp,
             look_ahead=self.config.overlap,

@@ -3,7 +3,7 @@
 A short text is encoded on the event loop, in under a millisecond. Everything else runs on a few
 daemon threads, which do not keep the process alive. Neither long texts nor chat templates that
 never finish delay short texts: a rendering that takes longer than others is killed, and repeated
-in a line of its own.
+in a line of its own. One for which nobody waits any more is killed at once.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ BYTES_PER_SECOND = 64 << 10
 SLOW_SECONDS = 0.15
 NUM_SLOW = 4  # slow ones rendered at once
 SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
+INTERRUPT_S = 0.1  # between attempts to end a rendering, which may not have begun
 # A drain gives callers this long to submit token ids that they have just received.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
@@ -122,8 +123,20 @@ class _WorkQueue:
         task = _Task(priority, self._num_tasks, work, self._loop.create_future())
         heapq.heappush(self._waiting, task)
         self._dispatch()
-        result: T = await task.future
+        try:
+            result: T = await task.future
+        except asyncio.CancelledError:
+            self._interrupt(task)
+            raise
         return result
+
+    def _interrupt(self, task: _Task) -> None:
+        """End the rendering of a task for which nobody waits, once it has begun."""
+        for worker, current in self._busy.items():
+            if current is task:
+                worker.renderer.interrupt()
+                self._loop.call_later(INTERRUPT_S, self._interrupt, task)
+                return
 
     def _dispatch(self) -> None:
         while self._waiting:

@@ -99,6 +99,8 @@ def tidy(message: str, written: str = "") -> str:
     place, message = _split_place(message, written)
     if found := UNKNOWN_TOKEN.match(message):
         return f"{place}the token id {found[1]} is out of vocabulary"
+    if message.startswith("panic"):  # at a limit of its own, with a backtrace
+        return "it is too large; split it, or leave out what is alike"
     if message.startswith("lexer error"):
         return f"{place}{UNREADABLE}"
     if re.match("NoExtension", message):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from minisgl.config import EngineConfig, refuse
-from minisgl.errors import MinisglError
+from minisgl.errors import ConfigError, MinisglError
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
+from minisgl.server.process import ENDING, bind
 from minisgl.server.tls import check_certificate
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ def run(
     from minisgl.ray.deployments import build
 
     ray.init(logging_level=logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set handlers of its own
+    for number in ENDING:  # after Ray has set handlers of its own
         signal.signal(number, signal.default_int_handler)
     application = build(engine, server, router, options, owns_address=True)
     address = {"host": server.host, "port": server.port}
@@ -58,11 +61,28 @@ def run(
         logger.info("Stopping; running requests have %g s", server.drain_timeout)
         return 0
     except RuntimeError as error:
-        deployments = serve.status().applications[APP].deployments
-        reasons = [each.message.strip() for each in deployments.values() if each.message]
-        why = [*reasons, str(error)][0].splitlines()[-1]  # the end of a traceback
-        raise RayError(f"Ray could not start the engines: {why}") from error
+        raise why_not_started(error, server, serve.status().applications) from error
     finally:
         with suppress(RayServeException):  # if it was not running yet
             serve.delete(APP)
         ray.shutdown()
+
+
+def why_not_started(
+    error: RuntimeError, server: ServerConfig, applications: Mapping[str, Any]
+) -> MinisglError:
+    """What a user should know of the failure of Ray Serve.
+
+    applications: by their names, as Ray Serve reports them. Without ours it has begun no engine.
+    """
+    deployments = {}
+    if APP in applications:
+        deployments = applications[APP].deployments
+    else:  # a proxy that cannot listen ends, and the error does not say why
+        try:
+            bind(server).close()
+        except ConfigError as unavailable:
+            return unavailable
+    reasons = [each.message.strip() for each in deployments.values() if each.message]
+    why = ([*reasons, str(error)][0].splitlines() or ["no reason given"])[-1]  # of a traceback
+    return RayError(f"Ray could not start {'the engines' if deployments else 'Serve'}: {why}")

@@ -30,6 +30,7 @@ class ReplicaState:
 
     is_ready: bool = False
     start: int = 0  # counts its starts; each begins with an empty cache
+    is_silent: bool = False  # its process runs, and answers nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,7 @@ class Replica(Peer):
 
     state: ReplicaState = field(default_factory=ReplicaState)
     num_open: int = 0  # requests
+    unanswered: set[Upstream] = field(default_factory=set)  # those of requests without an answer
     role: str = ""  # one of ROLES; empty: it does whole requests, as all others
 
 
@@ -123,6 +125,18 @@ class Fleet:
             if state.start != replica.state.start:
                 self._table.gone(replica.index)
             replica.state = state
+        if self.ready and not self.is_draining:
+            self._send_elsewhere()
+
+    def _send_elsewhere(self) -> None:
+        """End the wait for replicas that say nothing any more, on which requests may never end.
+
+        One that still answers, even that it takes no requests, ends those that it has.
+        """
+        for replica in self.replicas:
+            if replica.state.is_silent:
+                for upstream in replica.unanswered:
+                    upstream.abort()
 
     def check_ready(self) -> list[Replica]:
         """The replicas that take requests; raises NotReadyError if there is none."""
@@ -172,8 +186,8 @@ class Fleet:
         if key is None:
             return
         if not accepted:
-            for replica in route.news_to:
-                self._table.refused(key, replica.index)
+            for asked in route.news_to:
+                self._table.refused(key, asked.index)
         elif self.tell is not None:
             for asked in (route.replica, route.prefill):
                 if asked is not None:

@@ -134,9 +134,11 @@ class _Answer:
             upstream = await self._connect(replica)
             method = self._scope["method"]
             relays = self._scope["http_version"] == "1.1" and method != "HEAD"
+            replica.unanswered.add(upstream)
             head = await upstream.ask(request, relays=relays, has_body=method != "HEAD")
             self._told(accepted=head.status < HTTPStatus.BAD_REQUEST)
             if head.is_stream:
+                replica.unanswered.discard(upstream)
                 await self._stream(upstream, head, relays=relays)
                 return True
             body = b"".join([piece async for piece in upstream.pieces()])
@@ -159,6 +161,7 @@ class _Answer:
         try:
             async with asyncio.timeout(PREFILL_S):
                 upstream = await self._connect(replica)
+                replica.unanswered.add(upstream)
                 asked = with_header(request, PREFILL, b"1")
                 head = await upstream.ask(asked, relays=False)
                 body = b"".join([piece async for piece in upstream.pieces()])
@@ -183,6 +186,7 @@ class _Answer:
 
     def _give_back(self, replica: Replica) -> None:
         if self._upstream is not None:
+            replica.unanswered.discard(self._upstream)
             replica.give_back(self._upstream)
             self._upstream = None
 

@@ -68,11 +68,16 @@ class _Running:
     process: asyncio.subprocess.Process | None = None
     was_ready: bool = False
     ready_since_s: float | None = None
+    is_silent: bool = False
     num_starts: int = 0
 
     @property
     def state(self) -> ReplicaState:
-        return ReplicaState(is_ready=self.ready_since_s is not None, start=self.num_starts)
+        return ReplicaState(
+            is_ready=self.ready_since_s is not None,
+            start=self.num_starts,
+            is_silent=self.is_silent,
+        )
 
 
 class Supervisor:
@@ -158,6 +163,7 @@ class Supervisor:
                     process.kill()
                 await process.wait()
         since_s, running.ready_since_s = running.ready_since_s, None
+        running.is_silent = False
         self._report(self.states())
         return exit_code, 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -166,7 +172,8 @@ class Supervisor:
         heard_s = time.monotonic()
         while True:
             is_ready = await self._probe(running.peer)
-            now = time.monotonic()
+            now, before = time.monotonic(), running.state
+            running.is_silent = running.was_ready and is_ready is None
             if is_ready is not None:
                 heard_s = now
             elif running.was_ready and now - heard_s > SILENCE_LIMIT_S:
@@ -178,6 +185,7 @@ class Supervisor:
             if bool(is_ready) != (running.ready_since_s is not None):
                 running.ready_since_s = now if is_ready else None
                 running.was_ready = True
+            if running.state != before:
                 self._report(self.states())
             await asyncio.sleep(READY_POLL_S if is_ready else LOADING_POLL_S)
 

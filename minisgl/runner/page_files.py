@@ -33,6 +33,7 @@ ALIGNMENT = 4096  # of the first page in its file
 REFRESH_S = 5.0  # between looks at what other processes have done
 RETRY_S = 30.0  # after an error, before anything is written again
 STALE_S = 600.0  # age at which a file that nobody has finished is removed
+FEW_FILES = 256  # such a folder is listed before each file
 KEPT_PART = 0.95  # of the allowed bytes, which remain after an eviction
 MAX_PAGES = 1 << 16  # in a file
 
@@ -350,7 +351,9 @@ class PageFiles:
         """Remove files, least recently used first, until `num_bytes` more fit."""
         if num_bytes > self._max_bytes:
             return False
-        if self._num_bytes + num_bytes <= self._max_bytes:
+        # Others may have filled much of a small folder since it was listed; to list it is cheap.
+        is_small = self._max_bytes < FEW_FILES * num_bytes
+        if not is_small and self._num_bytes + num_bytes <= self._max_bytes:
             return True
         with self._evicting:
             files = sorted(self._list(), key=lambda file: file.used_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -118,23 +118,22 @@ class Turns:
                 del self._parts[name]
         self._num_waiting -= len(requests)
 
-    def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
+    def in_order(
+        self, policy: Policy, window: int, held: Collection[str] = ()
+    ) -> Iterator[Waiting]:
         """The requests that may be admitted, in turns; the parts divide the window.
 
-        Visits a part only when its turn comes. The queue must not change during the iteration.
+        Visits a part only when its turn comes, and no part that is in `held` by then. The queue
+        must not change during the iteration; `held` may grow.
         """
         share = max(1, window // max(1, len(self._parts)))
-        orders = deque[Iterator[Waiting]]()
-        for part in self._parts.values():
-            order = part.in_order(policy, share)
-            if (waiting := next(order, None)) is not None:
+        orders = deque[tuple[str, Iterator[Waiting]]]()
+        first = ((name, part.in_order(policy, share)) for name, part in self._parts.items())
+        while (turn := next(first, None) or (orders.popleft() if orders else None)) is not None:
+            name, order = turn
+            if name not in held and (waiting := next(order, None)) is not None:
                 yield waiting
-                orders.append(order)
-        while orders:
-            order = orders.popleft()
-            if (waiting := next(order, None)) is not None:
-                yield waiting
-                orders.append(order)
+                orders.append(turn)
 
     def check(self) -> list[Waiting]:
         """All requests; AssertionError if an invariant fails."""
@@ -153,6 +152,11 @@ class WaitingQueue(Turns):
 
     def __init__(self) -> None:
         super().__init__(_client, lambda: Turns(_user, Line))
+
+    @property
+    def clients(self) -> Collection[str]:
+        """The clients with waiting requests."""
+        return self._parts.keys()
 
     def is_full_for(self, client: str, limit: int) -> bool:
         """True if a new request of `client` must be refused.

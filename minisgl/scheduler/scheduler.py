@@ -70,6 +70,7 @@ class _Draft:
     chunks: list[Chunk] = field(default_factory=list)
     chunk_owners: list[Running] = field(default_factory=list)
     loading: list[Running] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)  # clients that may have no more admitted
 
 
 class Scheduler:
@@ -83,11 +84,14 @@ class Scheduler:
         max_queued_requests: int,
         policy: str = "fcfs",
         conservativeness: float = 1.0,
+        client_share: float = 1.0,
         max_run: int = 1,
         num_stages: int = 1,
         look_ahead: bool = True,
     ) -> None:
-        """max_run: maximum number of tokens that the runner samples per decode row and step.
+        """client_share: the part of what other clients leave that one client may take, see
+        `_has_its_share`. max_run: maximum number of tokens that the runner samples per decode row
+        and step.
         num_stages: of the runner's pipeline. look_ahead: whether, while stages have nothing to do,
         the rows of the oldest step in flight may be planned again.
         """
@@ -99,11 +103,14 @@ class Scheduler:
         self._max_run = max_run
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
         self._ratio = NewTokenRatio(conservativeness)
+        self._num_slots = num_slots
+        self._client_share = client_share
 
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._waiting = WaitingQueue()
         self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
+        self._num_of = Counter[str]()  # running requests of each client
         self._num_masked = 0  # running requests with a matcher
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._fetching: dict[int, Waiting] = {}  # wait for pages from the disk, by transfer
@@ -214,6 +221,10 @@ class Scheduler:
             self.kv.close(running.lease)
         self._free_slots.append(running.slot)
         del self._running[running.request.id]
+        client = _client(running)
+        self._num_of[client] -= 1
+        if not self._num_of[client]:
+            del self._num_of[client]
         self._num_masked -= running.request.matcher is not None
         running.active = False
         if running.decoding:
@@ -443,8 +454,7 @@ class Scheduler:
         spared, if possible, until it has generated a page of tokens.
         """
         newest = sorted(self._running.values(), key=_arrival, reverse=True)[:-1]
-        num_running = Counter(map(_client, self._running.values()))
-        newest.sort(key=lambda running: -num_running[_client(running)])  # stable
+        newest.sort(key=lambda running: -self._num_of[_client(running)])  # stable
         return next((running for running in newest if self._has_progressed(running)), newest[0])
 
     def _has_progressed(self, running: Running) -> bool:
@@ -479,9 +489,14 @@ class Scheduler:
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
         num_granted = sum(len(grant.pages) for grant in draft.grants)
         put_off: list[Waiting] = []
-        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
+        draft.held.update(filter(self._has_its_share, self._waiting.clients))
+        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, draft.held):
             if not draft.budget or not self._free_slots:
                 break
+            client = waiting.request.tenant.client
+            if self._has_its_share(client):
+                draft.held.add(client)
+                continue
             if self.kv.has_disk and not waiting.sought and self._fetch(waiting):
                 continue
             running: Running | None = None
@@ -491,6 +506,8 @@ class Scheduler:
                 if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
                     put_off.append(waiting)
                     continue  # it takes no room from the others, who need not wait
+                if client in draft.held:
+                    continue
                 break
             admitted.append(waiting)
             reserved += self._ratio.expected(waiting.request)
@@ -503,6 +520,23 @@ class Scheduler:
             del self._queued[waiting.request.id]
         if admitted:
             self._waiting.admitted(admitted, put_off)
+
+    def _has_its_share(self, client: str) -> bool:
+        """Whether a client has as many running requests as it may. So a slot is free for another
+        client at any time, unless there are more clients than slots. Callers that are not
+        distinguished are no client, and may take all slots."""
+        if not client:
+            return False
+        num_running = self._num_of[client]
+        num_left = self._num_slots - (len(self._running) - num_running)  # by the other clients
+        return num_running >= max(1, int(self._client_share * num_left))
+
+    def _num_kept(self, client: str) -> float:
+        """The tokens that must be left free in the KV cache for other clients when a request of
+        this one joins. A client's only request may take them."""
+        if not client or not self._num_of[client]:
+            return 0
+        return (1 - self._client_share) * (self.kv.num_pages - 1) * self.kv.page_size
 
     def _is_put_off(self, waiting: Waiting) -> bool:
         """Whether a request waits because others are loading. Its load would only queue up behind
@@ -548,7 +582,10 @@ class Scheduler:
         num_cached = len(lease.pages) * self.kv.page_size
         if self._running:  # a request always fits if no other runs: `submit` checks that
             wanted = num_known - num_cached + reserved + self._ratio.expected(request)
-            if wanted > self.kv.num_available * self.kv.page_size:
+            kept = self._num_kept(request.tenant.client)
+            if wanted + kept > self.kv.num_available * self.kv.page_size:
+                if kept:  # the others need not wait for what this client must leave to them
+                    draft.held.add(request.tenant.client)
                 self.kv.close(lease)
                 return None
         num_beside = self._num_beside_rows(lease, num_known, draft)
@@ -583,6 +620,7 @@ class Scheduler:
             loading=self.kv.is_loading(lease),
         )
         self._running[request.id] = running
+        self._num_of[_client(running)] += 1
         self._num_masked += request.matcher is not None
         draft.joins.append(
             SlotJoin(
@@ -747,6 +785,7 @@ class Scheduler:
     def audit(self) -> None:
         """Recompute every invariant from scratch; AssertionError if one fails."""
         self.kv.audit(self._step)
+        assert self._num_of == Counter(map(_client, self._running.values()))
         slots = [running.slot for running in self._running.values()]
         assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots)
         rows = [row for group in self._groups for row in group.rows]

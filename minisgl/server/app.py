@@ -32,6 +32,7 @@ from minisgl.server.pages import page_routes
 from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
+from minisgl.server.trailing_slash import TrailingSlash
 
 
 def middleware_of(
@@ -60,6 +61,7 @@ def middleware_of(
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
+    middleware.insert(0, Middleware(TrailingSlash))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
     return middleware

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # Time for connections to take their last events, after all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that let requests finish
 
 Progress = Callable[[str, float], None]
 
@@ -253,10 +254,15 @@ def check_file_limit(num_files: int) -> None:
 
 
 async def first_signal() -> None:
-    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
+    """Wait for SIGINT, SIGTERM or SIGHUP. The next one then kills, even if the loop is blocked.
+
+    Not a second SIGHUP: a terminal that closes may send several. SIGHUP stays ignored where it was,
+    as by nohup.
+    """
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    signals = [number for number in ENDING if number != signal.SIGHUP or hears_hangup]
     for number in signals:
         loop.add_signal_handler(number, came.set)
     try:
@@ -265,6 +271,7 @@ async def first_signal() -> None:
         for number in signals:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

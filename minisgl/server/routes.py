@@ -33,6 +33,7 @@ from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.leaving import while_waited_for
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -100,6 +101,7 @@ class Routes:
         self._store = ResponseStore(state.config.response_store * MEGABYTE)
         self._since = int(time.time())
 
+    @while_waited_for
     async def chat_completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         body = await read_body(request, self._chat_request)
@@ -113,6 +115,7 @@ class Routes:
         kind = ChatReply if plan.style is None else ParsedReply
         return self._answer(request, engine, body, model, kind, jobs, plan)
 
+    @while_waited_for
     async def completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         body = await read_body(request, self._completion_request)
@@ -149,6 +152,7 @@ class Routes:
                     job.echo = first.echo
         return self._answer(request, engine, body, model, CompletionReply, jobs, plan)
 
+    @while_waited_for
     async def responses(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         with responses_conversation.fields_named():
@@ -195,6 +199,7 @@ class Routes:
             raise InvalidRequestError("stream", "is not supported for an answer that has ended.")
         return Response(history.body_of(id), media_type="application/json")
 
+    @while_waited_for
     async def messages(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         body = await read_body(request, self._messages_request)
@@ -213,6 +218,7 @@ class Routes:
             request, engine, reply, plan, stream=body.stream, limit_field="max_tokens"
         )
 
+    @while_waited_for
     async def count_tokens(self, request: Request) -> Response:
         engine = self._state.engine()
         body = await read_body(request, self._count_request)
@@ -234,6 +240,7 @@ class Routes:
             return RedirectResponse(str(request.url.replace(path=path)))
         return json_response(self._model(self._state.model_name(name)))
 
+    @while_waited_for
     async def tokenize(self, request: Request) -> Response:
         engine = self._state.engine()
         body = await read_body(request, self._tokenize_request)

@@ -213,6 +213,13 @@ class Renderer:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
 
+    def interrupt(self) -> None:
+        """End the rendering under way as if its time were up. May be called by any thread."""
+        process = self._process
+        if self._ready and process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGALRM)
+
     def close(self) -> None:
         """End the process, whatever it is doing. May be called by any thread."""
         self._closed.set()
@@ -253,8 +260,8 @@ def serve(seconds: float, processor_seconds: float) -> None:
     os.dup2(2, 1)  # libraries may print
     render({"conversations": [[{}]], "chat_template": ""})  # load everything first
     limit_memory(MEMORY_BYTES)
-    for number in TIME_IS_UP:
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # see Renderer.interrupt
     try:
         send(answers, b"")  # report that it is ready
         while True:
@@ -279,12 +286,15 @@ def _serve_calls(
     code = 1
     try:
         while (call := receive(calls)) is not None:
-            # The default action of SIGALRM kills the process, whatever it executes.
+            # The default action of SIGALRM kills the process, whatever it executes. Between two
+            # renderings it is ignored, so that each call has one answer.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             answer = msgspec.json.encode(_answer(call))
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
             send(answers, answer)
         code = 0
     except BrokenPipeError:

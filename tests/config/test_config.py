@@ -33,6 +33,8 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"attn": "auto,fi"}, "--attn auto,fi"),
         ({"memory_ratio": 0.0}, "--memory-ratio 0.0: allowed: above 0 and at most 1"),
         ({"memory_ratio": float("nan")}, "--memory-ratio nan"),
+        ({"key_share": 0.0}, "--key-share 0.0"),
+        ({"key_share": 1.1}, "--key-share 1.1"),
         ({"schedule_conservativeness": 0.0}, "--schedule-conservativeness 0.0"),
         ({"num_pages": 1}, r"^--num-pages 1: allowed: 2 or more$"),
         ({"page_size": 0}, "--page-size 0: allowed: 1 or more"),

@@ -182,6 +182,33 @@ async def test_chats_pass_six_whose_template_does_not_end() -> None:
                 await future
 
 
+async def test_endless_templates_for_which_nobody_waits_are_ended() -> None:
+    tokenizer = SometimesEndless()
+    async with intake_of(tokenizer, make_renderer=partial(Renderer, 3600)) as intake:
+        line = intake._slow_renderings
+        endless = [asyncio.ensure_future(intake.chat(say("endless"), False, {})) for _ in range(6)]
+        await until(lambda: len(line._busy) == NUM_SLOW)
+        for future in endless:
+            future.cancel()
+        await until(lambda: not line._busy and not line._waiting)
+        assert intake._num_taken == 0
+        assert len(await intake.chat(say("Hello"), False, {})) == len("Hello")
+
+
+async def test_the_template_of_a_client_that_leaves_is_ended() -> None:
+    async with gated_server() as gated, client_of(gated) as client:
+        tokenizer, intake = gated.engine.tokenizer, gated.engine._intake
+        assert tokenizer is not None and intake is not None
+        tokenizer._tokenizer.chat_template = SometimesEndless()._tokenizer.chat_template
+        line = intake._slow_renderings
+        line._make_renderer = partial(Renderer, 3600)
+        for path in (CHAT, "/tokenize"):
+            asked = asyncio.ensure_future(client.post(path, json={"messages": say("endless")}))
+            await until(lambda: line._busy)
+            asked.cancel()
+            await until(lambda: not line._busy and not intake._num_taken)
+
+
 async def test_what_is_slow_to_render_gets_its_time(tokenizer: GatedTokenizer) -> None:
     class SlowRenderer(FakeRenderer):
         def render(self, call: bytes) -> str:

@@ -151,6 +151,18 @@ def test_the_compiler_options_of_a_schema_are_its_server_s(bench: GrammarBench) 
             {"structural_tag": {"structures": [{"begin": "x", "end": ""}], "triggers": ["<"]}},
             "structured.structural_tag: structures.0.begin must start with",
         ),
+        (
+            {
+                "structural_tag": {
+                    "structures": [
+                        {"begin": f"<t{i}>", "schema": {"type": "object"}, "end": "</t>"}
+                        for i in range(3000)
+                    ],
+                    "triggers": [f"<t{i}>" for i in range(3000)],
+                }
+            },
+            "structured.structural_tag: it is too large",
+        ),
     ],
 )
 def test_other_constraints_that_are_wrong_are_refused_with_the_reason(

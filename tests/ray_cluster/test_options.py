@@ -5,12 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.ray.arguments import options_of
+from minisgl.ray.command import APP, why_not_started
 from minisgl.ray.config import RayConfig
+from minisgl.server.config import ServerConfig
+from minisgl.server.process import bind
+
+
+def test_a_failed_start_of_ray_names_a_taken_port_or_what_an_engine_has_said() -> None:
+    error = RuntimeError("Traceback:\nActor died")
+    with bind(ServerConfig(port=0)) as taken:
+        server = ServerConfig(port=taken.getsockname()[1])
+        said = why_not_started(error, server, {})
+        assert isinstance(said, ConfigError) and f"--port {server.port}" in str(said)
+        failed = SimpleNamespace(deployments={"engine": SimpleNamespace(message="a\nno memory")})
+        assert "start the engines: no memory" in str(why_not_started(error, server, {APP: failed}))
+    assert "start Serve: Actor died" in str(why_not_started(error, server, {}))
 
 
 def test_options_are_named_as_on_the_command_line_and_take_texts_or_values() -> None:

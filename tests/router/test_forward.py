@@ -262,6 +262,41 @@ async def test_requests_without_an_answer_go_to_another_replica_and_others_get_t
     assert fleet.num_open == 0
 
 
+async def test_requests_of_a_silent_replica_go_to_another_and_begun_streams_stay(
+    tmp_path: Path,
+) -> None:
+    engines = FakeEngine(interval=0.001), FakeEngine(interval=0.001), FakeEngine()
+    for engine in engines[:2]:
+        engine.gate.clear()
+    ready, silent = ReplicaState(is_ready=True, start=1), ReplicaState(start=1, is_silent=True)
+    async with (
+        routing(tmp_path, *engines, policy=ROUND_ROBIN) as (url, fleet, _),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        fleet.update([ready, ready, ReplicaState(start=1)])
+        asked = [asyncio.ensure_future(client.post(CHAT, json=ASKED)) for _ in range(2)]
+        await until(lambda: [len(engine.submitted) for engine in engines] == [1, 1, 0])
+        fleet.update([silent, ReplicaState(start=1), ReplicaState(start=1)])
+        await asyncio.sleep(0)
+        assert fleet.num_resent == 0  # there is no other
+        fleet.update([silent, ReplicaState(start=1), ready])
+        await until(lambda: any(task.done() for task in asked))
+        assert fleet.num_resent == 1 and len(engines[2].submitted) == 1
+        assert not all(task.done() for task in asked)  # a replica without new requests speaks
+        engines[1].gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+        fleet.update([ready, silent, silent])
+        body = {**ASKED, "stream": True, "max_tokens": 900}
+        engines[0].gate.set()
+        async with client.stream("POST", CHAT, json=body) as stream:
+            lines = stream.aiter_lines()
+            first = [await anext(lines)]
+            fleet.update([silent, ready, ready])
+            assert texts(first + [line async for line in lines])
+        assert fleet.num_resent == 1
+        assert not any(replica.unanswered for replica in fleet.replicas)
+
+
 async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: Path) -> None:
     async with (
         routing(tmp_path, FakeEngine(), FakeEngine()) as (url, fleet, _),

@@ -119,6 +119,17 @@ def test_the_least_recently_used_files_make_way(tmp_path: Path) -> None:
     assert put(store(tmp_path, max_bytes=size // 2), 6) == 0  # larger than all that is allowed
 
 
+def test_a_small_folder_keeps_its_bound_though_another_process_fills_it(tmp_path: Path) -> None:
+    for name in ("one", "both"):
+        (tmp_path / name).mkdir()
+    size = put(store(tmp_path / "one"), 0)
+    files, other = (store(tmp_path / "both", model, 2 * size) for model in (MODEL, bytes(32)))
+    for number in range(6):
+        assert put((files, other)[number % 2], number) == size
+        written = sum(path.stat().st_size for path in (tmp_path / "both").iterdir())
+        assert written <= 2 * size
+
+
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     put(store(tmp_path), 0)
     (ours,) = names(tmp_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class Harness:
     cache_type: str = "radix"
     policy: str = "fcfs"
     conservativeness: float = 1.0
+    client_share: float = 1.0
     max_run: int = 1
     run_seed: int = 0
     num_stages: int = 1
@@ -112,6 +113,7 @@ class Harness:
             max_queued_requests=self.max_queued_requests,
             policy=self.policy,
             conservativeness=self.conservativeness,
+            client_share=self.client_share,
             max_run=self.max_run,
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
@@ -143,6 +145,7 @@ class Harness:
         if self.deferred is not None:
             return None
         retractions = self.scheduler.counters.num_retractions
+        before = {run.slot: run for run in self.scheduler._running.values()}
         plan = self.scheduler.plan()
         self.runner.transfer(self.scheduler.kv.take_transfers(), self.transferred)
         if self.scheduler.counters.num_retractions > retractions:
@@ -157,6 +160,7 @@ class Harness:
             self.check_lag(plan)
             self.check_offloads(plan)
             self.check_loads(plan)
+            self.check_shares(plan, Counter(map(client_of, before.values())))
         self.scheduler.audit()
         return plan
 
@@ -212,6 +216,14 @@ class Harness:
         for load in copies.loads:
             assert sum(self.loading.values()) < self.max_loading
             self.loading[load.id] = len(load.pages)
+
+    def check_shares(self, plan: StepPlan, had: Counter[str]) -> None:
+        """No client that something joins for has more than its share of what the others left."""
+        running = {run.slot: run for run in self.scheduler._running.values()}
+        have = Counter(map(client_of, running.values()))
+        for client in {client_of(running[join.slot]) for join in plan.joins} - {""}:
+            num_left = self.num_slots - (had.total() - had[client])
+            assert have[client] <= max(1, int(self.client_share * num_left))
 
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
@@ -277,6 +289,10 @@ class Harness:
                 assert not self.scheduler.num_waiting and not self.scheduler.num_running
                 return
             self.settle()
+
+
+def client_of(running: Running) -> str:
+    return running.request.tenant.client
 
 
 def output_of(request: Request) -> list[int]:
@@ -867,6 +883,80 @@ def test_one_client_cannot_fill_the_queue_of_the_others() -> None:
     harness.run()
 
 
+def long_of(client: str, count: int, prompt: tuple[int, ...] = (1, 2)) -> list[Request]:
+    tenant = Tenant(client)
+    return [
+        make_request(f"{client} long {i}", [*prompt], 20, ignore_eos=True, tenant=tenant)
+        for i in range(count)
+    ]
+
+
+def started(harness: Harness, *requests: Request) -> Counter[str]:
+    """The running requests of each client after a plan with these as well."""
+    for request in requests:
+        harness.scheduler.submit(request)
+    harness.launch()
+    while harness.in_flight:
+        harness.settle()
+    return Counter(map(client_of, harness.scheduler._running.values()))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_client_starts_at_once_while_another_has_all_that_it_may(policy: str) -> None:
+    harness = Harness(
+        num_slots=20, num_pages=200, max_prefill_length=64, client_share=0.9, policy=policy
+    )
+    assert started(harness, *long_of("a", 60)) == {"a": 18}
+    assert started(harness, *of("b", 1)) == {"a": 18}  # its only token is there already
+    assert started(harness, *long_of("b", 3)) == {"a": 18, "b": 1}  # the last slot stays free
+    assert started(harness, *long_of("c", 3)) == {"a": 18, "b": 1, "c": 1}
+    harness.run()
+
+
+def test_clients_that_had_to_wait_for_slots_get_equal_parts() -> None:
+    harness = Harness(num_slots=20, num_pages=200, max_prefill_length=64, client_share=0.9)
+    both = [*long_of("a", 40), *long_of("b", 40)]
+    assert started(harness, *both) == {"a": 9, "b": 9}
+    harness.run()
+    for request in both:
+        check_output(request)
+
+
+@pytest.mark.parametrize("client_share", [0.01, 0.9])
+def test_callers_that_are_not_distinguished_take_all_slots_and_pages(client_share: float) -> None:
+    for client, expected in (("", 8), ("a", 7 if client_share == 0.9 else 1)):
+        harness = Harness(num_slots=8, max_prefill_length=64, client_share=client_share)
+        assert started(harness, *long_of(client, 20)) == {client: expected}
+        harness.run()
+
+
+def test_the_cost_of_held_clients_is_independent_of_the_queue_length() -> None:
+    harness = Harness(num_slots=4, client_share=0.9, max_queued_requests=10_000)
+    started(harness, *long_of("a", 1000))
+    visits = 0
+    in_order = harness.scheduler._policy
+
+    def counted(waiting: Iterable[Waiting], window: int) -> Iterator[Waiting]:
+        nonlocal visits
+        for each in in_order(waiting, window):
+            visits += 1
+            yield each
+
+    harness.scheduler._policy = counted
+    started(harness, *of("b", 1))
+    assert visits == 1
+
+
+def test_a_client_leaves_a_part_of_the_cache_to_clients_without_a_running_request() -> None:
+    options: dict[str, Any] = {"num_pages": 41, "max_prefill_length": 200, "conservativeness": 0.01}
+    prompt = tuple(range(30))  # 8 pages of 40, of which it leaves 20
+    for client_share, num_a, num_b in ((1.0, 5, 0), (0.5, 2, 1)):
+        harness = Harness(client_share=client_share, cache_type="naive", **options)
+        assert started(harness, *long_of("a", 6, prompt)) == {"a": num_a}
+        assert started(harness, *long_of("b", 2, prompt[:20]))["b"] == num_b
+        harness.run()
+
+
 def test_the_client_with_the_most_running_requests_is_retracted_first() -> None:
     harness = Harness()
     tenants = [Tenant("a")] * 3 + [Tenant("b")]
@@ -959,6 +1049,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         cache_type=cache_type,
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
+        client_share=(1.0, 0.9, 0.5)[seed % 3],
         max_run=rng.choice([1, 1, 2, 5]) if num_stages == 1 else 1,
         run_seed=seed,
         num_stages=num_stages,

@@ -318,9 +318,10 @@ async def test_routes_work_with_and_without_the_root_path(prefix: str) -> None:
         description = (await http.get(f"{prefix}/openapi.json")).json()
         assert description["servers"] == [{"url": "/llm"}]
         assert "/v1/models" in description["paths"]
-        moved = await http.get(f"{prefix}/version/")
+        assert (await http.get(f"{prefix}/version/")).status_code == 200
+        moved = await http.get(f"{prefix}/docs/")
         assert moved.status_code == 307
-        assert moved.headers["location"].endswith("/llm/version")
+        assert moved.headers["location"].endswith("/llm/docs")
         for path in ("/llm/llm/health", "/llmhealth"):
             assert (await http.get(path)).status_code == 404
         page = await http.get("/llm", follow_redirects=True)

@@ -191,7 +191,7 @@ def stream_lines(url: str) -> Iterator[str]:
         yield from (line for line in response.iter_lines() if line)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_idle_process_exits_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
     loaded = tmp_path / "loaded"
     with serving_process({"loads_until": str(loaded)}) as (process, url):

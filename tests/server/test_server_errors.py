@@ -286,12 +286,19 @@ def test_context_errors_have_the_words_that_clients_look_for(http: httpx.Client,
     assert re.search(pattern, message)
 
 
-def test_a_trailing_slash_redirects(http: httpx.Client) -> None:
+def test_a_slash_at_the_end_of_a_path_is_left_out(http: httpx.Client) -> None:
     for path in ("/health", "/v1/models"):
         response = http.get(f"{path}/?a=b")
-        assert response.status_code == 307
-        assert response.headers["location"] == f"{http.base_url.copy_with(path=path)}?a=b"
-        assert http.get(response.headers["location"]).status_code == 200
+        assert response.status_code == 200
+        assert response.content == http.get(path).content
+    assert http.post(f"{POSTS[0]}/", json=BODIES[POSTS[0]]).status_code == 200
+    assert http.get("/nothing/").status_code == 404
+
+
+def test_a_page_with_a_slash_at_the_end_redirects(http: httpx.Client) -> None:
+    response = http.get("/docs/?a=b")
+    assert response.status_code == 307
+    assert response.headers["location"] == f"{http.base_url.copy_with(path='/docs')}?a=b"
 
 
 # -- keys, full queues, phases --------------------------------------------------------------------

@@ -17,7 +17,7 @@ from support.serving import Served, served
 
 from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.server.bodies import MAX_VALUES
-from minisgl.server.decoding import decode
+from minisgl.server.decoding import MAX_COMMAS, decode
 from minisgl.server.jobs import MAX_SCORES
 from minisgl.server.messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
 from minisgl.server.protocol import (
@@ -25,7 +25,9 @@ from minisgl.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     StrictChatRequest,
+    TokenizeRequest,
 )
+from minisgl.server.responses_api.protocol import ResponsesRequest
 
 MAX_SEQ_LEN = 1000
 # A search that backtracks takes minutes, and what is done here some milliseconds.
@@ -161,6 +163,23 @@ def test_half_a_million_unknown_keys_decode_in_bounded_time(plain_seconds: float
     body = b'{"prompt": "a", "top_k": 1.0, %s}' % keys
     assert decode(body, CompletionRequest).top_k == 1
     assert seconds(body, CompletionRequest) < 15 * plain_seconds
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, ResponsesRequest, TokenizeRequest])
+def test_far_too_many_template_options_are_refused_before_they_are_decoded(
+    kind: type[msgspec.Struct], plain_seconds: float
+) -> None:
+    few = b",".join(b'"k%d":1' % index for index in range(MAX_COMMAS))
+    many = b",".join(b'"k%d":1' % index for index in range(260_000))
+    body = b'{"chat_template_kwargs": {%s}, "messages": [{"role": "user", "content": "a"}]}'
+    for keys, limit in ((few, f"{MAX_TEMPLATE_OPTIONS} keys"), (many, f"{MAX_COMMAS} commas")):
+        with pytest.raises(InvalidRequestError, match=limit) as caught:
+            decode(body % keys, kind)
+        assert caught.value.param == "chat_template_kwargs"
+    began, plain = time.thread_time(), seconds(body % b"", kind)
+    with pytest.raises(InvalidRequestError):
+        decode(body % many, kind)
+    assert time.thread_time() - began - plain < plain_seconds
 
 
 def test_prompts_with_floats_are_accepted_up_to_a_size() -> None:

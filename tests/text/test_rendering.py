@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,32 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_one_rendered_at_once
         assert caught.value.param == "messages"
         assert rendered(renderer, "{{ 1 + 1 }}") == "2"
     assert renderer._process is process  # what took time to load is still loaded
+    assert renderer.wait() == 0
+
+
+def test_an_interrupted_rendering_ends_at_once_and_each_call_keeps_its_own_answer() -> None:
+    renderer = Renderer(3600)
+    renderer.interrupt()  # nothing has begun
+    assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+    process = renderer._process
+    for number in range(20):
+        renderer.interrupt()  # between two renderings it ends neither
+        assert rendered(renderer, "{{ n }}", n=number) == f"{number}"
+    for _ in range(2):
+        ended = threading.Event()
+
+        def interrupt(ended: threading.Event = ended) -> None:
+            while not ended.wait(0.01):
+                renderer.interrupt()
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(EndlessTemplateError):
+            rendered(renderer, ENDLESS)
+        ended.set()
+        interrupting.join()
+        assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+    assert renderer._process is process
     assert renderer.wait() == 0
 
 

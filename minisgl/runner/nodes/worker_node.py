@@ -253,8 +253,8 @@ class _ToldToEndError(EngineStoppedError):
 
 @contextmanager
 def _second_signal_ends() -> Iterator[None]:
-    """Raise _ToldToEndError at the second SIGINT or SIGTERM. The first one most often reaches all
-    nodes, and node 0 then ends them in order."""
+    """Raise _ToldToEndError at the second SIGINT, SIGTERM or SIGHUP. The first one most often
+    reaches all nodes, and node 0 then ends them in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -269,7 +269,9 @@ def _second_signal_ends() -> Iterator[None]:
         logger.warning("%s: node 0 decides when the engine ends; a second one ends this node", name)
 
     handlers: dict[int, Callable[..., object] | int | None] = {
-        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as SIGHUP is by nohup
     }
     try:
         yield

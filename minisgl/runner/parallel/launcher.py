@@ -21,6 +21,9 @@ from minisgl.runner.parallel.channel import RankEnd, Waitable
 from minisgl.runner.parallel.worker import RankSpec, run_rank
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+# Ctrl-C, a supervisor's SIGTERM and the end of a terminal reach all processes; rank 0 decides when
+# the ranks end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class SpawnLauncher:
         # The new processes inherit blocked signals, and keep them blocked until they ignore them.
         # Starting the first process would start the resource tracker, which unblocks them.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         self._processes = {
             spec.rank: self._context.Process(
                 target=run_spawned_rank,
@@ -149,8 +152,7 @@ def spawn_obstacle() -> str | None:
 def run_spawned_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
     """The main function of a spawned process."""
     _end_with_parent(parent_pid)
-    # Ctrl-C and a supervisor's SIGTERM reach all processes; rank 0 decides when the ranks end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     run_rank(spec, end)
 
