@@ -131,6 +131,19 @@ def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
         assert matcher.accepts(f"Let me see.\n{both}")
 
 
+@pytest.mark.parametrize("case", BARE)
+def test_calls_without_a_marker_may_follow_a_text_and_are_held_to_their_tools(case: str) -> None:
+    spelling, weather, clock, both = CASES[case]
+    matcher = ByteMatcher(tool_calls([WEATHER, CLOCK], spelling, {}, required=False))
+    for answer in (weather, clock, both):
+        assert matcher.accepts(f"Let me see: {answer}")
+        assert matcher.accepts(f'Not [1] {{a}} {{"name": "watch"}} [watch(1)] but {answer}')
+        assert not matcher.accepts(f"Let me see: {answer} and more")
+    assert not matcher.accepts(f"Let me see: {weather.replace('city', 'town')}")
+    alone = tool_calls([WEATHER, CLOCK], spelling, {}, required=False, parallel=False)
+    assert not ByteMatcher(alone).accepts(f"Let me see: {both}")
+
+
 def test_a_named_tool_is_the_only_one() -> None:
     structured = tool_calls([CLOCK], HERMES, MARKERS, required=True, parallel=False)
     matcher = ByteMatcher(structured, MARKERS)

@@ -9,6 +9,7 @@ from enum import Enum
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import (
     ARGS,
+    BRACE,
     CALL_ID,
     END_TOOL_CALL,
     PYTHON_TAG,
@@ -18,7 +19,7 @@ from minisgl.text.parsing.json_formats import (
     read_llama3,
     read_mistral,
 )
-from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
+from minisgl.text.parsing.python_format import BRACKET, PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
 from minisgl.text.parsing.xml_format import FUNCTION, read_qwen3_coder
 
@@ -47,6 +48,10 @@ class CallSpelling:
     end: str = ""
     arguments: ArgumentStyle = ArgumentStyle.JSON
 
+    def first(self, name: str) -> str:
+        """What comes before the arguments of the first call."""
+        return f"{self.begin}{self.head}{name}{self.middle}"
+
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
@@ -56,10 +61,11 @@ class CallFormat:
     spelling: CallSpelling
     markers: tuple[str, ...]  # what may be a single token
     openings: tuple[str, ...]  # the markers that begin calls wherever they are
-    read: Callable[[CallContext, str], Reading[bool]]  # given the opening, which has been read
+    # Given the opening: a marker, which has been read; one of `in_text`, which comes next; or "".
+    read: Callable[[CallContext, str], Reading[bool]]
     closing: str = ""  # without text where it stands after a call
-    # Reads calls that an answer begins with, without an opening.
-    bare: Callable[[CallContext], Reading[bool]] | None = None
+    bare: bool = False  # an answer may begin with calls, without an opening
+    in_text: tuple[str, ...] = ()  # what may begin calls of offered tools in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,8 @@ LLAMA3_JSON = CallFormat(
     markers=(PYTHON_TAG,),
     openings=(PYTHON_TAG,),
     read=read_llama3,
-    bare=read_llama3,
+    bare=True,
+    in_text=(BRACE,),
 )
 PYTHONIC = CallFormat(
     "pythonic",
@@ -123,7 +130,8 @@ PYTHONIC = CallFormat(
     openings=(PYTHON_START,),
     read=read_pythonic,
     closing=PYTHON_END,
-    bare=read_pythonic,
+    bare=True,
+    in_text=(BRACKET,),
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = CallFormat(

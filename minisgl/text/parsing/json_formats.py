@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
-from minisgl.text.parsing.calls import CallContext, read_arguments, read_object
+from minisgl.text.parsing.calls import Announced, CallContext, read_arguments, read_object
 from minisgl.text.parsing.reader import Patterns, Reading
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 TOOL_NAME = re.compile(r"[\w.\-]+")
+BRACE = "{"
 
 
 def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
@@ -23,13 +24,14 @@ def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
     return True
 
 
-def read_llama3(calls: CallContext, opening: str = "") -> Reading[bool]:
-    """Read objects with `; ` between them. Without an opening each must look like a call."""
+def read_llama3(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read objects with `; ` between them. Without a marker each must look like a call."""
+    announced = {"": Announced.BY_PLACE, BRACE: Announced.BY_NAME}.get(opening, Announced.BY_MARKER)
     found = False
     while (yield from calls.reader.peek()) == "{":
         if found:
             calls.reader.record()
-        if not (yield from read_object(calls, bare=not opening)):
+        if not (yield from read_object(calls, announced)):
             if found:
                 calls.emitter.text(calls.reader.recorded())
             break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,12 +90,14 @@ class AnswerFormat:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         parse_calls: bool = True,
         only_calls: bool = False,
+        held_to: Iterable[str] = (),
         skip_special_tokens: bool = True,
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
         `in_reasoning`: see `opens_reasoning`. `tools`: the JSON Schemas of the arguments by name.
-        `only_calls`: nothing else is written, apart from reasoning.
+        `only_calls`: nothing else is written, apart from reasoning. `held_to`: the tools that a
+        grammar holds calls to.
         """
         calls = self.calls if parse_calls else None
         if calls is None and self.reasoning is None:
@@ -109,6 +111,7 @@ class AnswerFormat:
             in_reasoning=in_reasoning,
             tools=tools,
             only_calls=only_calls,
+            held_to=held_to,
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:

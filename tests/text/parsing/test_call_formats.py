@@ -342,6 +342,25 @@ def test_llama_arguments_come_out_letter_for_letter(arguments: str) -> None:
         (' {"na', ' {"na', []),
         ('It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
         ("{}", "{}", []),
+        ('{"name": "f", "parameters": {no json}', '{"name": "f", "parameters": {no json}', []),
+        # In a text: calls of the tools that are offered.
+        ('It is: {"name": "known", "parameters": {"a": [{"b": "}"}]}} Is it?', "It is:Is it?",
+         [("known", '{"a": [{"b": "}"}]}')]),
+        ('A: {"name": "known", "parameters": {}}; {"name": "known", "arguments": {"a": 1}} b {c}',
+         "A:b {c}", [("known", "{}"), ("known", '{"a": 1}')]),
+        ('{"name": "known", "parameters": {}} and { "parameters": {}, "name": "known"}', "and",
+         [("known", "{}"), ("known", "{}")]),
+        ('{"name": "known", "parameters": {{"name": "known", "parameters": {}}',
+         '{"name": "known", "parameters": {', [("known", "{}")]),
+        ('No {"name": "f", "parameters": {"name": "known", "parameters": {}}} call.',
+         'No {"name": "f", "parameters": {"name": "known", "parameters": {}}} call.', []),
+        ('{"tools": [{"name": "known", "parameters": {}}]} {"name": "known", "parameters": {}}',
+         '{"tools": [{"name": "known", "parameters": {}}]}', [("known", "{}")]),
+        ('A {"name": "known", "age": {"name": "known", "parameters": {}}}',
+         'A {"name": "known", "age": {"name": "known", "parameters": {}}}', []),
+        ('A {"name": "known", "parameters": {a: 1}}', 'A {"name": "known", "parameters": {a: 1}}',
+         []),
+        ('if (a) { "b"; } ${c} {"d"', 'if (a) { "b"; } ${c} {"d"', []),
     ],
 )  # fmt: skip
 def test_llama_answers(
@@ -400,11 +419,68 @@ def test_llama_answers(
         ("[f(a='1", "[f(a='1", []),
         ("[f(a='1\\", "[f(a='1\\", []),
         ("No [f(a=1)]", "No [f(a=1)]", []),
+        # In a text: calls of the tools that are offered.
+        ("A call: [known(city='New York', days=[1, 2])] So?", "A call:So?",
+         [("known", '{"city": "New York", "days": [1, 2]}')]),
+        ("[known(city='a')] and [known(city='b'), f()]", "andf()]",
+         [("known", '{"city": "a"}'), ("known", '{"city": "b"}')]),
+        ("a[0] [1, 2] [known] [known](x) [known(x)]", "a[0] [1, 2] [known] [known](x) [known(x)]",
+         []),
+        ("hello world[A(A=\t)A(A=,\t\t)A(A=,\t", "hello world[A(A=\t)A(A=,\t\t)A(A=,\t", []),
+        ("hi [known(city=", "hi [known(city=", []),
     ],
 )  # fmt: skip
 def test_pythonic_answers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
     got = parse(PLAIN, "pythonic", answer, tools={"known": WEATHER})
     assert got == Parsed("", content, calls, len(calls))
+
+
+# The examples of vLLM's tests for Llama 4.
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        (r"[f(city='Martha\'s Vineyard', metric='\"cool units\"')]",
+         [("f", {"city": "Martha's Vineyard", "metric": '"cool units"'})]),
+        ("[f(name='Doe', age=9, address={'city': 'LA'}, role=None, ok=True, names=['a', 'b'])]",
+         [("f", {"name": "Doe", "age": 9, "address": {"city": "LA"}, "role": None, "ok": True,
+                 "names": ["a", "b"]})]),
+        ("[f(additional_data={})]", [("f", {"additional_data": {}})]),
+        ("<|python_start|>[f(a='LA',b='C'),g(a=9)]",
+         [("f", {"a": "LA", "b": "C"}), ("g", {"a": 9})]),
+        ("Here: <|python_start|>[f(a=[1, 2\n, 3])]<|python_end|>", [("f", {"a": [1, 2, 3]})]),
+    ],
+)  # fmt: skip
+def test_python_calls_that_others_read(answer: str, calls: list[tuple[str, Any]]) -> None:
+    assert parse(PLAIN, "pythonic", answer).objects == calls
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "spelled", "other"),
+    [
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {"a": 1}}',
+            '{"name":"f","parameters":{"a":1}}',
+        ),
+        ("llama3_json", '{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "f"}'),
+        ("pythonic", "[f(a=1)]", "[ f(a=1)]"),
+        ("pythonic", "[f(a=1)]", "<|python_start|>[ f(a=1)]"),
+        ("pythonic", "[f(a=1)]", "[g(a=1)]"),
+    ],
+)
+def test_calls_that_a_grammar_holds_are_those_that_it_spells(
+    tool_parser: str, spelled: str, other: str
+) -> None:
+    """What the grammar takes for a text is one: nothing holds its arguments to a schema."""
+    form = form_of(PLAIN, tool_parser)
+    for before in ("", "Well: "):
+        for call, num_calls in ((spelled, 1), (other, 0)):
+            ids = PLAIN.encode(before + call, add_special_tokens=False)
+            options: Any = {"tools": {"f": {}, "g": {}}, "held_to": ["f"]}
+            got = parsed(fed_in_runs(PLAIN, form, ids, range(1, len(ids)), **options))
+            assert got == parsed(fed_in_runs(PLAIN, form, ids, [], **options))
+            assert len(got.calls) == num_calls
+            assert got.content == (before.rstrip() if num_calls else before + call)
 
 
 # -- mistral ---------------------------------------------------------------------------------------

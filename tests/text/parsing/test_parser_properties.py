@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +122,8 @@ MARKUP = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=", "a>",
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-     '{"name": "f", "arguments": {', '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
+     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "[f(a=",
+     '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
@@ -144,13 +146,15 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
-    whole = replay(tokenizer, form, ids, natural=natural, in_reasoning=in_reasoning)
-    in_runs = fed_in_runs(tokenizer, form, ids, cuts, natural=natural, in_reasoning=in_reasoning)
+    tools = data.draw(st.sampled_from([None, {"f": {}}]))
+    options: Any = {"natural": natural, "in_reasoning": in_reasoning, "tools": tools}
+    whole = replay(tokenizer, form, ids, **options)
+    in_runs = fed_in_runs(tokenizer, form, ids, cuts, **options)
     assert in_runs == whole
     parsed(whole)  # calls in their order
     if tokenizer is PLAIN:  # also with the text cut anywhere, and as one piece
         for chunks in ([answer], list(answer)):
-            parser = form.parser(in_reasoning=in_reasoning)
+            parser = form.parser(in_reasoning=in_reasoning, tools=tools)
             assert parser is not None
             assert fed_as_text(parser, chunks, natural) == whole
 
@@ -191,6 +195,16 @@ LONG = [
     ("llama3_json", '{"type": "' + "a" * SIZE),
     ("llama3_json", " " * SIZE),
     ("llama3_json", '{"parameters": {}, ' + '"id": 1, ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"' * SIZE),
+    ("llama3_json", "x" + '{"name": ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"b": ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"name": "b' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"name": "f", "parameters": {' * (SIZE // 20)),
+    ("llama3_json", 'x {"name": "f", "parameters": {' + " " * SIZE),
+    ("llama3_json", "x" + '{"name": "g", "parameters": {}} ' * (SIZE // 30)),
+    ("pythonic", "x" + "[f(" * SIZE),
+    ("pythonic", "x" + "[g(" * SIZE),
+    ("pythonic", "x" + "[f(b)]" * (SIZE // 6)),
     ("pythonic", "[f(a=" + "(" * SIZE),
     ("pythonic", "[f(a='" + "\\'" * SIZE),
     ("pythonic", "[" + "f" * SIZE),
