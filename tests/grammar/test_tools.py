@@ -21,6 +21,7 @@ HERMES = formats.HERMES.spelling
 QWEN3_CODER = formats.QWEN3_CODER.spelling
 LLAMA3_JSON = formats.LLAMA3_JSON.spelling
 PYTHONIC = formats.PYTHONIC.spelling
+XLAM = formats.XLAM.spelling
 MISTRAL_LIST = formats.MISTRAL_LIST.spelling
 MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
@@ -66,6 +67,12 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         "[clock()]",
         '[clock(), get-weather(city="x", now=False)]',
     ),
+    "xlam": (
+        XLAM,
+        '[{"name": "get-weather", "arguments": {"city": "x", "days": 3}}]',
+        '[{"name": "clock", "arguments": {}}]',
+        '[{"name": "clock", "arguments": {}}, {"name": "get-weather", "arguments": {"city": ""}}]',
+    ),
     "mistral": (MISTRAL, MISTRAL_WEATHER, MISTRAL_CLOCK, MISTRAL_WEATHER + MISTRAL_CLOCK),
     "mistral_list": (
         MISTRAL_LIST,
@@ -74,7 +81,7 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
     ),
 }
-BARE = ("llama3_json", "pythonic")  # calls without an opening
+BARE = ("llama3_json", "pythonic", "xlam")  # calls without an opening
 
 
 @pytest.mark.parametrize("markers", [MARKERS, {}], ids=["tokens", "texts"])

@@ -128,6 +128,7 @@ def test_calls_come_out_the_same_whole_and_streamed(
         ("qwen3_coder", "<function=clock>\n</function>", ("clock", {})),
         ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Köln"}}', None),
         ("pythonic", "[get_weather(city='Köln')]", None),
+        ("xlam", '[{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
         ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
     ],
 )

@@ -65,6 +65,8 @@ class AnswerParser:
         blocks = [text for text in (self._open, self._close) if text]
         openings = [markers.get(text, text) for text in (calls.openings if calls else ())]
         self._in_text = calls.in_text if calls else ()
+        # What begins as calls in a text do is told apart by the format itself.
+        openings = [text for text in openings if not text.startswith(self._in_text)]
         self._spelled: tuple[str, ...] = ()  # what calls without a marker begin with
         if calls is not None and calls.bare:
             self._spelled = tuple(map(calls.spelling.first, held_to))

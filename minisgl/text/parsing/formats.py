@@ -10,16 +10,19 @@ from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import (
     ARGS,
     BRACE,
+    BRACKET,
     CALL_ID,
     END_TOOL_CALL,
+    FENCE,
     PYTHON_TAG,
     TOOL_CALL,
     TOOL_CALLS,
     read_hermes,
     read_llama3,
     read_mistral,
+    read_xlam,
 )
-from minisgl.text.parsing.python_format import BRACKET, PYTHON_END, PYTHON_START, read_pythonic
+from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
 from minisgl.text.parsing.xml_format import FUNCTION, read_qwen3_coder
 
@@ -132,6 +135,17 @@ PYTHONIC = CallFormat(
     closing=PYTHON_END,
     bare=True,
     in_text=(BRACKET,),
+)
+XLAM = CallFormat(
+    "xlam",
+    CallSpelling(
+        head='{"name": "', middle='", "arguments": ', tail="}", between=", ", begin="[", end="]"
+    ),
+    markers=(TOOL_CALLS,),
+    openings=(TOOL_CALLS,),
+    read=read_xlam,
+    bare=True,
+    in_text=(BRACKET, FENCE),
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = CallFormat(

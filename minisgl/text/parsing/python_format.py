@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.json_formats import BRACKET
 from minisgl.text.parsing.reader import Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"[\w.\-]+")
-BRACKET = "["
 QUOTES = ('"', "'")
 SYNTAX = Patterns(*QUOTES, *"([{", *")]}")
 # What may come before a key are only the first parenthesis and commas, and no key is in a string.

@@ -16,13 +16,14 @@ from minisgl.text.parsing.formats import (
     PYTHONIC,
     QWEN3_CODER,
     THINK,
+    XLAM,
     CallFormat,
     ReasoningFormat,
 )
 from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
-_BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC)}
+_BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, XLAM)}
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -46,6 +47,7 @@ class _Signs:
 _SIGNS = (
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
+    _Signs("xlam", ('[{"name": "tool_call_name"',)),
     # GLM has a tag for each argument, Apriel a list of all calls, functionary only a function's.
     _Signs(
         "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")

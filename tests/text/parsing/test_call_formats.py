@@ -483,6 +483,63 @@ def test_calls_that_a_grammar_holds_are_those_that_it_spells(
             assert got.content == (before.rstrip() if num_calls else before + call)
 
 
+# -- xlam ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_xlam_arguments_come_out_letter_for_letter(arguments: str) -> None:
+    answer = f'[{{"name": "f", "arguments": {arguments}}}]'
+    assert parse(PLAIN, "xlam", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+DALLAS = '{"name": "weather", "arguments": {"city": "Dallas", "state": "TX"}}'
+ORLANDO = DALLAS.replace("Dallas", "Orlando").replace("TX", "FL")
+IN_DALLAS = ("weather", '{"city": "Dallas", "state": "TX"}')
+IN_ORLANDO = ("weather", '{"city": "Orlando", "state": "FL"}')
+
+
+@pytest.mark.parametrize("tokenizer", [OLD_MISTRAL, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of vLLM's tests.
+        ("This is a test", "This is a test", []),
+        (f"[{DALLAS}, {ORLANDO}]", "", [IN_DALLAS, IN_ORLANDO]),
+        (f"<think>I'll help.</think>[{DALLAS}]", "<think>I'll help.</think>", [IN_DALLAS]),
+        (f"I'll help you with that.\n```json\n[{DALLAS}]\n```", "I'll help you with that.",
+         [IN_DALLAS]),
+        (f"I'll check it.[TOOL_CALLS][{DALLAS}]", "I'll check it.", [IN_DALLAS]),
+        # Others.
+        (DALLAS, "", [IN_DALLAS]),
+        (f"```\n{DALLAS}\n```\nDone.", "Done.", [IN_DALLAS]),
+        (f"```json\n[{DALLAS}, {ORLANDO}]", "", [IN_DALLAS, IN_ORLANDO]),
+        (f"Both: [{DALLAS},{ORLANDO}] So.", "Both:So.", [IN_DALLAS, IN_ORLANDO]),
+        ('[{"name": "unknown", "arguments": {}}]', "", [("unknown", "{}")]),
+        (f'[{DALLAS}, {{"name": "Ada"}}, 5]', '{"name": "Ada"}, 5]', [IN_DALLAS]),
+        # No calls.
+        ('[{"name": "Ada", "age": 36}]', '[{"name": "Ada", "age": 36}]', []),
+        (f'[{{"a": [{DALLAS}]}}]', f'[{{"a": [{DALLAS}]}}]', []),
+        (f'```json\n[{{"a": [{DALLAS}]}}]\n```', f'```json\n[{{"a": [{DALLAS}]}}]\n```', []),
+        ('A: [{"name": "unknown", "arguments": {}}]', 'A: [{"name": "unknown", "arguments": {}}]',
+         []),
+        ("[1, 2] ```python\n[{}]\n``` []", "[1, 2] ```python\n[{}]\n``` []", []),
+        ("[", "[", []),
+        ("``", "``", []),
+    ],
+)  # fmt: skip
+def test_xlam_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    got = parse(tokenizer, "xlam", answer, tools={"weather": {}})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_xlam_calls_follow_thoughts() -> None:
+    got = parse(QWEN, "xlam", f"<think>\nHm [{ORLANDO}]\n</think>\n\n[{DALLAS}]",
+                reasoning_parser="think", tools={"weather": {}})  # fmt: skip
+    assert got == Parsed(f"Hm [{ORLANDO}]", "", [IN_DALLAS], 1)
+
+
 # -- mistral ---------------------------------------------------------------------------------------
 
 
@@ -552,6 +609,11 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
     ),
     "llama": (LLAMA, "llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}'),
     "python": (PLAIN, "pythonic", "[f(a=1), g()]"),
+    "xlam": (
+        PLAIN,
+        "xlam",
+        '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    ),
     "mistral": (MISTRAL, "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
     "mistral_list": (
         OLD_MISTRAL,

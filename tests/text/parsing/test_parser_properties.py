@@ -56,6 +56,11 @@ def llama(calls: list[tuple[str, str]]) -> str:
     return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in calls)
 
 
+def xlam(calls: list[tuple[str, str]]) -> str:
+    written = (f'{{"name": "{name}", "arguments": {text}}}' for name, text in calls)
+    return f"[{', '.join(written)}]" if calls else ""
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -66,6 +71,7 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (QWEN, "hermes", hermes),
         (PLAIN, "hermes", hermes),
         (LLAMA, "llama3_json", llama),
+        (PLAIN, "xlam", xlam),
         (PLAIN, "mistral", mistral),
     ],
 )
@@ -122,14 +128,14 @@ MARKUP = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=", "a>",
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "[f(a=",
+     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "```json", "[f(a=",
      '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "tool_parser", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "none"]
+    "tool_parser", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "xlam", "mistral", "none"]
 )
 @settings(max_examples=50, deadline=None)
 @given(
@@ -208,6 +214,12 @@ LONG = [
     ("pythonic", "[f(a=" + "(" * SIZE),
     ("pythonic", "[f(a='" + "\\'" * SIZE),
     ("pythonic", "[" + "f" * SIZE),
+    ("xlam", "x" + "```" * (SIZE // 3)),
+    ("xlam", "x" + "[" * SIZE),
+    ("xlam", "x" + '[{"' * SIZE),
+    ("xlam", "x" + '[{"b": ' * (SIZE // 10)),
+    ("xlam", '[{"b": ' * (SIZE // 10)),
+    ("xlam", "x" + '[{"name": "f", "arguments": {' * (SIZE // 20)),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "[AR" * SIZE),
     ("mistral", "[TOOL_CALLS]" + "[" * SIZE),
 ]

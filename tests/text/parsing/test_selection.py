@@ -28,6 +28,11 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
         ('{{ tools }}{"name": name, "parameters": values}', formats.LLAMA3_JSON, None),
         ("{{ tools }}<|python_tag|>", formats.LLAMA3_JSON, None),
         ("{{ tools }}[func_name1(a=b)] parameters", formats.PYTHONIC, None),
+        (
+            'in a single JSON array: [{"name": "tool_call_name", "arguments": {}}]{{ tools }}',
+            formats.XLAM,
+            None,
+        ),
         # Formats of other families, which are not read.
         ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
