@@ -26,10 +26,11 @@ from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.python_format import is_key
+from minisgl.text.parsing.xml_format import FUNCTION
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS)
+OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION)
 ANY_TEXT = r"/(.|\n)*/"
 END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.
@@ -90,8 +91,9 @@ def tool_calls(
         _optional_calls(grammar, opening, beginning, f"{any_call} {after}")
     else:
         calls = f"{grammar.text(beginning)} {any_call} {after}"
-        beginnings = [spelling.first(name) for name in names]
-        _optional_bare_calls(grammar, calls, beginnings, ends, after)
+        beginnings = [spelling.after_text + spelling.first(name) for name in names]
+        any_text = spelling.text.replace("\n", "\\n") or f"[^{re.escape(beginning[0])}]"
+        _optional_bare_calls(grammar, calls, f"{any_text}(.|\\n)*", beginnings, ends, after)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
     return StructuredOutput(tool_calls=text, field=field)
 
@@ -126,14 +128,18 @@ def _optional_calls(grammar: _Grammar, opening: str, beginning: str, calls: str)
 
 
 def _optional_bare_calls(
-    grammar: _Grammar, calls: str, beginnings: Sequence[str], ends: Sequence[str], after: str
+    grammar: _Grammar,
+    calls: str,
+    text: str,
+    beginnings: Sequence[str],
+    ends: Sequence[str],
+    after: str,
 ) -> None:
     """The same for calls without a marker.
 
-    An answer that begins as they do is calls. A text begins otherwise, and goes as far as one of
-    `beginnings`, which have the name of a tool: in a text, the beginning of all calls is common.
+    An answer that begins as they do is calls. `text` is a regex of others, which go as far as one
+    of `beginnings`. These have the name of a tool: in a text, what all calls begin with is common.
     """
-    text = f"[^{re.escape(beginnings[0][0])}](.|\\n)*"
     opened = [
         grammar.rule(f"opened_{index}[lazy]", f"/{text}/ {grammar.text(beginning)}").partition("[")[
             0

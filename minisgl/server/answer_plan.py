@@ -157,7 +157,7 @@ class ChatPlanner:
             grammar = await engine.compile(constraint)
         form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
         parses_calls = tools is not None and form.calls is not None
-        parsed = form.reasoning is not None or parses_calls
+        parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
         if not parsed and grammar is None:
             return FREE
         prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer

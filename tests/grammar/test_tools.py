@@ -22,6 +22,8 @@ QWEN3_CODER = formats.QWEN3_CODER.spelling
 LLAMA3_JSON = formats.LLAMA3_JSON.spelling
 PYTHONIC = formats.PYTHONIC.spelling
 XLAM = formats.XLAM.spelling
+FUNCTIONARY_V3_1 = formats.FUNCTIONARY_V3_1.spelling
+FUNCTIONARY_V3_2 = formats.FUNCTIONARY_V3_2.spelling
 MISTRAL_LIST = formats.MISTRAL_LIST.spelling
 MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
@@ -67,6 +69,18 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         "[clock()]",
         '[clock(), get-weather(city="x", now=False)]',
     ),
+    "functionary_v3_1": (
+        FUNCTIONARY_V3_1,
+        '<function=get-weather>{"city": "x", "days": 3}</function>',
+        "<function=clock>{}</function>",
+        '<function=clock>{}</function><function=get-weather>{"city": ""}</function>',
+    ),
+    "functionary_v3_2": (
+        FUNCTIONARY_V3_2,
+        'get-weather\n{"city": "x", "days": 3}',
+        "clock\n{}",
+        'clock\n{}>>>get-weather\n{"city": ""}',
+    ),
     "xlam": (
         XLAM,
         '[{"name": "get-weather", "arguments": {"city": "x", "days": 3}}]',
@@ -81,7 +95,7 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
     ),
 }
-BARE = ("llama3_json", "pythonic", "xlam")  # calls without an opening
+BARE = ("llama3_json", "pythonic", "xlam", "functionary_v3_2")  # calls without an opening
 
 
 @pytest.mark.parametrize("markers", [MARKERS, {}], ids=["tokens", "texts"])
@@ -124,7 +138,7 @@ def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
     spelling, weather, clock, both = CASES[case]
     structured = tool_calls([WEATHER, CLOCK], spelling, markers, required=False)
     matcher = ByteMatcher(structured, markers)
-    for answer in (weather, clock, both, "", "No call. Why?\n"):
+    for answer in (weather, clock, both, "", f"{spelling.text}No call. Why?\n"):
         assert matcher.accepts(answer)
     for wrong in (
         weather.replace("city", "town"),
@@ -142,13 +156,17 @@ def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
 def test_calls_without_a_marker_may_follow_a_text_and_are_held_to_their_tools(case: str) -> None:
     spelling, weather, clock, both = CASES[case]
     matcher = ByteMatcher(tool_calls([WEATHER, CLOCK], spelling, {}, required=False))
+    begin = f"{spelling.text}Let me see: "
+    not_yet = 'not [1] {a} {"name": "watch"} [watch(1)] >>>watch but '
     for answer in (weather, clock, both):
-        assert matcher.accepts(f"Let me see: {answer}")
-        assert matcher.accepts(f'Not [1] {{a}} {{"name": "watch"}} [watch(1)] but {answer}')
-        assert not matcher.accepts(f"Let me see: {answer} and more")
-    assert not matcher.accepts(f"Let me see: {weather.replace('city', 'town')}")
+        answer = spelling.after_text + answer
+        assert matcher.accepts(begin + answer)
+        assert matcher.accepts(begin + not_yet + answer)
+        assert not matcher.accepts(f"{begin}{answer} and more")
+    wrong = spelling.after_text + weather.replace("city", "town")
+    assert not matcher.accepts(begin + wrong)
     alone = tool_calls([WEATHER, CLOCK], spelling, {}, required=False, parallel=False)
-    assert not ByteMatcher(alone).accepts(f"Let me see: {both}")
+    assert not ByteMatcher(alone).accepts(begin + spelling.after_text + both)
 
 
 def test_a_named_tool_is_the_only_one() -> None:

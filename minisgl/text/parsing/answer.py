@@ -34,6 +34,7 @@ class AnswerParser:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         only_calls: bool = False,
         held_to: Iterable[str] = (),
+        text_opening: str = "",
     ) -> None:
         """`marker_ids`: the markers that are one token, which are found by it and never by text.
 
@@ -42,6 +43,7 @@ class AnswerParser:
         `only_calls`: nothing but calls is written, so that what is left of one that was cut in
         front of its arguments is no content. `held_to`: the tools that a grammar holds calls
         to; calls without a marker are only what begins as the grammar spells these.
+        `text_opening`: what an answer that begins with a text begins with, which is markup.
         """
         self.num_reasoning_tokens = 0
         self._has_closed = False  # a block
@@ -52,6 +54,7 @@ class AnswerParser:
         spellings |= {marks[text]: "" for text in hidden if text in marks}
         self._calls = calls
         self._only_calls = only_calls
+        self._text_opening = text_opening
         self._reader = Reader()
         self._emitter = Emitter(spellings)
         spelled = [*(calls.markers if calls else ())]
@@ -70,6 +73,8 @@ class AnswerParser:
         self._spelled: tuple[str, ...] = ()  # what calls without a marker begin with
         if calls is not None and calls.bare:
             self._spelled = tuple(map(calls.spelling.first, held_to))
+        if calls is not None and self._spelled and (mark := calls.spelling.after_text):
+            self._spelled += (*(mark + text for text in self._spelled), mark + text_opening)
         if self._spelled:
             openings = [text for text in openings if text in marks.values()]
         self._closing = markers[calls.closing] if calls and calls.closing else ""
@@ -121,7 +126,8 @@ class AnswerParser:
         yield
         if in_reasoning:
             yield from self._block()
-        yield from self._bare_call()
+        if not (yield from self._reader.skip(self._text_opening)):
+            yield from self._bare_call()
         emitter = self._emitter
         while found := (yield from self._reader.until(self._in_content, emitter.text)):
             if found == self._close:

@@ -22,9 +22,15 @@ from minisgl.text.parsing.json_formats import (
     read_mistral,
     read_xlam,
 )
+from minisgl.text.parsing.named_formats import (
+    RECIPIENT,
+    TEXT,
+    read_functionary_v3_1,
+    read_functionary_v3_2,
+)
 from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
-from minisgl.text.parsing.xml_format import FUNCTION, read_qwen3_coder
+from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_coder
 
 
 class ArgumentStyle(Enum):
@@ -40,7 +46,8 @@ class CallSpelling:
     """How a model writes its calls:
 
     begin, then for each call head + name + middle + arguments + tail with `between` after all but
-    the last, then end.
+    the last, then end. Where the model says so, a text begins with `text`, and calls after it with
+    `after_text`.
     """
 
     head: str
@@ -50,6 +57,8 @@ class CallSpelling:
     begin: str = ""
     end: str = ""
     arguments: ArgumentStyle = ArgumentStyle.JSON
+    text: str = ""
+    after_text: str = ""
 
     def first(self, name: str) -> str:
         """What comes before the arguments of the first call."""
@@ -146,6 +155,23 @@ XLAM = CallFormat(
     read=read_xlam,
     bare=True,
     in_text=(BRACKET, FENCE),
+)
+FUNCTIONARY_V3_1 = CallFormat(
+    "functionary_v3_1",
+    CallSpelling(head=FUNCTION, middle=">", tail=END_FUNCTION, between=""),
+    markers=(FUNCTION, PYTHON_TAG),
+    openings=(FUNCTION, PYTHON_TAG),
+    read=read_functionary_v3_1,
+)
+# The prompt ends with the RECIPIENT of the first part of the answer.
+FUNCTIONARY_V3_2 = CallFormat(
+    "functionary_v3_2",
+    CallSpelling(head="", middle="\n", tail="", between=RECIPIENT, text=TEXT, after_text=RECIPIENT),
+    markers=(),
+    openings=(),
+    read=read_functionary_v3_2,
+    bare=True,
+    in_text=(RECIPIENT,),
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = CallFormat(

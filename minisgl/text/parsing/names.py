@@ -9,6 +9,8 @@ TOOL_PARSERS = (
     "pythonic",
     "mistral",
     "xlam",
+    "functionary_v3_1",
+    "functionary_v3_2",
     NONE,
 )
 REASONING_PARSERS = (AUTO, "think", NONE)

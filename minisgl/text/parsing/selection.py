@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
+    FUNCTIONARY_V3_1,
+    FUNCTIONARY_V3_2,
     HERMES,
     LLAMA3_JSON,
     MAGISTRAL,
@@ -23,7 +25,18 @@ from minisgl.text.parsing.formats import (
 from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
-_BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, XLAM)}
+_BY_NAME = {
+    form.name: form
+    for form in (
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3_JSON,
+        PYTHONIC,
+        XLAM,
+        FUNCTIONARY_V3_1,
+        FUNCTIONARY_V3_2,
+    )
+}
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -48,7 +61,9 @@ _SIGNS = (
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
-    # GLM has a tag for each argument, Apriel a list of all calls, functionary only a function's.
+    _Signs("functionary_v3_2", (">>>all",)),
+    _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
+    # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.
     _Signs(
         "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")
     ),
@@ -85,6 +100,11 @@ class AnswerFormat:
         calls = self.calls.name if self.calls else NONE
         return f"tool calls {calls}, reasoning {'think' if self.reasoning else NONE}"
 
+    @property
+    def text_opening(self) -> str:
+        """The markup in front of an answer that is a text, with or without tools."""
+        return self.calls.spelling.text if self.calls else ""
+
     def parser(
         self,
         *,
@@ -102,7 +122,7 @@ class AnswerFormat:
         grammar holds calls to.
         """
         calls = self.calls if parse_calls else None
-        if calls is None and self.reasoning is None:
+        if calls is None and self.reasoning is None and not self.text_opening:
             return None
         texts = markers_of(calls, self.reasoning)
         return AnswerParser(
@@ -114,6 +134,7 @@ class AnswerFormat:
             tools=tools,
             only_calls=only_calls,
             held_to=held_to,
+            text_opening=self.text_opening,
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:

@@ -540,6 +540,104 @@ def test_xlam_calls_follow_thoughts() -> None:
     assert got == Parsed(f"Hm [{ORLANDO}]", "", [IN_DALLAS], 1)
 
 
+# -- functionary -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_functionary_arguments_come_out_letter_for_letter(arguments: str) -> None:
+    for tool_parser, answer in (
+        ("functionary_v3_1", f"<function=f>{arguments}</function>"),
+        ("functionary_v3_2", f"f\n{arguments}"),
+    ):
+        assert parse(LLAMA, tool_parser, answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+CODE = {"python": {"properties": {"n": {"type": "integer"}, "code": {"type": "string"}}}}
+PROGRAM = "# A program:\nif a:\n  print('\"hey\"')"
+WRITTEN = ("python", json.dumps({"code": PROGRAM}))
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of llama.cpp's tests.
+        ("Hello, world!\nWhat's up?", "Hello, world!\nWhat's up?", []),
+        ('<function=f>{"arg1": 1}</function>', "", [("f", '{"arg1": 1}')]),
+        ('Hell<function=foo>{"a": 1}</function>o, world<function=bar>{"b": 2}</function>!',
+         "Hello, world!", [("foo", '{"a": 1}'), ("bar", '{"b": 2}')]),
+        ("<function=test>{ } </function> ", "", [("test", "{ }")]),
+        ("<|python_tag|>" + PROGRAM, "", [WRITTEN]),
+        # Others.
+        ('Well: <function=f>\n{"a": 1}', "Well:", [("f", '{"a": 1}')]),
+        ("<function=f> {}<function=g>{}</function>\nx", "x", [("f", "{}"), ("g", "{}")]),
+        # No calls.
+        ("<function=f>x</function>", "<function=f>x</function>", []),
+        ("<function=>{}", "<function=>{}", []),
+        ("<function=f", "<function=f", []),
+        ("a <function> b", "a <function> b", []),
+    ],
+)  # fmt: skip
+def test_functionary_v3_1_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    got = parse(tokenizer, "functionary_v3_1", answer, tools=CODE)
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_functionary_writes_code_only_for_a_tool_that_takes_it() -> None:
+    got = parse(PLAIN, "functionary_v3_1", "<|python_tag|>1 + 1")
+    assert got.content == "<|python_tag|>1 + 1"
+    got = parse(PLAIN, "functionary_v3_2", "python\n1 + 1")
+    assert got.content == "python\n1 + 1"
+    got = parse(PLAIN, "functionary_v3_2", "python\n1 +", tools=CODE, natural=False)
+    assert got.calls == [("python", '{"code": "1 +')]
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of llama.cpp's tests; the prompt ends with `>>>`.
+        ('all\nHello, world!\nnono\nWhat\'s up?\n>>>f\n{"arg1": 1}\n',
+         "Hello, world!\nnono\nWhat's up?", [("f", '{"arg1": 1}')]),
+        ("all\nHello, world!\nWhat's up?", "Hello, world!\nWhat's up?", []),
+        ('f\n{"arg1": 1} \n     ', "", [("f", '{"arg1": 1}')]),
+        ("python\n" + PROGRAM, "", [WRITTEN]),
+        ('>>>f\n{"arg1": 1}\n ', "", [("f", '{"arg1": 1}')]),
+        (">>>all\nHello", "Hello", []),
+        # Others.
+        ('f\n{"a": 1}>>>g\n{}\n>>>all\nDone. all\n', "Done. all\n",
+         [("f", '{"a": 1}'), ("g", "{}")]),
+        ('python\n\n  {"code": "1"}', "", [("python", '{"code": "1"}')]),
+        ("python\n  1", "", [("python", '{"code": "  1"}')]),
+        ('no_such_tool\n{"a": 1}', "", [("no_such_tool", '{"a": 1}')]),
+        # No calls.
+        ("all\n>>> f\n>>>x\n{}\n>>>f{}\n>>>f\nf()\n>>>", ">>> f\n>>>x\n{}\n>>>f{}\n>>>f\nf()\n>>>",
+         []),
+        ("all\nall\nf\n{}", "all\nf\n{}", []),
+        ('{"a": 1}', '{"a": 1}', []),
+        ("Hello\nyou", "Hello\nyou", []),
+        ("f", "f", []),
+        ("", "", []),
+    ],
+)  # fmt: skip
+def test_functionary_v3_2_answers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
+    got = parse(PLAIN, "functionary_v3_2", answer, tools={"f": {}, "g": {}, **CODE})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_functionary_s_recipient_is_markup_without_tools_and_under_a_grammar() -> None:
+    form = form_of(PLAIN, "functionary_v3_2")
+    answer = PLAIN.encode("all\nHello\n>>>f\n{}>>>all\n!")
+    for options, content, calls in (
+        ({"parse_calls": False}, "Hello\n>>>f\n{}>>>all\n!", []),
+        ({"tools": {"f": {}, "g": {}}, "held_to": ["f"]}, "Hello!", [("f", "{}")]),
+        ({"tools": {"f": {}, "g": {}}, "held_to": ["g"]}, "Hello\n>>>f\n{}!", []),
+    ):
+        got = parsed(fed_in_runs(PLAIN, form, answer, range(1, len(answer)), **options))
+        assert (got.content, got.calls) == (content, calls)
+
+
 # -- mistral ---------------------------------------------------------------------------------------
 
 
@@ -609,6 +707,12 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
     ),
     "llama": (LLAMA, "llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}'),
     "python": (PLAIN, "pythonic", "[f(a=1), g()]"),
+    "functionary_v3_1": (
+        PLAIN,
+        "functionary_v3_1",
+        '<function=f>{"a": 1}</function><function=g>{}</function>',
+    ),
+    "functionary_v3_2": (PLAIN, "functionary_v3_2", 'f\n{"a": 1}>>>g\n{}'),
     "xlam": (
         PLAIN,
         "xlam",

@@ -24,6 +24,7 @@ from support.parsed_answers import (
 
 from minisgl.events import Event, joined
 from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.names import AUTO, TOOL_PARSERS
 from minisgl.text.tokenizer import Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -61,6 +62,15 @@ def xlam(calls: list[tuple[str, str]]) -> str:
     return f"[{', '.join(written)}]" if calls else ""
 
 
+def functionary_v3_1(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"<function={name}>{arguments}</function>" for name, arguments in calls)
+
+
+def functionary_v3_2(calls: list[tuple[str, str]]) -> str:
+    first, *others = [f"{name}\n{arguments}" for name, arguments in calls] or ["all\n"]
+    return first + "".join(f">>>{call}" for call in others)
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -72,6 +82,8 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (PLAIN, "hermes", hermes),
         (LLAMA, "llama3_json", llama),
         (PLAIN, "xlam", xlam),
+        (LLAMA, "functionary_v3_1", functionary_v3_1),
+        (PLAIN, "functionary_v3_2", functionary_v3_2),
         (PLAIN, "mistral", mistral),
     ],
 )
@@ -91,9 +103,10 @@ def test_json_arguments_come_out_as_they_were_written_in_any_pieces(
     form = form_of(tokenizer, tool_parser)
     ids = tokenizer.encode(write(written), add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
-    events = fed_in_runs(tokenizer, form, ids, cuts)
+    tools: Any = {name: {} for name, _ in written}
+    events = fed_in_runs(tokenizer, form, ids, cuts, tools=tools)
     assert parsed(events) == Parsed("", "", written, len(written))
-    assert replay(tokenizer, form, ids) == events
+    assert replay(tokenizer, form, ids, tools=tools) == events
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,15 +141,14 @@ MARKUP = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=", "a>",
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "```json", "[f(a=",
+     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "```json",
+     ">>>", "f\n", "all\n", ">>>f\n{", "[f(a=",
      '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tool_parser", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "xlam", "mistral", "none"]
-)
+@pytest.mark.parametrize("tool_parser", [name for name in TOOL_PARSERS if name != AUTO])
 @settings(max_examples=50, deadline=None)
 @given(
     parts=st.lists(MARKUP, max_size=20),
@@ -214,6 +226,14 @@ LONG = [
     ("pythonic", "[f(a=" + "(" * SIZE),
     ("pythonic", "[f(a='" + "\\'" * SIZE),
     ("pythonic", "[" + "f" * SIZE),
+    ("functionary_v3_1", "<function=" * (SIZE // 10)),
+    ("functionary_v3_1", "<function=" + "f" * SIZE),
+    ("functionary_v3_1", "<function=f>" * (SIZE // 10)),
+    ("functionary_v3_1", "<function=f>{" * (SIZE // 10)),
+    ("functionary_v3_2", ">>>" * SIZE),
+    ("functionary_v3_2", "all\n" + ">>>f\n" * (SIZE // 5)),
+    ("functionary_v3_2", "f\n" + " " * SIZE),
+    ("functionary_v3_2", "f" * SIZE),
     ("xlam", "x" + "```" * (SIZE // 3)),
     ("xlam", "x" + "[" * SIZE),
     ("xlam", "x" + '[{"' * SIZE),

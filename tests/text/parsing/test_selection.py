@@ -33,12 +33,17 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
             formats.XLAM,
             None,
         ),
+        (
+            '{{ tools }}<function=x>{"parameters": {}}</function><|python_tag|>',
+            formats.FUNCTIONARY_V3_1,
+            None,
+        ),
+        ("{{ tools }}{{ '>>>all\\n' + content }}>>>", formats.FUNCTIONARY_V3_2, None),
         # Formats of other families, which are not read.
         ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
         ("{{ tools }}<seed:tool_call><tool_call><function=x><parameter=y>", None, None),
         ('{{ tools }}{"tool_name": name, "parameters": values}', None, None),
-        ('{{ tools }}<function=x>{"parameters": {}}</function>', None, None),
         ("<tool_call> is not offered", None, None),
         ("{{ tools }} in words of its own", None, None),
         ("<think>\n", None, formats.THINK),
@@ -91,6 +96,7 @@ def test_there_is_no_parser_where_there_is_nothing_to_parse() -> None:
     assert AnswerFormat(None, None).parser() is None
     assert form_of(QWEN, "hermes").parser(parse_calls=False) is None
     assert form_of(QWEN, "hermes", "think").parser(parse_calls=False) is not None
+    assert form_of(QWEN, "functionary_v3_2").parser(parse_calls=False) is not None
 
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
