@@ -25,12 +25,13 @@ from minisgl.grammar.source import (
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
+from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
 from minisgl.text.parsing.xml_format import FUNCTION
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION)
+OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS)
 ANY_TEXT = r"/(.|\n)*/"
 END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.

@@ -24,9 +24,11 @@ PYTHONIC = formats.PYTHONIC.spelling
 XLAM = formats.XLAM.spelling
 FUNCTIONARY_V3_1 = formats.FUNCTIONARY_V3_1.spelling
 FUNCTIONARY_V3_2 = formats.FUNCTIONARY_V3_2.spelling
+DEEPSEEK_V3 = formats.DEEPSEEK_V3.spelling
 MISTRAL_LIST = formats.MISTRAL_LIST.spelling
 MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
+MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
 WEATHER = Tool(
     name="get-weather",
     parameters={
@@ -59,6 +61,13 @@ LLAMA_WEATHER = '{"name": "get-weather", "parameters": {"city": "x", "now": true
 LLAMA_CLOCK = '{"name": "clock", "parameters": {}}'
 MISTRAL_WEATHER = '[TOOL_CALLS]get-weather[ARGS]{"city": "x"}'
 MISTRAL_CLOCK = "[TOOL_CALLS]clock[ARGS]{}"
+DEEPSEEK_WEATHER = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-weather\n```json\n"
+    '{"city": "x", "days": 3}\n```<｜tool▁call▁end｜>'
+)
+DEEPSEEK_CLOCK = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
+)
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
     "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
     "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
@@ -80,6 +89,12 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         'get-weather\n{"city": "x", "days": 3}',
         "clock\n{}",
         'clock\n{}>>>get-weather\n{"city": ""}',
+    ),
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_WEATHER}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}\n{DEEPSEEK_WEATHER}<｜tool▁calls▁end｜>",
     ),
     "xlam": (
         XLAM,

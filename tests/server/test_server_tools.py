@@ -130,6 +130,12 @@ def test_calls_come_out_the_same_whole_and_streamed(
         ("pythonic", "[get_weather(city='Köln')]", None),
         ("functionary_v3_1", '<function=get_weather>{"city": "Köln"}</function>', None),
         ("functionary_v3_2", 'get_weather\n{"city": "Köln"}', None),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            '{"city": "Köln"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            None,
+        ),
         ("xlam", '[{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
         ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
     ],

@@ -23,8 +23,15 @@ from minisgl.text.parsing.json_formats import (
     read_xlam,
 )
 from minisgl.text.parsing.named_formats import (
+    CALL,
+    CALLS,
+    END_CALL,
+    END_CALLS,
+    OTHER_CALLS,
     RECIPIENT,
+    SEPARATOR,
     TEXT,
+    read_deepseek_v3,
     read_functionary_v3_1,
     read_functionary_v3_2,
 )
@@ -172,6 +179,21 @@ FUNCTIONARY_V3_2 = CallFormat(
     read=read_functionary_v3_2,
     bare=True,
     in_text=(RECIPIENT,),
+)
+DEEPSEEK_V3 = CallFormat(
+    "deepseek_v3",
+    CallSpelling(
+        head=f"{CALL}function{SEPARATOR}",
+        middle="\n```json\n",
+        tail=f"\n```{END_CALL}",
+        between="\n",
+        begin=CALLS,
+        end=END_CALLS,
+    ),
+    markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
+    openings=(CALLS, OTHER_CALLS, CALL),
+    read=read_deepseek_v3,
+    closing=END_CALLS,
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = CallFormat(

@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping
 
 from minisgl.text.parsing.calls import CallContext, read_arguments
-from minisgl.text.parsing.json_formats import PYTHON_TAG, TOOL_NAME
+from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reading
 from minisgl.text.parsing.xml_format import END_FUNCTION, types_of
 
 RECIPIENT = ">>>"  # a name, or TEXT, follows
 TEXT = "all\n"
+# Some distillations of DeepSeek-R1 write the second for the first.
+CALLS, OTHER_CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 # Tools whose one argument a model may write as it is, instead of an object.
 CODE_TOOLS = ("python", "ipython", "code_interpreter")
 ALL = Patterns()
@@ -52,6 +55,28 @@ def read_functionary_v3_2(calls: CallContext, opening: str) -> Reading[bool]:
         yield from _read_code(calls, name, blanks)
     else:
         return False
+    return True
+
+
+def read_deepseek_v3(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `function`, SEPARATOR, a name, and arguments in a fence in the next line."""
+    reader, markers = calls.reader, calls.markers
+    if opening != markers[CALL]:
+        yield from reader.peek()
+        yield from reader.skip(markers[CALL])
+    yield from reader.match(TOOL_NAME)
+    if not (yield from reader.skip(markers[SEPARATOR])):
+        return False
+    name = yield from reader.match(TOOL_NAME)
+    yield from reader.peek()
+    if (yield from reader.skip(FENCE)):
+        yield from reader.skip("json")
+    if not name or (yield from reader.peek()) != "{":
+        return False
+    yield from _read_call(calls, name)
+    for closing in (FENCE, markers[END_CALL]):
+        yield from reader.peek()
+        yield from reader.skip(closing)
     return True
 
 

@@ -11,6 +11,7 @@ TOOL_PARSERS = (
     "xlam",
     "functionary_v3_1",
     "functionary_v3_2",
+    "deepseek_v3",
     NONE,
 )
 REASONING_PARSERS = (AUTO, "think", NONE)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
+    DEEPSEEK_V3,
     FUNCTIONARY_V3_1,
     FUNCTIONARY_V3_2,
     HERMES,
@@ -35,6 +36,7 @@ _BY_NAME = {
         XLAM,
         FUNCTIONARY_V3_1,
         FUNCTIONARY_V3_2,
+        DEEPSEEK_V3,
     )
 }
 
@@ -61,6 +63,8 @@ _SIGNS = (
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
+    # Later versions have neither the type of a tool nor a fence.
+    _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "tool['type'] + '<｜tool▁sep｜>'")),
     _Signs("functionary_v3_2", (">>>all",)),
     _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
     # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.parsed_answers import (
+    DEEPSEEK,
     LLAMA,
     MISTRAL,
     OLD_MISTRAL,
@@ -638,6 +639,74 @@ def test_functionary_s_recipient_is_markup_without_tools_and_under_a_grammar() -
         assert (got.content, got.calls) == (content, calls)
 
 
+# -- deepseek_v3 -----------------------------------------------------------------------------------
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>"
+    )
+
+
+def in_list(*calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize("tokenizer", [DEEPSEEK, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_deepseek_arguments_come_out_letter_for_letter(
+    tokenizer: Tokenizer, arguments: str
+) -> None:
+    answer = in_list(deepseek("f", arguments))
+    assert parse(tokenizer, "deepseek_v3", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+@pytest.mark.parametrize("tokenizer", [DEEPSEEK, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of vLLM's, SGLang's and llama.cpp's tests.
+        ("How can I help you today? I can check weather for you.",
+         "How can I help you today? I can check weather for you.", []),
+        (in_list(deepseek("f", '{"city": "Tokyo"}'), deepseek("g", '{"a": [1.5, null]}')), "",
+         [("f", '{"city": "Tokyo"}'), ("g", '{"a": [1.5, null]}')]),
+        (in_list(deepseek("f", '{"a": 1}'), "\n", deepseek("g", "{}")), "",
+         [("f", '{"a": 1}'), ("g", "{}")]),
+        ("Let me check." + in_list(deepseek("f", "{}")), "Let me check.", [("f", "{}")]),
+        ("<｜tool▁calls｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜>"
+         "<｜tool▁calls▁end｜>", "", [("f", '{"a": 1}')]),
+        ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
+         "<｜tool▁calls▁end｜>", "", [("f", '{"a": 1}')]),
+        # Others.
+        (deepseek("f", "{}") + "\nDone.", "Done.", [("f", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}", "",
+         [("f", "{}")]),
+        # No calls.
+        ("<｜tool▁calls▁begin｜>no", "<｜tool▁calls▁begin｜>no", []),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]",
+         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]", []),
+        ("a <｜tool▁calls▁end｜>", "a <｜tool▁calls▁end｜>", []),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", []),
+    ],
+)  # fmt: skip
+def test_deepseek_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    assert parse(tokenizer, "deepseek_v3", answer) == Parsed("", content, calls, len(calls))
+
+
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_deepseek_calls_follow_thoughts(in_reasoning: bool) -> None:
+    """The template of some versions opens the block, that of others leaves it to the model."""
+    thought, made = deepseek("f", "{}"), in_list(deepseek("g", "{}"))
+    answer = f"{'' if in_reasoning else '<think>'}\nI call {thought}\n</think>\n\n{made}"
+    got = parse(
+        DEEPSEEK, "deepseek_v3", answer, reasoning_parser="think", in_reasoning=in_reasoning
+    )
+    assert got == Parsed(f"I call {thought}", "", [("g", "{}")], 1)
+
+
 # -- mistral ---------------------------------------------------------------------------------------
 
 
@@ -713,6 +782,11 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
         '<function=f>{"a": 1}</function><function=g>{}</function>',
     ),
     "functionary_v3_2": (PLAIN, "functionary_v3_2", 'f\n{"a": 1}>>>g\n{}'),
+    "deepseek": (
+        DEEPSEEK,
+        "deepseek_v3",
+        in_list(deepseek("f", '{"a": 1}'), "\n", deepseek("g", "{}")),
+    ),
     "xlam": (
         PLAIN,
         "xlam",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parsed_answers import (
+    DEEPSEEK,
     LLAMA,
     MISTRAL,
     PLAIN,
@@ -71,6 +72,14 @@ def functionary_v3_2(calls: list[tuple[str, str]]) -> str:
     return first + "".join(f">>>{call}" for call in others)
 
 
+def deepseek(calls: list[tuple[str, str]]) -> str:
+    written = (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+        for name, text in calls
+    )
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" if calls else ""
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -84,6 +93,8 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (PLAIN, "xlam", xlam),
         (LLAMA, "functionary_v3_1", functionary_v3_1),
         (PLAIN, "functionary_v3_2", functionary_v3_2),
+        (DEEPSEEK, "deepseek_v3", deepseek),
+        (PLAIN, "deepseek_v3", deepseek),
         (PLAIN, "mistral", mistral),
     ],
 )
@@ -142,7 +153,9 @@ MARKUP = st.sampled_from(
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
      '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "```json",
-     ">>>", "f\n", "all\n", ">>>f\n{", "[f(a=",
+     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁sep",
+     "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", ">>>", "f\n", "all\n", ">>>f\n{",
+     "[f(a=",
      '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
@@ -160,7 +173,7 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     tool_parser: str, parts: list[str], natural: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     answer = "".join(parts)
-    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL]))
+    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK]))
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
@@ -226,6 +239,10 @@ LONG = [
     ("pythonic", "[f(a=" + "(" * SIZE),
     ("pythonic", "[f(a='" + "\\'" * SIZE),
     ("pythonic", "[" + "f" * SIZE),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>" * (SIZE // 10)),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>" + "f" * SIZE),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f" * (SIZE // 20)),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f{}" + "<｜tool▁call▁e" * (SIZE // 10)),
     ("functionary_v3_1", "<function=" * (SIZE // 10)),
     ("functionary_v3_1", "<function=" + "f" * SIZE),
     ("functionary_v3_1", "<function=f>" * (SIZE // 10)),

@@ -39,6 +39,12 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
             None,
         ),
         ("{{ tools }}{{ '>>>all\\n' + content }}>>>", formats.FUNCTIONARY_V3_2, None),
+        (
+            "{{ tools }}{{ tool['type'] + '<｜tool▁sep｜>' + name }}</think>",
+            formats.DEEPSEEK_V3,
+            formats.THINK,
+        ),
+        ("{{ tools }}<｜tool▁call▁begin｜>{{ name + '<｜tool▁sep｜>' + arguments }}", None, None),
         # Formats of other families, which are not read.
         ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
