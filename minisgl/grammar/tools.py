@@ -23,7 +23,7 @@ from minisgl.grammar.source import (
     source_of,
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
-from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
@@ -93,6 +93,8 @@ def tool_calls(
     else:
         calls = f"{grammar.text(beginning)} {any_call} {after}"
         beginnings = [spelling.after_text + spelling.first(name) for name in names]
+        if len(beginnings) > MAX_HELD_IN_TEXT:
+            beginnings = []
         any_text = spelling.text.replace("\n", "\\n") or f"[^{re.escape(beginning[0])}]"
         _optional_bare_calls(grammar, calls, f"{any_text}(.|\\n)*", beginnings, ends, after)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
@@ -147,9 +149,8 @@ def _optional_bare_calls(
         ]
         for index, beginning in enumerate(beginnings)
     ]
-    in_text = " | ".join(map(" ".join, zip(opened, ends, strict=True)))
-    grammar.rule("in_text", in_text)
-    grammar.rule("start", f"{calls} | in_text {after} | /({text})?/")
+    in_text = [f"{opening} {end} {after}" for opening, end in zip(opened, ends, strict=False)]
+    grammar.rule("start", " | ".join([calls, *in_text, f"/({text})?/"]))
 
 
 def _has_grammar(tool: Tool) -> bool:

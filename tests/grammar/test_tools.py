@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammars import ByteMatcher, GrammarBench
-from support.parsed_answers import PLAIN, parse
+from support.parsed_answers import PLAIN, fed_in_runs, form_of, parse, parsed
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import Tool, tool_calls
@@ -182,6 +182,21 @@ def test_calls_without_a_marker_may_follow_a_text_and_are_held_to_their_tools(ca
     assert not matcher.accepts(begin + wrong)
     alone = tool_calls([WEATHER, CLOCK], spelling, {}, required=False, parallel=False)
     assert not ByteMatcher(alone).accepts(begin + spelling.after_text + both)
+
+
+def test_more_tools_than_a_text_is_searched_for_are_held_without_one(bench: GrammarBench) -> None:
+    tools = [replace(WEATHER, name=f"weather-{index}") for index in range(1000)]
+    names = [tool.name for tool in tools]
+    structured = tool_calls(tools, LLAMA3_JSON, {}, required=False)
+    form = form_of(PLAIN, "llama3_json")
+    call = LLAMA_WEATHER.replace("get-weather", names[-1])
+    for answer, num_calls in ((call, 1), (f"Well: {call}", 0)):
+        matcher = bench.compile(structured).matcher()
+        matcher.accept(bench.encode(answer))
+        assert matcher.may_end and matcher.error is None
+        ids = PLAIN.encode(answer)
+        got = fed_in_runs(PLAIN, form, ids, [], tools={key: {} for key in names}, held_to=names)
+        assert len(parsed(got).calls) == num_calls
 
 
 def test_a_named_tool_is_the_only_one() -> None:

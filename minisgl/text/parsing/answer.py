@@ -8,7 +8,7 @@ from typing import Any
 from minisgl.events import Event
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.emitter import Emitter
-from minisgl.text.parsing.formats import CallFormat, ReasoningFormat
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, CallFormat, ReasoningFormat
 from minisgl.text.parsing.reader import FIRST_MARK, Patterns, Reader, Reading
 
 
@@ -73,6 +73,8 @@ class AnswerParser:
         self._spelled: tuple[str, ...] = ()  # what calls without a marker begin with
         if calls is not None and calls.bare:
             self._spelled = tuple(map(calls.spelling.first, held_to))
+            if len(self._spelled) > MAX_HELD_IN_TEXT:
+                self._in_text = ()
         if calls is not None and self._spelled and (mark := calls.spelling.after_text):
             self._spelled += (*(mark + text for text in self._spelled), mark + text_opening)
         if self._spelled:

@@ -39,6 +39,10 @@ from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_py
 from minisgl.text.parsing.reader import Reading
 from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_coder
 
+# A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
+# token would take too long, and calls without a marker are the whole answer.
+MAX_HELD_IN_TEXT = 64
+
 
 class ArgumentStyle(Enum):
     """How the arguments of a call are written."""

@@ -64,7 +64,7 @@ _SIGNS = (
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
     # Later versions have neither the type of a tool nor a fence.
-    _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "tool['type'] + '<｜tool▁sep｜>'")),
+    _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
     _Signs("functionary_v3_2", (">>>all",)),
     _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
     # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from support.folders import ROOT
 from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, form_of
 from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.text.parsing import formats
+from minisgl.text.parsing.names import AUTO, NONE, TOOL_PARSERS
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 from minisgl.text.tokenizer import Tokenizer
 
@@ -141,3 +145,10 @@ def test_the_sign_may_be_in_any_of_several_templates() -> None:
     backend = wrap(spelled_backend())
     backend.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}
     assert choose_format(Tokenizer(backend, "toy")).calls is formats.HERMES
+
+
+def test_the_document_has_every_format_of_calls() -> None:
+    text = (ROOT / "minisgl" / "server" / "README.md").read_text()
+    table = text.partition("| `--tool-parser` | models")[2].partition("\n\n")[0]
+    written = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert {*written, AUTO, NONE} == {*TOOL_PARSERS}
