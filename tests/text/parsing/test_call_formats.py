@@ -284,6 +284,7 @@ def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
         ("Write `<function=f>` for it.", "Write `<function=f>` for it.", []),
         ("<tool_call> what?", "<tool_call> what?", []),
         ("<function=", "<function=", []),
+        ("<tool_call>\n<function=a<b\nc", "<tool_call>\n<function=a<b\nc", []),
     ],
 )  # fmt: skip
 def test_xml_answers(tokenizer: Tokenizer, answer: str, content: str, arguments: list[str]) -> None:
