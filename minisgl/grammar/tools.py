@@ -23,13 +23,15 @@ from minisgl.grammar.source import (
     source_of,
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
-from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
+from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
+from minisgl.text.parsing.xml_format import FUNCTION
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS)
+OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS)
 ANY_TEXT = r"/(.|\n)*/"
 END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.
@@ -68,23 +70,33 @@ def tool_calls(
         raise InvalidRequestError(field, "there is no tool to call.")
     grammar = _Grammar(spelling, marker_ids)
     names = [json.dumps(tool.name, ensure_ascii=False)[1:-1] for tool in tools]
-    bodies = [  # of each call, what follows its head
+    ends = [  # of each call, from its arguments on
         grammar.rule(
-            f"call_{index}",
-            grammar.text(name + spelling.middle),
+            f"end_{index}",
             _Arguments(grammar, f"call_{index}", tool).rule,
             grammar.text(spelling.tail),
         )
-        for index, (name, tool) in enumerate(zip(names, tools, strict=True))
+        for index, tool in enumerate(tools)
+    ]
+    bodies = [  # of each call, what follows its head
+        grammar.rule(f"call_{index}", grammar.text(name + spelling.middle), ends[index])
+        for index, name in enumerate(names)
     ]
     any_call = grammar.rule("any_call", " | ".join(bodies))
     further = f"({grammar.text(spelling.between + spelling.head)} {any_call})*" if parallel else ""
-    calls = f"{any_call} {further} {grammar.text(spelling.end)}"
+    after = f"{further} {grammar.text(spelling.end)}"  # the first call
     beginning = spelling.begin + spelling.head
     if required:
-        grammar.rule("start", grammar.text(beginning), calls)
+        grammar.rule("start", grammar.text(beginning), any_call, after)
+    elif opening := next((text for text in OPENINGS if beginning.startswith(text)), ""):
+        _optional_calls(grammar, opening, beginning, f"{any_call} {after}")
     else:
-        _optional_calls(grammar, beginning, calls)
+        calls = f"{grammar.text(beginning)} {any_call} {after}"
+        beginnings = [spelling.after_text + spelling.first(name) for name in names]
+        if len(beginnings) > MAX_HELD_IN_TEXT:
+            beginnings = []
+        any_text = spelling.text.replace("\n", "\\n") or f"[^{re.escape(beginning[0])}]"
+        _optional_bare_calls(grammar, calls, f"{any_text}(.|\\n)*", beginnings, ends, after)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
     return StructuredOutput(tool_calls=text, field=field)
 
@@ -108,18 +120,37 @@ def _named(name: str, lark: str) -> dict[str, str]:
     return {"name": name, "lark_grammar": lark} if name else {"lark_grammar": lark}
 
 
-def _optional_calls(grammar: _Grammar, beginning: str, calls: str) -> None:
+def _optional_calls(grammar: _Grammar, opening: str, beginning: str, calls: str) -> None:
     """Add the start of a grammar in which a text may stand for the calls, or before them."""
-    opening = next((text for text in OPENINGS if beginning.startswith(text)), "")
-    if not opening:  # calls are the whole answer, which its first character shows
-        first = re.escape(beginning[0])
-        grammar.rule("start", f"{grammar.text(beginning)} {calls} | /([^{first}](.|\\n)*)?/")
-    elif opening in grammar.marker_ids:
+    if opening in grammar.marker_ids:
         grammar.rule("start", f"{ANY_TEXT} ({grammar.text(beginning)} {calls})?")
     else:  # the text goes as far as the opening
         rest = grammar.text(beginning.removeprefix(opening))
         grammar.rule("opened[lazy]", f"{ANY_TEXT} {grammar.text(opening)}")
         grammar.rule("start", f"opened {rest} {calls} | {ANY_TEXT}")
+
+
+def _optional_bare_calls(
+    grammar: _Grammar,
+    calls: str,
+    text: str,
+    beginnings: Sequence[str],
+    ends: Sequence[str],
+    after: str,
+) -> None:
+    """The same for calls without a marker.
+
+    An answer that begins as they do is calls. `text` is a regex of others, which go as far as one
+    of `beginnings`. These have the name of a tool: in a text, what all calls begin with is common.
+    """
+    opened = [
+        grammar.rule(f"opened_{index}[lazy]", f"/{text}/ {grammar.text(beginning)}").partition("[")[
+            0
+        ]
+        for index, beginning in enumerate(beginnings)
+    ]
+    in_text = [f"{opening} {end} {after}" for opening, end in zip(opened, ends, strict=False)]
+    grammar.rule("start", " | ".join([calls, *in_text, f"/({text})?/"]))
 
 
 def _has_grammar(tool: Tool) -> bool:

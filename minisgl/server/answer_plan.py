@@ -52,6 +52,7 @@ class AnswerPlan:
     in_reasoning: bool = False
     tools: Mapping[str, Any] | None = None  # schemas by name, where calls are parsed
     only_calls: bool = False  # the grammar allows nothing else
+    held_to: tuple[str, ...] = ()  # the tools that the grammar holds calls to
     skip_special_tokens: bool = True
     style: AnswerStyle | None = None
 
@@ -72,6 +73,7 @@ class AnswerPlan:
             tools=self.tools,
             parse_calls=self.tools is not None,
             only_calls=self.only_calls,
+            held_to=self.held_to,
             skip_special_tokens=self.skip_special_tokens,
         )
 
@@ -158,7 +160,7 @@ class ChatPlanner:
             await engine.compile(wanted)  # of no effect, but what is wrong in it is refused
         form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
         parses_calls = tools is not None and form.calls is not None
-        parsed = form.reasoning is not None or parses_calls
+        parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
         if not parsed and grammar is None:
             return FREE
         prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
@@ -177,6 +179,7 @@ class ChatPlanner:
             in_reasoning=is_open and form.reasoning is not None,
             tools=tools.schemas if tools is not None and parses_calls else None,
             only_calls=tools is not None and tools.required,
+            held_to=tools.callable_names if tools is not None and constraint is not None else (),
             skip_special_tokens=body.skip_special_tokens is not False,
             style=AnswerStyle(
                 reasoning_fields=self.reasoning_fields if shows_reasoning else (),

@@ -78,7 +78,8 @@ class ServerConfig:
     tool_parser: str = option(
         AUTO,
         "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
-        "llama3_json, pythonic, mistral or none.",
+        "llama3_json, pythonic, mistral, xlam, functionary_v3_1, functionary_v3_2, "
+        "deepseek_v3 or none.",
         group=GROUP,
     )
     reasoning_parser: str = option(

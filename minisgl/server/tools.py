@@ -112,6 +112,10 @@ class ToolUse:
         return {tool.name: _schema(tool) for tool in self.tools}
 
     @property
+    def callable_names(self) -> tuple[str, ...]:
+        return tuple(tool.name for tool in self.callable)
+
+    @property
     def custom_names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools if tool.custom)
 

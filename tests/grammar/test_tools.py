@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammars import ByteMatcher, GrammarBench
-from support.parsed_answers import PLAIN, parse
+from support.parsed_answers import PLAIN, fed_in_runs, form_of, parse, parsed
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import Tool, tool_calls
@@ -21,9 +21,14 @@ HERMES = formats.HERMES.spelling
 QWEN3_CODER = formats.QWEN3_CODER.spelling
 LLAMA3_JSON = formats.LLAMA3_JSON.spelling
 PYTHONIC = formats.PYTHONIC.spelling
+XLAM = formats.XLAM.spelling
+FUNCTIONARY_V3_1 = formats.FUNCTIONARY_V3_1.spelling
+FUNCTIONARY_V3_2 = formats.FUNCTIONARY_V3_2.spelling
+DEEPSEEK_V3 = formats.DEEPSEEK_V3.spelling
 MISTRAL_LIST = formats.MISTRAL_LIST.spelling
 MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
+MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
 WEATHER = Tool(
     name="get-weather",
     parameters={
@@ -56,6 +61,13 @@ LLAMA_WEATHER = '{"name": "get-weather", "parameters": {"city": "x", "now": true
 LLAMA_CLOCK = '{"name": "clock", "parameters": {}}'
 MISTRAL_WEATHER = '[TOOL_CALLS]get-weather[ARGS]{"city": "x"}'
 MISTRAL_CLOCK = "[TOOL_CALLS]clock[ARGS]{}"
+DEEPSEEK_WEATHER = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-weather\n```json\n"
+    '{"city": "x", "days": 3}\n```<｜tool▁call▁end｜>'
+)
+DEEPSEEK_CLOCK = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
+)
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
     "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
     "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
@@ -66,6 +78,30 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         "[clock()]",
         '[clock(), get-weather(city="x", now=False)]',
     ),
+    "functionary_v3_1": (
+        FUNCTIONARY_V3_1,
+        '<function=get-weather>{"city": "x", "days": 3}</function>',
+        "<function=clock>{}</function>",
+        '<function=clock>{}</function><function=get-weather>{"city": ""}</function>',
+    ),
+    "functionary_v3_2": (
+        FUNCTIONARY_V3_2,
+        'get-weather\n{"city": "x", "days": 3}',
+        "clock\n{}",
+        'clock\n{}>>>get-weather\n{"city": ""}',
+    ),
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_WEATHER}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}\n{DEEPSEEK_WEATHER}<｜tool▁calls▁end｜>",
+    ),
+    "xlam": (
+        XLAM,
+        '[{"name": "get-weather", "arguments": {"city": "x", "days": 3}}]',
+        '[{"name": "clock", "arguments": {}}]',
+        '[{"name": "clock", "arguments": {}}, {"name": "get-weather", "arguments": {"city": ""}}]',
+    ),
     "mistral": (MISTRAL, MISTRAL_WEATHER, MISTRAL_CLOCK, MISTRAL_WEATHER + MISTRAL_CLOCK),
     "mistral_list": (
         MISTRAL_LIST,
@@ -74,7 +110,7 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
     ),
 }
-BARE = ("llama3_json", "pythonic")  # calls without an opening
+BARE = ("llama3_json", "pythonic", "xlam", "functionary_v3_2")  # calls without an opening
 
 
 @pytest.mark.parametrize("markers", [MARKERS, {}], ids=["tokens", "texts"])
@@ -117,7 +153,7 @@ def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
     spelling, weather, clock, both = CASES[case]
     structured = tool_calls([WEATHER, CLOCK], spelling, markers, required=False)
     matcher = ByteMatcher(structured, markers)
-    for answer in (weather, clock, both, "", "No call. Why?\n"):
+    for answer in (weather, clock, both, "", f"{spelling.text}No call. Why?\n"):
         assert matcher.accepts(answer)
     for wrong in (
         weather.replace("city", "town"),
@@ -129,6 +165,38 @@ def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
             assert not matcher.accepts(f"Let me see.\n{wrong}")
     if case not in BARE:
         assert matcher.accepts(f"Let me see.\n{both}")
+
+
+@pytest.mark.parametrize("case", BARE)
+def test_calls_without_a_marker_may_follow_a_text_and_are_held_to_their_tools(case: str) -> None:
+    spelling, weather, clock, both = CASES[case]
+    matcher = ByteMatcher(tool_calls([WEATHER, CLOCK], spelling, {}, required=False))
+    begin = f"{spelling.text}Let me see: "
+    not_yet = 'not [1] {a} {"name": "watch"} [watch(1)] >>>watch but '
+    for answer in (weather, clock, both):
+        answer = spelling.after_text + answer
+        assert matcher.accepts(begin + answer)
+        assert matcher.accepts(begin + not_yet + answer)
+        assert not matcher.accepts(f"{begin}{answer} and more")
+    wrong = spelling.after_text + weather.replace("city", "town")
+    assert not matcher.accepts(begin + wrong)
+    alone = tool_calls([WEATHER, CLOCK], spelling, {}, required=False, parallel=False)
+    assert not ByteMatcher(alone).accepts(begin + spelling.after_text + both)
+
+
+def test_more_tools_than_a_text_is_searched_for_are_held_without_one(bench: GrammarBench) -> None:
+    tools = [replace(WEATHER, name=f"weather-{index}") for index in range(1000)]
+    names = [tool.name for tool in tools]
+    structured = tool_calls(tools, LLAMA3_JSON, {}, required=False)
+    form = form_of(PLAIN, "llama3_json")
+    call = LLAMA_WEATHER.replace("get-weather", names[-1])
+    for answer, num_calls in ((call, 1), (f"Well: {call}", 0)):
+        matcher = bench.compile(structured).matcher()
+        matcher.accept(bench.encode(answer))
+        assert matcher.may_end and matcher.error is None
+        ids = PLAIN.encode(answer)
+        got = fed_in_runs(PLAIN, form, ids, [], tools={key: {} for key in names}, held_to=names)
+        assert len(parsed(got).calls) == num_calls
 
 
 def test_a_named_tool_is_the_only_one() -> None:

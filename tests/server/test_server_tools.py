@@ -129,6 +129,15 @@ def test_calls_come_out_the_same_whole_and_streamed(
         ("qwen3_coder", "<function=clock>\n</function>", ("clock", {})),
         ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Köln"}}', None),
         ("pythonic", "[get_weather(city='Köln')]", None),
+        ("functionary_v3_1", '<function=get_weather>{"city": "Köln"}</function>', None),
+        ("functionary_v3_2", 'get_weather\n{"city": "Köln"}', None),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            '{"city": "Köln"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            None,
+        ),
+        ("xlam", '[{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
         ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]', None),
     ],
 )
@@ -142,6 +151,14 @@ def test_every_format_is_parsed_by_its_name(
     [made] = found.made
     assert (made[0], json.loads(made[1])) == (name, arguments)
     assert (found.content, found.finish_reason) == (None, "tool_calls")
+
+
+def test_the_markup_of_an_answer_without_tools_is_no_content() -> None:
+    tokenizer = qwen(PLAIN_TEMPLATE)
+    with scripted(tokenizer, tool_parser="functionary_v3_2") as server, server.openai() as client:
+        for fields in ({"tools": None}, {"tool_choice": "none"}, {}):
+            found = ask(server, client, "all\nHello!", **fields)
+            assert (found.content, found.calls, found.finish_reason) == ("Hello!", [], "stop")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ QWEN = with_tokens(*TAGS, special=("<|im_start|>", "<|im_end|>"))
 MISTRAL = with_tokens(special=MISTRAL_TOKENS)
 OLD_MISTRAL = with_tokens(special=("[TOOL_CALLS]",))
 LLAMA = with_tokens(special=LLAMA_TOKENS)
+DEEPSEEK_TOKENS = [
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+]
+DEEPSEEK = with_tokens("<think>", "</think>", *DEEPSEEK_TOKENS)
 PLAIN = with_tokens(special=("<|im_start|>", "<|im_end|>"))  # every marker is several tokens
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from minisgl.events import Event
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.emitter import Emitter
-from minisgl.text.parsing.formats import CallFormat, ReasoningFormat
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, CallFormat, ReasoningFormat
 from minisgl.text.parsing.reader import FIRST_MARK, Patterns, Reader, Reading
 
 
@@ -33,13 +33,17 @@ class AnswerParser:
         in_reasoning: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         only_calls: bool = False,
+        held_to: Iterable[str] = (),
+        text_opening: str = "",
     ) -> None:
         """`marker_ids`: the markers that are one token, which are found by it and never by text.
 
         `hidden` are markers without a text where they are no markup. `in_reasoning`: the prompt has
         opened a block. `tools`: the JSON Schemas of the arguments, by the names of the tools.
         `only_calls`: nothing but calls is written, so that what is left of one that was cut in
-        front of its arguments is no content.
+        front of its arguments is no content. `held_to`: the tools that a grammar holds calls
+        to; calls without a marker are only what begins as the grammar spells these.
+        `text_opening`: what an answer that begins with a text begins with, which is markup.
         """
         self.num_reasoning_tokens = 0
         self._has_closed = False  # a block
@@ -50,6 +54,7 @@ class AnswerParser:
         spellings |= {marks[text]: "" for text in hidden if text in marks}
         self._calls = calls
         self._only_calls = only_calls
+        self._text_opening = text_opening
         self._reader = Reader()
         self._emitter = Emitter(spellings)
         spelled = [*(calls.markers if calls else ())]
@@ -62,8 +67,20 @@ class AnswerParser:
             self._close = marks.get(reasoning.close, reasoning.close)
         blocks = [text for text in (self._open, self._close) if text]
         openings = [markers.get(text, text) for text in (calls.openings if calls else ())]
+        self._in_text = calls.in_text if calls else ()
+        # What begins as calls in a text do is told apart by the format itself.
+        openings = [text for text in openings if not text.startswith(self._in_text)]
+        self._spelled: tuple[str, ...] = ()  # what calls without a marker begin with
+        if calls is not None and calls.bare:
+            self._spelled = tuple(map(calls.spelling.first, held_to))
+            if len(self._spelled) > MAX_HELD_IN_TEXT:
+                self._in_text = ()
+        if calls is not None and self._spelled and (mark := calls.spelling.after_text):
+            self._spelled += (*(mark + text for text in self._spelled), mark + text_opening)
+        if self._spelled:
+            openings = [text for text in openings if text in marks.values()]
         self._closing = markers[calls.closing] if calls and calls.closing else ""
-        in_content = [*blocks, *openings, *([self._closing] if self._closing else [])]
+        in_content = [*blocks, *openings, *self._in_text, *filter(None, [self._closing])]
         self._in_content = Patterns(*in_content)
         self._in_reasoning = Patterns(*blocks, *openings)
         self._end_of_block = Patterns(self._close)
@@ -111,7 +128,8 @@ class AnswerParser:
         yield
         if in_reasoning:
             yield from self._block()
-        yield from self._bare_call()
+        if not (yield from self._reader.skip(self._text_opening)):
+            yield from self._bare_call()
         emitter = self._emitter
         while found := (yield from self._reader.until(self._in_content, emitter.text)):
             if found == self._close:
@@ -167,16 +185,32 @@ class AnswerParser:
     def _call(self, opening: str) -> Reading[bool]:
         """Read calls after their opening; what turns out to be none is text."""
         assert self._calls is not None
-        self._reader.record()
+        reader, text = self._reader, opening
+        if opening in self._in_text:
+            reader.unread(opening)
+            if not (yield from self._is_spelled()):
+                self._emitter.text(reader.take(len(opening)))
+                return False
+            text = ""
+        reader.record()
         found = yield from self._calls.read(self._context, opening)
         if not found:
-            self._emitter.text(opening + self._reader.recorded())
+            self._emitter.text(text + reader.recorded())
         return found
 
     def _bare_call(self) -> Reading[None]:
         """Read calls that nothing announces, where an answer begins."""
-        if self._calls is None or self._calls.bare is None:
+        if self._calls is None or not self._calls.bare:
             return
         self._reader.record()
-        if not (yield from self._calls.bare(self._context)):
+        yield from self._reader.peek()
+        if not (yield from self._is_spelled()) or not (
+            yield from self._calls.read(self._context, "")
+        ):
             self._emitter.text(self._reader.recorded())
+
+    def _is_spelled(self) -> Reading[bool]:
+        """Whether what comes next may begin calls without a marker."""
+        if not self._spelled:
+            return True
+        return bool((yield from self._reader.starts(*self._spelled)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from minisgl.text.parsing.emitter import Emitter
-from minisgl.text.parsing.reader import Put, Reader, Reading
+from minisgl.text.parsing.reader import BLANKS, Put, Reader, Reading
 
 NAME, ARGUMENTS = "name", ("arguments", "parameters")
 # Members that a call may have besides.
@@ -19,8 +20,8 @@ OTHERS = ("id", "type", "function", "call_id")
 class CallContext:
     """What a reader of calls works with.
 
-    A reader begins behind the opening and returns whether it has found a call; where it has not,
-    it has emitted nothing, and what it read is recorded.
+    A reader begins behind the opening and returns whether it has found a call. Where it has not,
+    what it read is recorded, apart from what it has emitted as text.
     """
 
     reader: Reader
@@ -38,13 +39,31 @@ class CallContext:
         self.reader.forget()
         self.emitter.start_call(name)
 
+    def pass_over(self) -> Reading[None]:
+        """Emit the JSON value that is being read, from where the record begins, as text."""
+        text = self.reader.recorded()
+        value = text.lstrip(BLANKS)
+        self.emitter.text(text.removesuffix(value))
+        self.reader.unread(value)
+        yield from self.reader.value(self.emitter.text)
 
-def read_object(calls: CallContext, *, bare: bool = False) -> Reading[bool]:
+
+class Announced(Enum):
+    """What shows that an object is a call."""
+
+    BY_MARKER = "by a marker"
+    BY_PLACE = "by its place"  # it begins the answer
+    BY_NAME = "by its name"  # it is in a text, and a tool of this name is offered
+
+
+def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) -> Reading[bool]:
     """Read `{"name": …, "arguments": …}` of which the brace comes next.
 
-    The members may be in any order; arguments that come before the name wait for it. A `bare`
-    object, which no marker announces, must look like a call in every member.
+    The members may be in any order; arguments that come before the name wait for it. Without a
+    marker an object must look like a call in every member. Another one is text to its end, so that
+    nothing inside of it is taken for a call.
     """
+    bare = announced is not Announced.BY_MARKER
     reader, emitter = calls.reader, calls.emitter
     reader.take(1)
     name: str | None = None
@@ -80,14 +99,23 @@ def read_object(calls: CallContext, *, bare: bool = False) -> Reading[bool]:
             name = yield from reader.string()
             if not name:
                 break
+            if announced is Announced.BY_NAME and name not in calls.tools:
+                yield from calls.pass_over()
+                return False
             if has_arguments or not bare:
                 start()
         elif key in ARGUMENTS and not has_arguments:
+            if bare and (yield from reader.starts("{")) and not (yield from reader.opens_object()):
+                break
             has_arguments = True
             if name and not started:
                 start()
             yield from read_arguments(reader, put)
-        elif (bare and key not in OTHERS) or not (yield from reader.value(_ignore)):
+        elif bare and key not in OTHERS:
+            if not started:
+                yield from calls.pass_over()
+            break
+        elif not (yield from reader.value(_ignore)):
             break
     if complete and name and not started and name in calls.tools:
         start()

@@ -9,18 +9,39 @@ from enum import Enum
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import (
     ARGS,
+    BRACE,
+    BRACKET,
     CALL_ID,
     END_TOOL_CALL,
+    FENCE,
     PYTHON_TAG,
     TOOL_CALL,
     TOOL_CALLS,
     read_hermes,
     read_llama3,
     read_mistral,
+    read_xlam,
+)
+from minisgl.text.parsing.named_formats import (
+    CALL,
+    CALLS,
+    END_CALL,
+    END_CALLS,
+    OTHER_CALLS,
+    RECIPIENT,
+    SEPARATOR,
+    TEXT,
+    read_deepseek_v3,
+    read_functionary_v3_1,
+    read_functionary_v3_2,
 )
 from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
-from minisgl.text.parsing.xml_format import FUNCTION, read_qwen3_coder
+from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_coder
+
+# A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
+# token would take too long, and calls without a marker are the whole answer.
+MAX_HELD_IN_TEXT = 64
 
 
 class ArgumentStyle(Enum):
@@ -36,7 +57,8 @@ class CallSpelling:
     """How a model writes its calls:
 
     begin, then for each call head + name + middle + arguments + tail with `between` after all but
-    the last, then end.
+    the last, then end. Where the model says so, a text begins with `text`, and calls after it with
+    `after_text`.
     """
 
     head: str
@@ -46,6 +68,12 @@ class CallSpelling:
     begin: str = ""
     end: str = ""
     arguments: ArgumentStyle = ArgumentStyle.JSON
+    text: str = ""
+    after_text: str = ""
+
+    def first(self, name: str) -> str:
+        """What comes before the arguments of the first call."""
+        return f"{self.begin}{self.head}{name}{self.middle}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +84,11 @@ class CallFormat:
     spelling: CallSpelling
     markers: tuple[str, ...]  # what may be a single token
     openings: tuple[str, ...]  # the markers that begin calls wherever they are
-    read: Callable[[CallContext, str], Reading[bool]]  # given the opening, which has been read
+    # Given the opening: a marker, which has been read; one of `in_text`, which comes next; or "".
+    read: Callable[[CallContext, str], Reading[bool]]
     closing: str = ""  # without text where it stands after a call
-    # Reads calls that an answer begins with, without an opening.
-    bare: Callable[[CallContext], Reading[bool]] | None = None
+    bare: bool = False  # an answer may begin with calls, without an opening
+    in_text: tuple[str, ...] = ()  # what may begin calls of offered tools in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +135,8 @@ LLAMA3_JSON = CallFormat(
     markers=(PYTHON_TAG,),
     openings=(PYTHON_TAG,),
     read=read_llama3,
-    bare=read_llama3,
+    bare=True,
+    in_text=(BRACE,),
 )
 PYTHONIC = CallFormat(
     "pythonic",
@@ -123,7 +153,51 @@ PYTHONIC = CallFormat(
     openings=(PYTHON_START,),
     read=read_pythonic,
     closing=PYTHON_END,
-    bare=read_pythonic,
+    bare=True,
+    in_text=(BRACKET,),
+)
+XLAM = CallFormat(
+    "xlam",
+    CallSpelling(
+        head='{"name": "', middle='", "arguments": ', tail="}", between=", ", begin="[", end="]"
+    ),
+    markers=(TOOL_CALLS,),
+    openings=(TOOL_CALLS,),
+    read=read_xlam,
+    bare=True,
+    in_text=(BRACKET, FENCE),
+)
+FUNCTIONARY_V3_1 = CallFormat(
+    "functionary_v3_1",
+    CallSpelling(head=FUNCTION, middle=">", tail=END_FUNCTION, between=""),
+    markers=(FUNCTION, PYTHON_TAG),
+    openings=(FUNCTION, PYTHON_TAG),
+    read=read_functionary_v3_1,
+)
+# The prompt ends with the RECIPIENT of the first part of the answer.
+FUNCTIONARY_V3_2 = CallFormat(
+    "functionary_v3_2",
+    CallSpelling(head="", middle="\n", tail="", between=RECIPIENT, text=TEXT, after_text=RECIPIENT),
+    markers=(),
+    openings=(),
+    read=read_functionary_v3_2,
+    bare=True,
+    in_text=(RECIPIENT,),
+)
+DEEPSEEK_V3 = CallFormat(
+    "deepseek_v3",
+    CallSpelling(
+        head=f"{CALL}function{SEPARATOR}",
+        middle="\n```json\n",
+        tail=f"\n```{END_CALL}",
+        between="\n",
+        begin=CALLS,
+        end=END_CALLS,
+    ),
+    markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
+    openings=(CALLS, OTHER_CALLS, CALL),
+    read=read_deepseek_v3,
+    closing=END_CALLS,
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = CallFormat(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
-from minisgl.text.parsing.calls import CallContext, read_arguments, read_object
+from minisgl.text.parsing.calls import Announced, CallContext, read_arguments, read_object
 from minisgl.text.parsing.reader import Patterns, Reading
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 TOOL_NAME = re.compile(r"[\w.\-]+")
+BRACE, BRACKET = "{", "["
+FENCE = "```"
 
 
 def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
@@ -23,13 +25,14 @@ def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
     return True
 
 
-def read_llama3(calls: CallContext, opening: str = "") -> Reading[bool]:
-    """Read objects with `; ` between them. Without an opening each must look like a call."""
+def read_llama3(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read objects with `; ` between them. Without a marker each must look like a call."""
+    announced = {"": Announced.BY_PLACE, BRACE: Announced.BY_NAME}.get(opening, Announced.BY_MARKER)
     found = False
     while (yield from calls.reader.peek()) == "{":
         if found:
             calls.reader.record()
-        if not (yield from read_object(calls, bare=not opening)):
+        if not (yield from read_object(calls, announced)):
             if found:
                 calls.emitter.text(calls.reader.recorded())
             break
@@ -42,16 +45,8 @@ def read_llama3(calls: CallContext, opening: str = "") -> Reading[bool]:
 def read_mistral(calls: CallContext, opening: str) -> Reading[bool]:
     """Read `[{"name": …, "arguments": …}, …]`, or `name[ARGS]{…}` with a `[CALL_ID]` or none."""
     reader = calls.reader
-    if (yield from reader.peek()) == "[":
-        reader.take(1)
-        found = False
-        while (yield from reader.peek()) == "{" and (yield from read_object(calls)):
-            found = True
-            if (yield from reader.peek()) == ",":
-                reader.take(1)
-        if found:
-            yield from reader.skip("]")
-        return found
+    if (yield from reader.peek()) == BRACKET:
+        return (yield from _read_list(calls))
     name = yield from reader.match(TOOL_NAME)
     if not name:
         return False
@@ -71,3 +66,48 @@ def read_mistral(calls: CallContext, opening: str) -> Reading[bool]:
         calls.emitter.arguments("{}")
     calls.emitter.end_call()
     return True
+
+
+def read_xlam(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `[{"name": …, "arguments": …}, …]`, which may be in a fence; or one such object."""
+    reader = calls.reader
+    announced = Announced.BY_MARKER
+    if opening in ("", BRACKET, FENCE):
+        announced = Announced.BY_NAME if opening else Announced.BY_PLACE
+    if opening == FENCE:
+        reader.take(len(FENCE))
+        yield from reader.skip("json")
+    yield from reader.peek()
+    if opening in ("", BRACKET) and (yield from reader.skip(TOOL_CALLS)):
+        announced = Announced.BY_MARKER
+    match (yield from reader.peek()):
+        case "[":
+            found = yield from _read_list(calls, announced)
+        case "{":
+            found = yield from read_object(calls, announced)
+        case _:
+            found = False
+    if found and opening == FENCE:
+        yield from reader.peek()
+        yield from reader.skip(FENCE)
+    return found
+
+
+def _read_list(calls: CallContext, announced: Announced = Announced.BY_MARKER) -> Reading[bool]:
+    """Read a list of objects, up to one that is no call."""
+    reader = calls.reader
+    reader.take(1)
+    found = False
+    while (yield from reader.peek()) == BRACE:
+        if found:
+            reader.record()
+        if not (yield from read_object(calls, announced)):
+            if found:
+                calls.emitter.text(reader.recorded())
+            return found
+        found = True
+        if (yield from reader.peek()) == ",":
+            reader.take(1)
+    if found:
+        yield from reader.skip("]")
+    return found

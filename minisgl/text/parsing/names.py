@@ -1,5 +1,17 @@
 """The names of the parsers, for options. Imports nothing, so that --help is fast."""
 
 AUTO, NONE = "auto", "none"
-TOOL_PARSERS = (AUTO, "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", NONE)
+TOOL_PARSERS = (
+    AUTO,
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "xlam",
+    "functionary_v3_1",
+    "functionary_v3_2",
+    "deepseek_v3",
+    NONE,
+)
 REASONING_PARSERS = (AUTO, "think", NONE)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.json_formats import BRACKET
 from minisgl.text.parsing.reader import Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
@@ -26,10 +27,11 @@ UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 WORDS = {"true": True, "false": False, "null": None}  # as JSON has them
 
 
-def read_pythonic(calls: CallContext, opening: str = "") -> Reading[bool]:
+def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
     """Read a list of calls. Each is emitted at its closing parenthesis.
 
     An element that is no call with literal arguments ends the calls; it and the rest is content.
+    In a text, where the opening is only the bracket, calls are those of offered tools.
     """
     reader = calls.reader
     if (yield from reader.peek()) != "[":
@@ -48,7 +50,8 @@ def read_pythonic(calls: CallContext, opening: str = "") -> Reading[bool]:
             break
         name = yield from reader.match(NAME)
         source = None
-        if name and (yield from reader.starts("(")):
+        is_known = name in calls.tools or opening != BRACKET
+        if name and is_known and (yield from reader.starts("(")):
             source = yield from _read_parentheses(reader)
         properties = calls.schema(name).get("properties")
         names = [*properties] if isinstance(properties, Mapping) else []

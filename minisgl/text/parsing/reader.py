@@ -23,6 +23,7 @@ MARKS = "\ud800-\udfff"
 FIRST_MARK = 0xD800
 BLANKS = " \t\r\n"
 NOT_BLANK = re.compile(f"[^{BLANKS}]")
+BLANK_RUN = re.compile(f"[{BLANKS}]+")
 
 
 class Patterns:
@@ -86,6 +87,8 @@ class Reader:
         """Have what was read last come next again."""
         self._text = text + self._text[self._at :]
         self._at = 0
+        if self._record:
+            self._record = ["".join(self._record).removesuffix(text)]
 
     def more(self) -> Reading[bool]:
         """Wait for more text; False at the end."""
@@ -127,6 +130,13 @@ class Reader:
         if self._at < len(self._text) or (yield from self.more()):
             return self.take(1)
         return ""
+
+    def opens_object(self) -> Reading[bool]:
+        """Whether the `{` that comes next may begin a JSON object; nothing is read."""
+        opening = self.take(1) + (yield from self.match(BLANK_RUN))
+        following = yield from self.character()
+        self.unread(opening + following)
+        return following in '"}'  # or nothing follows
 
     def match(self, regex: re.Pattern[str]) -> Reading[str]:
         """Read as many characters as `regex`, a class of characters with `+`, matches."""

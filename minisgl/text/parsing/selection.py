@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
+    DEEPSEEK_V3,
+    FUNCTIONARY_V3_1,
+    FUNCTIONARY_V3_2,
     HERMES,
     LLAMA3_JSON,
     MAGISTRAL,
@@ -16,13 +19,26 @@ from minisgl.text.parsing.formats import (
     PYTHONIC,
     QWEN3_CODER,
     THINK,
+    XLAM,
     CallFormat,
     ReasoningFormat,
 )
 from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
-_BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC)}
+_BY_NAME = {
+    form.name: form
+    for form in (
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3_JSON,
+        PYTHONIC,
+        XLAM,
+        FUNCTIONARY_V3_1,
+        FUNCTIONARY_V3_2,
+        DEEPSEEK_V3,
+    )
+}
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -46,7 +62,12 @@ class _Signs:
 _SIGNS = (
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
-    # GLM has a tag for each argument, Apriel a list of all calls, functionary only a function's.
+    _Signs("xlam", ('[{"name": "tool_call_name"',)),
+    # Later versions have neither the type of a tool nor a fence.
+    _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
+    _Signs("functionary_v3_2", (">>>all",)),
+    _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
+    # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.
     _Signs(
         "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")
     ),
@@ -83,6 +104,11 @@ class AnswerFormat:
         calls = self.calls.name if self.calls else NONE
         return f"tool calls {calls}, reasoning {'think' if self.reasoning else NONE}"
 
+    @property
+    def text_opening(self) -> str:
+        """The markup in front of an answer that is a text, with or without tools."""
+        return self.calls.spelling.text if self.calls else ""
+
     def parser(
         self,
         *,
@@ -90,15 +116,17 @@ class AnswerFormat:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         parse_calls: bool = True,
         only_calls: bool = False,
+        held_to: Iterable[str] = (),
         skip_special_tokens: bool = True,
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
         `in_reasoning`: see `opens_reasoning`. `tools`: the JSON Schemas of the arguments by name.
-        `only_calls`: nothing else is written, apart from reasoning.
+        `only_calls`: nothing else is written, apart from reasoning. `held_to`: the tools that a
+        grammar holds calls to.
         """
         calls = self.calls if parse_calls else None
-        if calls is None and self.reasoning is None:
+        if calls is None and self.reasoning is None and not self.text_opening:
             return None
         texts = markers_of(calls, self.reasoning)
         return AnswerParser(
@@ -109,6 +137,8 @@ class AnswerFormat:
             in_reasoning=in_reasoning,
             tools=tools,
             only_calls=only_calls,
+            held_to=held_to,
+            text_opening=self.text_opening,
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:

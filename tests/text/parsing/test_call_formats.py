@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.parsed_answers import (
+    DEEPSEEK,
     LLAMA,
     MISTRAL,
     OLD_MISTRAL,
@@ -283,6 +284,7 @@ def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
         ("Write `<function=f>` for it.", "Write `<function=f>` for it.", []),
         ("<tool_call> what?", "<tool_call> what?", []),
         ("<function=", "<function=", []),
+        ("<tool_call>\n<function=a<b\nc", "<tool_call>\n<function=a<b\nc", []),
     ],
 )  # fmt: skip
 def test_xml_answers(tokenizer: Tokenizer, answer: str, content: str, arguments: list[str]) -> None:
@@ -342,6 +344,25 @@ def test_llama_arguments_come_out_letter_for_letter(arguments: str) -> None:
         (' {"na', ' {"na', []),
         ('It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
         ("{}", "{}", []),
+        ('{"name": "f", "parameters": {no json}', '{"name": "f", "parameters": {no json}', []),
+        # In a text: calls of the tools that are offered.
+        ('It is: {"name": "known", "parameters": {"a": [{"b": "}"}]}} Is it?', "It is:Is it?",
+         [("known", '{"a": [{"b": "}"}]}')]),
+        ('A: {"name": "known", "parameters": {}}; {"name": "known", "arguments": {"a": 1}} b {c}',
+         "A:b {c}", [("known", "{}"), ("known", '{"a": 1}')]),
+        ('{"name": "known", "parameters": {}} and { "parameters": {}, "name": "known"}', "and",
+         [("known", "{}"), ("known", "{}")]),
+        ('{"name": "known", "parameters": {{"name": "known", "parameters": {}}',
+         '{"name": "known", "parameters": {', [("known", "{}")]),
+        ('No {"name": "f", "parameters": {"name": "known", "parameters": {}}} call.',
+         'No {"name": "f", "parameters": {"name": "known", "parameters": {}}} call.', []),
+        ('{"tools": [{"name": "known", "parameters": {}}]} {"name": "known", "parameters": {}}',
+         '{"tools": [{"name": "known", "parameters": {}}]}', [("known", "{}")]),
+        ('A {"name": "known", "age": {"name": "known", "parameters": {}}}',
+         'A {"name": "known", "age": {"name": "known", "parameters": {}}}', []),
+        ('A {"name": "known", "parameters": {a: 1}}', 'A {"name": "known", "parameters": {a: 1}}',
+         []),
+        ('if (a) { "b"; } ${c} {"d"', 'if (a) { "b"; } ${c} {"d"', []),
     ],
 )  # fmt: skip
 def test_llama_answers(
@@ -400,11 +421,291 @@ def test_llama_answers(
         ("[f(a='1", "[f(a='1", []),
         ("[f(a='1\\", "[f(a='1\\", []),
         ("No [f(a=1)]", "No [f(a=1)]", []),
+        # In a text: calls of the tools that are offered.
+        ("A call: [known(city='New York', days=[1, 2])] So?", "A call:So?",
+         [("known", '{"city": "New York", "days": [1, 2]}')]),
+        ("[known(city='a')] and [known(city='b'), f()]", "andf()]",
+         [("known", '{"city": "a"}'), ("known", '{"city": "b"}')]),
+        ("a[0] [1, 2] [known] [known](x) [known(x)]", "a[0] [1, 2] [known] [known](x) [known(x)]",
+         []),
+        ("hello world[A(A=\t)A(A=,\t\t)A(A=,\t", "hello world[A(A=\t)A(A=,\t\t)A(A=,\t", []),
+        ("hi [known(city=", "hi [known(city=", []),
     ],
 )  # fmt: skip
 def test_pythonic_answers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
     got = parse(PLAIN, "pythonic", answer, tools={"known": WEATHER})
     assert got == Parsed("", content, calls, len(calls))
+
+
+# The examples of vLLM's tests for Llama 4.
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        (r"[f(city='Martha\'s Vineyard', metric='\"cool units\"')]",
+         [("f", {"city": "Martha's Vineyard", "metric": '"cool units"'})]),
+        ("[f(name='Doe', age=9, address={'city': 'LA'}, role=None, ok=True, names=['a', 'b'])]",
+         [("f", {"name": "Doe", "age": 9, "address": {"city": "LA"}, "role": None, "ok": True,
+                 "names": ["a", "b"]})]),
+        ("[f(additional_data={})]", [("f", {"additional_data": {}})]),
+        ("<|python_start|>[f(a='LA',b='C'),g(a=9)]",
+         [("f", {"a": "LA", "b": "C"}), ("g", {"a": 9})]),
+        ("Here: <|python_start|>[f(a=[1, 2\n, 3])]<|python_end|>", [("f", {"a": [1, 2, 3]})]),
+    ],
+)  # fmt: skip
+def test_python_calls_that_others_read(answer: str, calls: list[tuple[str, Any]]) -> None:
+    assert parse(PLAIN, "pythonic", answer).objects == calls
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "spelled", "other"),
+    [
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {"a": 1}}',
+            '{"name":"f","parameters":{"a":1}}',
+        ),
+        ("llama3_json", '{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "f"}'),
+        ("pythonic", "[f(a=1)]", "[ f(a=1)]"),
+        ("pythonic", "[f(a=1)]", "<|python_start|>[ f(a=1)]"),
+        ("pythonic", "[f(a=1)]", "[g(a=1)]"),
+    ],
+)
+def test_calls_that_a_grammar_holds_are_those_that_it_spells(
+    tool_parser: str, spelled: str, other: str
+) -> None:
+    """What the grammar takes for a text is one: nothing holds its arguments to a schema."""
+    form = form_of(PLAIN, tool_parser)
+    for before in ("", "Well: "):
+        for call, num_calls in ((spelled, 1), (other, 0)):
+            ids = PLAIN.encode(before + call, add_special_tokens=False)
+            options: Any = {"tools": {"f": {}, "g": {}}, "held_to": ["f"]}
+            got = parsed(fed_in_runs(PLAIN, form, ids, range(1, len(ids)), **options))
+            assert got == parsed(fed_in_runs(PLAIN, form, ids, [], **options))
+            assert len(got.calls) == num_calls
+            assert got.content == (before.rstrip() if num_calls else before + call)
+
+
+# -- xlam ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_xlam_arguments_come_out_letter_for_letter(arguments: str) -> None:
+    answer = f'[{{"name": "f", "arguments": {arguments}}}]'
+    assert parse(PLAIN, "xlam", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+DALLAS = '{"name": "weather", "arguments": {"city": "Dallas", "state": "TX"}}'
+ORLANDO = DALLAS.replace("Dallas", "Orlando").replace("TX", "FL")
+IN_DALLAS = ("weather", '{"city": "Dallas", "state": "TX"}')
+IN_ORLANDO = ("weather", '{"city": "Orlando", "state": "FL"}')
+
+
+@pytest.mark.parametrize("tokenizer", [OLD_MISTRAL, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of vLLM's tests.
+        ("This is a test", "This is a test", []),
+        (f"[{DALLAS}, {ORLANDO}]", "", [IN_DALLAS, IN_ORLANDO]),
+        (f"<think>I'll help.</think>[{DALLAS}]", "<think>I'll help.</think>", [IN_DALLAS]),
+        (f"I'll help you with that.\n```json\n[{DALLAS}]\n```", "I'll help you with that.",
+         [IN_DALLAS]),
+        (f"I'll check it.[TOOL_CALLS][{DALLAS}]", "I'll check it.", [IN_DALLAS]),
+        # Others.
+        (DALLAS, "", [IN_DALLAS]),
+        (f"```\n{DALLAS}\n```\nDone.", "Done.", [IN_DALLAS]),
+        (f"```json\n[{DALLAS}, {ORLANDO}]", "", [IN_DALLAS, IN_ORLANDO]),
+        (f"Both: [{DALLAS},{ORLANDO}] So.", "Both:So.", [IN_DALLAS, IN_ORLANDO]),
+        ('[{"name": "unknown", "arguments": {}}]', "", [("unknown", "{}")]),
+        (f'[{DALLAS}, {{"name": "Ada"}}, 5]', '{"name": "Ada"}, 5]', [IN_DALLAS]),
+        # No calls.
+        ('[{"name": "Ada", "age": 36}]', '[{"name": "Ada", "age": 36}]', []),
+        (f'[{{"a": [{DALLAS}]}}]', f'[{{"a": [{DALLAS}]}}]', []),
+        (f'```json\n[{{"a": [{DALLAS}]}}]\n```', f'```json\n[{{"a": [{DALLAS}]}}]\n```', []),
+        ('A: [{"name": "unknown", "arguments": {}}]', 'A: [{"name": "unknown", "arguments": {}}]',
+         []),
+        ("[1, 2] ```python\n[{}]\n``` []", "[1, 2] ```python\n[{}]\n``` []", []),
+        ("[", "[", []),
+        ("``", "``", []),
+    ],
+)  # fmt: skip
+def test_xlam_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    got = parse(tokenizer, "xlam", answer, tools={"weather": {}})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_xlam_calls_follow_thoughts() -> None:
+    got = parse(QWEN, "xlam", f"<think>\nHm [{ORLANDO}]\n</think>\n\n[{DALLAS}]",
+                reasoning_parser="think", tools={"weather": {}})  # fmt: skip
+    assert got == Parsed(f"Hm [{ORLANDO}]", "", [IN_DALLAS], 1)
+
+
+# -- functionary -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_functionary_arguments_come_out_letter_for_letter(arguments: str) -> None:
+    for tool_parser, answer in (
+        ("functionary_v3_1", f"<function=f>{arguments}</function>"),
+        ("functionary_v3_2", f"f\n{arguments}"),
+    ):
+        assert parse(LLAMA, tool_parser, answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+CODE = {"python": {"properties": {"n": {"type": "integer"}, "code": {"type": "string"}}}}
+PROGRAM = "# A program:\nif a:\n  print('\"hey\"')"
+WRITTEN = ("python", json.dumps({"code": PROGRAM}))
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of llama.cpp's tests.
+        ("Hello, world!\nWhat's up?", "Hello, world!\nWhat's up?", []),
+        ('<function=f>{"arg1": 1}</function>', "", [("f", '{"arg1": 1}')]),
+        ('Hell<function=foo>{"a": 1}</function>o, world<function=bar>{"b": 2}</function>!',
+         "Hello, world!", [("foo", '{"a": 1}'), ("bar", '{"b": 2}')]),
+        ("<function=test>{ } </function> ", "", [("test", "{ }")]),
+        ("<|python_tag|>" + PROGRAM, "", [WRITTEN]),
+        # Others.
+        ('Well: <function=f>\n{"a": 1}', "Well:", [("f", '{"a": 1}')]),
+        ("<function=f> {}<function=g>{}</function>\nx", "x", [("f", "{}"), ("g", "{}")]),
+        # No calls.
+        ("<function=f>x</function>", "<function=f>x</function>", []),
+        ("<function=>{}", "<function=>{}", []),
+        ("<function=f", "<function=f", []),
+        ("a <function> b", "a <function> b", []),
+    ],
+)  # fmt: skip
+def test_functionary_v3_1_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    got = parse(tokenizer, "functionary_v3_1", answer, tools=CODE)
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_functionary_writes_code_only_for_a_tool_that_takes_it() -> None:
+    got = parse(PLAIN, "functionary_v3_1", "<|python_tag|>1 + 1")
+    assert got.content == "<|python_tag|>1 + 1"
+    got = parse(PLAIN, "functionary_v3_2", "python\n1 + 1")
+    assert got.content == "python\n1 + 1"
+    got = parse(PLAIN, "functionary_v3_2", "python\n1 +", tools=CODE, natural=False)
+    assert got.calls == [("python", '{"code": "1 +')]
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of llama.cpp's tests; the prompt ends with `>>>`.
+        ('all\nHello, world!\nnono\nWhat\'s up?\n>>>f\n{"arg1": 1}\n',
+         "Hello, world!\nnono\nWhat's up?", [("f", '{"arg1": 1}')]),
+        ("all\nHello, world!\nWhat's up?", "Hello, world!\nWhat's up?", []),
+        ('f\n{"arg1": 1} \n     ', "", [("f", '{"arg1": 1}')]),
+        ("python\n" + PROGRAM, "", [WRITTEN]),
+        ('>>>f\n{"arg1": 1}\n ', "", [("f", '{"arg1": 1}')]),
+        (">>>all\nHello", "Hello", []),
+        # Others.
+        ('f\n{"a": 1}>>>g\n{}\n>>>all\nDone. all\n', "Done. all\n",
+         [("f", '{"a": 1}'), ("g", "{}")]),
+        ('python\n\n  {"code": "1"}', "", [("python", '{"code": "1"}')]),
+        ("python\n  1", "", [("python", '{"code": "  1"}')]),
+        ('no_such_tool\n{"a": 1}', "", [("no_such_tool", '{"a": 1}')]),
+        # No calls.
+        ("all\n>>> f\n>>>x\n{}\n>>>f{}\n>>>f\nf()\n>>>", ">>> f\n>>>x\n{}\n>>>f{}\n>>>f\nf()\n>>>",
+         []),
+        ("all\nall\nf\n{}", "all\nf\n{}", []),
+        ('{"a": 1}', '{"a": 1}', []),
+        ("Hello\nyou", "Hello\nyou", []),
+        ("f", "f", []),
+        ("", "", []),
+    ],
+)  # fmt: skip
+def test_functionary_v3_2_answers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
+    got = parse(PLAIN, "functionary_v3_2", answer, tools={"f": {}, "g": {}, **CODE})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+def test_functionary_s_recipient_is_markup_without_tools_and_under_a_grammar() -> None:
+    form = form_of(PLAIN, "functionary_v3_2")
+    answer = PLAIN.encode("all\nHello\n>>>f\n{}>>>all\n!")
+    for options, content, calls in (
+        ({"parse_calls": False}, "Hello\n>>>f\n{}>>>all\n!", []),
+        ({"tools": {"f": {}, "g": {}}, "held_to": ["f"]}, "Hello!", [("f", "{}")]),
+        ({"tools": {"f": {}, "g": {}}, "held_to": ["g"]}, "Hello\n>>>f\n{}!", []),
+    ):
+        got = parsed(fed_in_runs(PLAIN, form, answer, range(1, len(answer)), **options))
+        assert (got.content, got.calls) == (content, calls)
+
+
+# -- deepseek_v3 -----------------------------------------------------------------------------------
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>"
+    )
+
+
+def in_list(*calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize("tokenizer", [DEEPSEEK, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_deepseek_arguments_come_out_letter_for_letter(
+    tokenizer: Tokenizer, arguments: str
+) -> None:
+    answer = in_list(deepseek("f", arguments))
+    assert parse(tokenizer, "deepseek_v3", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+@pytest.mark.parametrize("tokenizer", [DEEPSEEK, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        # The examples of vLLM's, SGLang's and llama.cpp's tests.
+        ("How can I help you today? I can check weather for you.",
+         "How can I help you today? I can check weather for you.", []),
+        (in_list(deepseek("f", '{"city": "Tokyo"}'), deepseek("g", '{"a": [1.5, null]}')), "",
+         [("f", '{"city": "Tokyo"}'), ("g", '{"a": [1.5, null]}')]),
+        (in_list(deepseek("f", '{"a": 1}'), "\n", deepseek("g", "{}")), "",
+         [("f", '{"a": 1}'), ("g", "{}")]),
+        ("Let me check." + in_list(deepseek("f", "{}")), "Let me check.", [("f", "{}")]),
+        ("<｜tool▁calls｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜>"
+         "<｜tool▁calls▁end｜>", "", [("f", '{"a": 1}')]),
+        ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
+         "<｜tool▁calls▁end｜>", "", [("f", '{"a": 1}')]),
+        # Others.
+        (deepseek("f", "{}") + "\nDone.", "Done.", [("f", "{}")]),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}", "",
+         [("f", "{}")]),
+        # No calls.
+        ("<｜tool▁calls▁begin｜>no", "<｜tool▁calls▁begin｜>no", []),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]",
+         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]", []),
+        ("a <｜tool▁calls▁end｜>", "a <｜tool▁calls▁end｜>", []),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", []),
+    ],
+)  # fmt: skip
+def test_deepseek_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    assert parse(tokenizer, "deepseek_v3", answer) == Parsed("", content, calls, len(calls))
+
+
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_deepseek_calls_follow_thoughts(in_reasoning: bool) -> None:
+    """The template of some versions opens the block, that of others leaves it to the model."""
+    thought, made = deepseek("f", "{}"), in_list(deepseek("g", "{}"))
+    answer = f"{'' if in_reasoning else '<think>'}\nI call {thought}\n</think>\n\n{made}"
+    got = parse(
+        DEEPSEEK, "deepseek_v3", answer, reasoning_parser="think", in_reasoning=in_reasoning
+    )
+    assert got == Parsed(f"I call {thought}", "", [("g", "{}")], 1)
 
 
 # -- mistral ---------------------------------------------------------------------------------------
@@ -476,6 +777,22 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
     ),
     "llama": (LLAMA, "llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}'),
     "python": (PLAIN, "pythonic", "[f(a=1), g()]"),
+    "functionary_v3_1": (
+        PLAIN,
+        "functionary_v3_1",
+        '<function=f>{"a": 1}</function><function=g>{}</function>',
+    ),
+    "functionary_v3_2": (PLAIN, "functionary_v3_2", 'f\n{"a": 1}>>>g\n{}'),
+    "deepseek": (
+        DEEPSEEK,
+        "deepseek_v3",
+        in_list(deepseek("f", '{"a": 1}'), "\n", deepseek("g", "{}")),
+    ),
+    "xlam": (
+        PLAIN,
+        "xlam",
+        '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    ),
     "mistral": (MISTRAL, "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
     "mistral_list": (
         OLD_MISTRAL,

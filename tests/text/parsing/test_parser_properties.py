@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parsed_answers import (
+    DEEPSEEK,
     LLAMA,
     MISTRAL,
     PLAIN,
@@ -23,6 +25,7 @@ from support.parsed_answers import (
 
 from minisgl.events import Event, joined
 from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.names import AUTO, TOOL_PARSERS
 from minisgl.text.tokenizer import Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -55,6 +58,28 @@ def llama(calls: list[tuple[str, str]]) -> str:
     return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in calls)
 
 
+def xlam(calls: list[tuple[str, str]]) -> str:
+    written = (f'{{"name": "{name}", "arguments": {text}}}' for name, text in calls)
+    return f"[{', '.join(written)}]" if calls else ""
+
+
+def functionary_v3_1(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"<function={name}>{arguments}</function>" for name, arguments in calls)
+
+
+def functionary_v3_2(calls: list[tuple[str, str]]) -> str:
+    first, *others = [f"{name}\n{arguments}" for name, arguments in calls] or ["all\n"]
+    return first + "".join(f">>>{call}" for call in others)
+
+
+def deepseek(calls: list[tuple[str, str]]) -> str:
+    written = (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+        for name, text in calls
+    )
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" if calls else ""
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -65,6 +90,11 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (QWEN, "hermes", hermes),
         (PLAIN, "hermes", hermes),
         (LLAMA, "llama3_json", llama),
+        (PLAIN, "xlam", xlam),
+        (LLAMA, "functionary_v3_1", functionary_v3_1),
+        (PLAIN, "functionary_v3_2", functionary_v3_2),
+        (DEEPSEEK, "deepseek_v3", deepseek),
+        (PLAIN, "deepseek_v3", deepseek),
         (PLAIN, "mistral", mistral),
     ],
 )
@@ -84,9 +114,10 @@ def test_json_arguments_come_out_as_they_were_written_in_any_pieces(
     form = form_of(tokenizer, tool_parser)
     ids = tokenizer.encode(write(written), add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
-    events = fed_in_runs(tokenizer, form, ids, cuts)
+    tools: Any = {name: {} for name, _ in written}
+    events = fed_in_runs(tokenizer, form, ids, cuts, tools=tools)
     assert parsed(events) == Parsed("", "", written, len(written))
-    assert replay(tokenizer, form, ids) == events
+    assert replay(tokenizer, form, ids, tools=tools) == events
 
 
 @settings(max_examples=30, deadline=None)
@@ -121,14 +152,16 @@ MARKUP = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=", "a>",
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-     '{"name": "f", "arguments": {', '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
+     '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', "[f()]", "```json",
+     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁sep",
+     "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", ">>>", "f\n", "all\n", ">>>f\n{",
+     "[f(a=",
+     '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tool_parser", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "none"]
-)
+@pytest.mark.parametrize("tool_parser", [name for name in TOOL_PARSERS if name != AUTO])
 @settings(max_examples=50, deadline=None)
 @given(
     parts=st.lists(MARKUP, max_size=20),
@@ -140,17 +173,19 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     tool_parser: str, parts: list[str], natural: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     answer = "".join(parts)
-    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL]))
+    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK]))
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
-    whole = replay(tokenizer, form, ids, natural=natural, in_reasoning=in_reasoning)
-    in_runs = fed_in_runs(tokenizer, form, ids, cuts, natural=natural, in_reasoning=in_reasoning)
+    tools = data.draw(st.sampled_from([None, {"f": {}}]))
+    options: Any = {"natural": natural, "in_reasoning": in_reasoning, "tools": tools}
+    whole = replay(tokenizer, form, ids, **options)
+    in_runs = fed_in_runs(tokenizer, form, ids, cuts, **options)
     assert in_runs == whole
     parsed(whole)  # calls in their order
     if tokenizer is PLAIN:  # also with the text cut anywhere, and as one piece
         for chunks in ([answer], list(answer)):
-            parser = form.parser(in_reasoning=in_reasoning)
+            parser = form.parser(in_reasoning=in_reasoning, tools=tools)
             assert parser is not None
             assert fed_as_text(parser, chunks, natural) == whole
 
@@ -191,9 +226,37 @@ LONG = [
     ("llama3_json", '{"type": "' + "a" * SIZE),
     ("llama3_json", " " * SIZE),
     ("llama3_json", '{"parameters": {}, ' + '"id": 1, ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"' * SIZE),
+    ("llama3_json", "x" + '{"name": ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"b": ' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"name": "b' * (SIZE // 10)),
+    ("llama3_json", "x" + '{"name": "f", "parameters": {' * (SIZE // 20)),
+    ("llama3_json", 'x {"name": "f", "parameters": {' + " " * SIZE),
+    ("llama3_json", "x" + '{"name": "g", "parameters": {}} ' * (SIZE // 30)),
+    ("pythonic", "x" + "[f(" * SIZE),
+    ("pythonic", "x" + "[g(" * SIZE),
+    ("pythonic", "x" + "[f(b)]" * (SIZE // 6)),
     ("pythonic", "[f(a=" + "(" * SIZE),
     ("pythonic", "[f(a='" + "\\'" * SIZE),
     ("pythonic", "[" + "f" * SIZE),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>" * (SIZE // 10)),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>" + "f" * SIZE),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f" * (SIZE // 20)),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f{}" + "<｜tool▁call▁e" * (SIZE // 10)),
+    ("functionary_v3_1", "<function=" * (SIZE // 10)),
+    ("functionary_v3_1", "<function=" + "f" * SIZE),
+    ("functionary_v3_1", "<function=f>" * (SIZE // 10)),
+    ("functionary_v3_1", "<function=f>{" * (SIZE // 10)),
+    ("functionary_v3_2", ">>>" * SIZE),
+    ("functionary_v3_2", "all\n" + ">>>f\n" * (SIZE // 5)),
+    ("functionary_v3_2", "f\n" + " " * SIZE),
+    ("functionary_v3_2", "f" * SIZE),
+    ("xlam", "x" + "```" * (SIZE // 3)),
+    ("xlam", "x" + "[" * SIZE),
+    ("xlam", "x" + '[{"' * SIZE),
+    ("xlam", "x" + '[{"b": ' * (SIZE // 10)),
+    ("xlam", '[{"b": ' * (SIZE // 10)),
+    ("xlam", "x" + '[{"name": "f", "arguments": {' * (SIZE // 20)),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "[AR" * SIZE),
     ("mistral", "[TOOL_CALLS]" + "[" * SIZE),
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from support.folders import ROOT
 from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, form_of
 from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.text.parsing import formats
+from minisgl.text.parsing.names import AUTO, NONE, TOOL_PARSERS
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 from minisgl.text.tokenizer import Tokenizer
 
@@ -28,12 +32,28 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
         ('{{ tools }}{"name": name, "parameters": values}', formats.LLAMA3_JSON, None),
         ("{{ tools }}<|python_tag|>", formats.LLAMA3_JSON, None),
         ("{{ tools }}[func_name1(a=b)] parameters", formats.PYTHONIC, None),
+        (
+            'in a single JSON array: [{"name": "tool_call_name", "arguments": {}}]{{ tools }}',
+            formats.XLAM,
+            None,
+        ),
+        (
+            '{{ tools }}<function=x>{"parameters": {}}</function><|python_tag|>',
+            formats.FUNCTIONARY_V3_1,
+            None,
+        ),
+        ("{{ tools }}{{ '>>>all\\n' + content }}>>>", formats.FUNCTIONARY_V3_2, None),
+        (
+            "{{ tools }}{{ tool['type'] + '<｜tool▁sep｜>' + name }}</think>",
+            formats.DEEPSEEK_V3,
+            formats.THINK,
+        ),
+        ("{{ tools }}<｜tool▁call▁begin｜>{{ name + '<｜tool▁sep｜>' + arguments }}", None, None),
         # Formats of other families, which are not read.
         ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
         ("{{ tools }}<seed:tool_call><tool_call><function=x><parameter=y>", None, None),
         ('{{ tools }}{"tool_name": name, "parameters": values}', None, None),
-        ('{{ tools }}<function=x>{"parameters": {}}</function>', None, None),
         ("<tool_call> is not offered", None, None),
         ("{{ tools }} in words of its own", None, None),
         ("<think>\n", None, formats.THINK),
@@ -86,6 +106,7 @@ def test_there_is_no_parser_where_there_is_nothing_to_parse() -> None:
     assert AnswerFormat(None, None).parser() is None
     assert form_of(QWEN, "hermes").parser(parse_calls=False) is None
     assert form_of(QWEN, "hermes", "think").parser(parse_calls=False) is not None
+    assert form_of(QWEN, "functionary_v3_2").parser(parse_calls=False) is not None
 
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
@@ -124,3 +145,10 @@ def test_the_sign_may_be_in_any_of_several_templates() -> None:
     backend = wrap(spelled_backend())
     backend.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}
     assert choose_format(Tokenizer(backend, "toy")).calls is formats.HERMES
+
+
+def test_the_document_has_every_format_of_calls() -> None:
+    text = (ROOT / "minisgl" / "server" / "README.md").read_text()
+    table = text.partition("| `--tool-parser` | models")[2].partition("\n\n")[0]
+    written = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert {*written, AUTO, NONE} == {*TOOL_PARSERS}

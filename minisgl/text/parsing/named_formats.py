@@ -1,0 +1,106 @@
+"""Readers of the formats in which the name of a tool comes before a JSON object, its arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from minisgl.text.parsing.calls import CallContext, read_arguments
+from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
+from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reading
+from minisgl.text.parsing.xml_format import END_FUNCTION, types_of
+
+RECIPIENT = ">>>"  # a name, or TEXT, follows
+TEXT = "all\n"
+# Some distillations of DeepSeek-R1 write the second for the first.
+CALLS, OTHER_CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+# Tools whose one argument a model may write as it is, instead of an object.
+CODE_TOOLS = ("python", "ipython", "code_interpreter")
+ALL = Patterns()
+
+
+def read_functionary_v3_1(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `NAME>{…}</function>`, or code to the end of the answer."""
+    reader = calls.reader
+    if opening == calls.markers[PYTHON_TAG]:
+        name = next((name for name in CODE_TOOLS if name in calls.tools), "")
+        if name:
+            yield from _read_code(calls, name)
+        return bool(name)
+    name = yield from reader.match(TOOL_NAME)
+    if not name or not (yield from reader.skip(">")) or (yield from reader.peek()) != "{":
+        return False
+    yield from _read_call(calls, name)
+    yield from reader.peek()
+    yield from reader.skip(END_FUNCTION)
+    return True
+
+
+def read_functionary_v3_2(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `NAME` and arguments in the next line, with RECIPIENT before them in a text."""
+    reader = calls.reader
+    yield from reader.skip(RECIPIENT)
+    if (yield from reader.skip(TEXT)):
+        reader.forget()
+        return True
+    name = yield from reader.match(TOOL_NAME)
+    is_offered = name in calls.tools
+    if not name or not (is_offered or not opening) or not (yield from reader.skip("\n")):
+        return False
+    blanks = yield from reader.match(BLANK_RUN)
+    if (yield from reader.starts("{")):
+        yield from _read_call(calls, name)
+    elif is_offered and name in CODE_TOOLS:
+        yield from _read_code(calls, name, blanks)
+    else:
+        return False
+    return True
+
+
+def read_deepseek_v3(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `function`, SEPARATOR, a name, and arguments in a fence in the next line."""
+    reader, markers = calls.reader, calls.markers
+    if opening != markers[CALL]:
+        yield from reader.peek()
+        yield from reader.skip(markers[CALL])
+    yield from reader.match(TOOL_NAME)
+    if not (yield from reader.skip(markers[SEPARATOR])):
+        return False
+    name = yield from reader.match(TOOL_NAME)
+    yield from reader.peek()
+    if (yield from reader.skip(FENCE)):
+        yield from reader.skip("json")
+    if not name or (yield from reader.peek()) != "{":
+        return False
+    yield from _read_call(calls, name)
+    for closing in (FENCE, markers[END_CALL]):
+        yield from reader.peek()
+        yield from reader.skip(closing)
+    return True
+
+
+def _read_call(calls: CallContext, name: str) -> Reading[None]:
+    """Read the arguments of a call."""
+    calls.start(name)
+    yield from read_arguments(calls.reader, calls.emitter.arguments)
+    calls.emitter.end_call()
+
+
+def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:
+    """Read the rest of the answer, which is code, as the argument of a call."""
+    put = calls.emitter.arguments
+    schema = calls.schema(name)
+    properties = schema.get("properties")
+    keys = [*properties] if isinstance(properties, Mapping) else []
+    key = next((key for key in keys if "string" in types_of(schema, key)), "code")
+    calls.start(name)
+    put(f"{{{_quoted(key)}: {_quoted(begun)[:-1]}")
+    yield from calls.reader.until(ALL, lambda text: put(_quoted(text)[1:-1]))
+    if calls.reader.natural:
+        put('"}')
+    calls.emitter.end_call()
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
