@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.grammar.checking import CLOSED, LIMITS, Checker
-from minisgl.grammar.matching import GrammarMatcher
+from minisgl.grammar.matching import GrammarMatcher, SharedGrammar
 from minisgl.grammar.reasoning import GatedMatcher, ReasoningGate
 from minisgl.grammar.schema import tidy
 from minisgl.grammar.source import Source, source_of
@@ -38,17 +39,22 @@ class Compiled:
     """A grammar that answers can be held to."""
 
     ignored_keywords: tuple[str, ...]  # of its JSON schemas
-    _template: GrammarMatcher | None = field(repr=False)  # None: allows everything
+    _grammar: SharedGrammar | None = field(repr=False)  # None: allows everything
     _vocabulary: Vocabulary = field(repr=False)
 
     def matcher(self, reasoning: ReasoningGate | None = None) -> GrammarMatcher | GatedMatcher:
         """A matcher for one answer, at its beginning. reasoning: may come before the answer."""
         if reasoning is None:
-            if self._template is None:
+            if self._grammar is None:
                 raise ValueError("without a constraint there must be reasoning")
-            return self._template.copy()
-        inner = None if self._template is None else self._template.copy()
+            return self._grammar.matcher()
+        inner = None if self._grammar is None else self._grammar.matcher()
         return GatedMatcher(reasoning, self._vocabulary, inner)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an answer has made it useless for later ones."""
+        return self._grammar is not None and self._grammar.is_broken
 
 
 class Grammars:
@@ -81,7 +87,7 @@ class Grammars:
         """
         source = source_of(structured)
         future = self._cache.get(source)
-        if future is not None:
+        if future is not None and not _is_broken(future):
             self._cache.move_to_end(source)
             self._observe(None)
         else:
@@ -112,10 +118,12 @@ class Grammars:
         """Refusals are remembered, too: they may have taken seconds."""
 
         def forget(done: asyncio.Future[Compiled | str]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                self._cache.pop(source, None)
+            failed = done.cancelled() or done.exception() is not None
+            if failed and self._cache.get(source) is done:
+                del self._cache[source]
 
         self._cache[source] = future
+        self._cache.move_to_end(source)
         future.add_done_callback(forget)
         num_bytes = sum(len(source.text) for source in self._cache)
         while len(self._cache) > MAX_CACHED or num_bytes > MAX_CACHED_BYTES:
@@ -156,13 +164,13 @@ class _Line:
         if checked.reason:
             return checked.reason
         self._vocabulary.prepare()
-        matcher = LLMatcher(self._vocabulary.ll_tokenizer, checked.text, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask, which takes longer than others
-        if matcher.is_error():
-            return f"{tidy(matcher.get_error())}."
-        template = GrammarMatcher(matcher, self._vocabulary.outline.eos_token_ids)
-        return Compiled(checked.ignored_keywords, template, self._vocabulary)
+        grammar = SharedGrammar(
+            partial(_matcher, self._vocabulary, checked.text),
+            self._vocabulary.outline.eos_token_ids,
+        )
+        if grammar.compile_error:
+            return f"{tidy(grammar.compile_error)}."
+        return Compiled(checked.ignored_keywords, grammar, self._vocabulary)
 
     def close(self) -> None:
         self._checker.close()
@@ -171,3 +179,17 @@ class _Line:
     def join(self) -> None:
         self.threads.shutdown()
         self._checker.wait()
+
+
+def _matcher(vocabulary: Vocabulary, text: str) -> LLMatcher:
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first mask, which takes longer than others
+    return matcher
+
+
+def _is_broken(future: asyncio.Future[Compiled | str]) -> bool:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return False
+    result = future.result()
+    return isinstance(result, Compiled) and result.is_broken
