@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl.errors import InvalidRequestError
-from minisgl.request import check_token_ids
+from minisgl.request import StructuredOutput, check_token_ids
 from minisgl.server import schemas
 from minisgl.server.access_log import request_id
 from minisgl.server.answer_plan import (
@@ -32,6 +33,7 @@ from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.leaving import unless_left
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -66,7 +68,7 @@ from minisgl.server.responses_api.protocol import (
     StrictResponsesRequest,
 )
 from minisgl.server.responses_api.reply import ResponsesReply
-from minisgl.server.served_engine import ServedEngine, ServedTokenizer
+from minisgl.server.served_engine import CompiledGrammar, ServedEngine, ServedTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ class Routes:
         body = await read_body(request, self._completion_request)
         model = self._state.model_name(body.model)
         prompts = body.prompts()
-        plan = await plan_completion(engine, body)
+        plan = await plan_completion(body, partial(_compile, request, engine))
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
         token_ids = []
@@ -308,7 +310,9 @@ class Routes:
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )
-        plan = await self._planner().plan(engine, body, conversation)
+        plan = await self._planner().plan(
+            engine, body, conversation, partial(_compile, request, engine)
+        )
         prompt = conversation.prompt_token_ids
         return plan, self._jobs(request, engine, body, [prompt], plan, clamp=clamp)
 
@@ -370,6 +374,14 @@ class Routes:
         app = answer(engine, reply, limit_field=limit_field, headers=headers)
         around = self._state.around
         return app if around is None else around(request.scope, reply, app)
+
+
+async def _compile(
+    request: Request, engine: ServedEngine, structured: StructuredOutput | None
+) -> CompiledGrammar:
+    """The grammar of a request, which is not compiled if its client leaves."""
+    compiling = engine.compile(structured, client_of(request.scope))
+    return await unless_left(request.receive, compiling)
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
