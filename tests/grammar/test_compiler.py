@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.grammars import GrammarBench
+from support.grammars import ByteMatcher, GrammarBench
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from minisgl.grammar.checking import Checker
@@ -479,3 +479,41 @@ async def test_the_cache_counts_the_memory_that_grammars_take(
     assert await grammars.compile(small) is first
     assert await grammars.compile(large) is not other
     await closed(grammars)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answers", "others"),
+    [
+        (r'root ::= "\u00e4" "\U0001F600" "\\u00e4" "\u0041"', ["ä😀\\u00e4A"], ["a", "ä😀ä"]),
+        (r"root ::= [\U0001F600-\U0001F64F]+ [\u00e4-\u00fc\u002d]", ["😀🙏ä", "😀-"], ["a", "😀"]),
+    ],
+)
+def test_gbnf_names_characters_by_their_numbers(
+    grammar: str, answers: list[str], others: list[str]
+) -> None:
+    matcher = ByteMatcher(StructuredOutput(grammar=grammar))
+    assert [matcher.accepts(answer) for answer in answers] == [True] * len(answers)
+    assert [matcher.accepts(other) for other in others] == [False] * len(others)
+
+
+@pytest.mark.parametrize("number", ["D800", "DFFF"])
+def test_gbnf_with_half_a_character_is_refused(bench: GrammarBench, number: str) -> None:
+    said = refusal(bench, grammar=rf'root ::= "\u{number}"')
+    assert said == rf"structured.grammar: as GBNF (it has `::=`): \u{number} is not a character."
+
+
+def test_limits_may_be_written_as_decimals() -> None:
+    schema = {"items": {"enum": [{"maxItems": 1.5}, "a"], "maxLength": 1.0}, "maxItems": 2.0}
+    matcher = ByteMatcher(StructuredOutput(json_schema={"type": "array", **schema}, strict=True))
+    assert matcher.accepts('["a", "a"]') and matcher.accepts('[{"maxItems": 1.5}]')
+    assert not matcher.accepts('["a", "a", "a"]')
+
+
+def test_properties_come_in_the_order_of_the_schema() -> None:
+    properties = {name: {"type": "integer"} for name in ("b", "a", "c")}
+    schema = {"type": "object", "properties": properties, "required": ["c", "a"]}
+    matcher = ByteMatcher(StructuredOutput(json_schema=schema))
+    assert matcher.accepts('{"b": 1, "a": 2, "c": 3, "d": 4}')
+    assert matcher.accepts('{"a": 2, "c": 3}')
+    assert not matcher.accepts('{"a": 1, "b": 2, "c": 3}')
+    assert not matcher.accepts('{"d": 4, "a": 2, "c": 3}')
