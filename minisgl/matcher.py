@@ -28,6 +28,13 @@ class Matcher(Protocol):
         """Write the mask of the next token: one row of MaskRows, [words]. Releases the GIL."""
         ...
 
+    def heal(self) -> bool:
+        """After an error: whether it was caused by another request, and is made good.
+
+        What was accepted stays accepted; a mask has to be filled again.
+        """
+        ...
+
     @property
     def error(self) -> str | None:
         """Why the matcher has failed; what it fills from then on means nothing."""

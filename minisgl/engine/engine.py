@@ -233,10 +233,11 @@ class AsyncEngine:
         if self._refusal is not None:
             raise EngineStoppedError(self._refusal)
 
-    async def compile(self, structured: StructuredOutput | None) -> Compiled:
+    async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         """Compile a constraint, for the matchers of requests; None constrains only reasoning.
 
-        Raises InvalidRequestError, which says what is wrong and where; EngineStoppedError.
+        Clients take turns. Raises InvalidRequestError, which says what is wrong and where;
+        QueueFullError; EngineStoppedError.
         """
         self._check_open()
         if self.tokenizer is None:
@@ -250,7 +251,7 @@ class AsyncEngine:
             )
         if structured is None:
             return await self._grammars.unconstrained()
-        return await self._grammars.compile(structured)
+        return await self._grammars.compile(structured, client)
 
     def submit(
         self,

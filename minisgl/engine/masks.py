@@ -39,7 +39,8 @@ class MaskFiller:
     together have taken longer, they are driven one by one the next time, which shows whose fault
     it is.
 
-    A request's failure is returned, and its mask allows everything: nobody else notices.
+    A request's failure is returned, and its mask allows everything: nobody else notices. If it has
+    broken what others share with it, those heal; the time for that counts for no request.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class MaskFiller:
         if grammars:
             pool, last = self._make_pool(), [following[index].token_ids[-1] for index in grammars]
             self._accept_alone = self._is_slow(lambda: pool.accept([*grammars.values()], last))
-        reasons = {i: _BROKEN for i, grammar in grammars.items() if grammar.error is not None}
+        failed = [i for i, grammar in grammars.items() if grammar.error and not grammar.heal()]
+        reasons = dict.fromkeys(failed, _BROKEN)
         for index, request in enumerate(following):
             if index not in grammars and (reason := self._accept(request)) is not None:
                 reasons[index] = reason
@@ -83,9 +85,11 @@ class MaskFiller:
         if grammars:
             pool, indices = self._make_pool(), [*grammars]
             self._fill_alone = self._is_slow(lambda: pool.fill([*grammars.values()], indices, rows))
-        reasons = {i: _BROKEN for i, grammar in grammars.items() if grammar.error is not None}
+        failed = {i for i, grammar in grammars.items() if grammar.error}
+        reasons = {i: _BROKEN for i in failed if not grammars[i].heal()}
+        again = failed - reasons.keys()
         for index, request in enumerate(requests):
-            if index in grammars:
+            if index in grammars and index not in again:
                 continue
             if request.finished:
                 rows[index] = _ALL
@@ -130,12 +134,16 @@ class MaskFiller:
         """Returns why the request has to end; None if it need not."""
         matcher = request.matcher
         assert matcher is not None
-        return self._drive(matcher, lambda: matcher.accept(request.token_ids[-1:]))
+        reason = self._drive(matcher, lambda: matcher.accept(request.token_ids[-1:]))
+        return None if reason == _BROKEN and matcher.heal() else reason
 
     def _fill(self, request: Request, words: MaskRows) -> str | None:
         matcher = request.matcher
         assert matcher is not None
-        return self._drive(matcher, lambda: matcher.fill(words))
+        reason = self._drive(matcher, lambda: matcher.fill(words))
+        if reason == _BROKEN and matcher.heal():
+            return self._drive(matcher, lambda: matcher.fill(words))
+        return reason
 
     def _drive(self, matcher: Matcher, call: Callable[[], None]) -> str | None:
         began = self._clock()

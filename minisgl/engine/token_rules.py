@@ -94,6 +94,9 @@ class TokenRules:
         if (words & own).any():
             words &= own
 
+    def heal(self) -> bool:
+        return self._inner is not None and self._inner.heal()
+
     def _fill_own(self, words: MaskRows) -> None:
         words[:] = self._mask
         for sequence in self._forbidden.get(self._tail[-1], ()) if self._tail else ():

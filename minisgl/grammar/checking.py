@@ -7,6 +7,7 @@ or overflow the stack. A grammar that this process has compiled in time is safe 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
-from typing import IO, NoReturn
+from typing import IO, ClassVar, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -39,6 +40,7 @@ MEMORY_BYTES = 1 << 30
 # The stack of a thread where the system sets no limit; otherwise the limit is its size.
 THREAD_STACK_BYTES = 2 << 20
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
+BYTES_PER_CHAR = 100  # of memory, for a character of a grammar, where it cannot be measured
 TOO_LARGE = "it is too large or nested too deeply to compile."
 NOT_BLANK = (
     "its whitespace_pattern may match blanks only: spaces, tabs, line feeds and carriage returns."
@@ -55,6 +57,7 @@ class Checked(msgspec.Struct, frozen=True):
     text: str = ""
     reason: str = ""
     ignored_keywords: tuple[str, ...] = ()
+    num_bytes: int = 0  # of memory that it takes, compiled
     is_slow: bool = False  # it was killed
 
 
@@ -211,9 +214,12 @@ def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
         return Checked(reason=TOO_LARGE)
     if source.kind == "json_schema" and (reason := rounded_value(source.schema)):
         return Checked(reason=reason)
+    num_bytes = allocated_bytes()
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
+    if num_bytes is not None:
+        num_bytes = (allocated_bytes() or 0) - num_bytes
     if matcher.is_error():
         reason = matcher.get_error()
         if source.kind == "json_schema":
@@ -225,7 +231,31 @@ def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
         return Checked(reason=reason)
     warnings = matcher.get_grammar_warnings()
     ignored = sorted({keyword for warning in warnings for keyword in ignored_keyword(warning)})
-    return Checked(text, ignored_keywords=tuple(ignored))
+    if num_bytes is None:
+        num_bytes = BYTES_PER_CHAR * len(text)
+    return Checked(text, ignored_keywords=tuple(ignored), num_bytes=max(0, num_bytes))
+
+
+class _Allocations(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int | None:
+    """The memory that this process has allocated; None where the C library does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _Allocations
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _as_written(source: Source, text: str) -> str:

@@ -185,6 +185,9 @@ class GatedMatcher:
             for token_id in self._vocabulary.crossing(self._closing[begun:]):
                 words[token_id // WORD_BITS] &= ~(1 << int(token_id) % WORD_BITS) & 0xFFFFFFFF
 
+    def heal(self) -> bool:
+        return self._error is None and self._inner is not None and self._inner.heal()
+
     def _begun(self) -> int:
         """How much of the closing marker the reasoning ends with."""
         lengths = range(len(self._closing) - 1, 0, -1)

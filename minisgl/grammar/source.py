@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ ESCAPE = re.compile(r"\\(.)", re.S)
 # Behind a grammar, so that the lines in errors are the user's. By default llguidance allows only
 # the usual tokens of a text without alternatives, and calls the tokenizer for it at every step.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+LIMIT_KEYS = frozenset(
+    f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")
+)
+VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))
+GBNF_ESCAPE = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.S)
 GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 LARK = re.compile(r"(?m)^\s*(start\s*(\[.*\])?:|%llguidance\b)")
 
@@ -126,7 +132,22 @@ def grammar_text(source: Source) -> str:
 
 def inline_schema(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """A schema inside a Lark grammar; of its own x-guidance nothing is left."""
-    return f"%json {_as_json({**schema, 'x-guidance': options})}"
+    return f"%json {_as_json({**with_integers(schema), 'x-guidance': options})}"
+
+
+def with_integers(schema: Any) -> Any:
+    """The schema with 2 for a limit of 2.0, which means the same."""
+    if isinstance(schema, list):
+        return [*map(with_integers, schema)]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _integer(key, value) for key, value in schema.items()}
+
+
+def _integer(key: str, value: Any) -> Any:
+    if key in LIMIT_KEYS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if key in VALUE_KEYS else with_integers(value)
 
 
 def inline_regex(regex: str) -> str:
@@ -145,11 +166,23 @@ def _lark(text: str) -> str:
     if LARK.search(text) or not GBNF.search(text):
         return text
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(GBNF_ESCAPE.sub(_character, text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except Exception as error:  # its own type, KeyError, plain Exception
         raise ValueError(f"as GBNF (it has `::=`): {error}") from error
+
+
+def _character(escape: re.Match[str]) -> str:
+    r"""A character for \u or \U, which Lark has not; other escapes stay as they are."""
+    if escape[1][0] not in "uU" or len(escape[1]) == 1:
+        return escape[0]
+    code = int(escape[1][1:], 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{escape[0]} is not a character")
+    return chr(code)
 
 
 def _structural_tags(tag: dict[str, Any], source: Source) -> str:
@@ -178,6 +211,6 @@ def _structural_tags(tag: dict[str, Any], source: Source) -> str:
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if trigger is None:
             raise ValueError(f"structures.{index}.begin must start with one of the triggers")
-        grammar = {**schema, "x-guidance": options}
+        grammar = {**with_integers(schema), "x-guidance": options}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=end))
     return f"{StructTag.to_grammar(tags, assume_special=False)}{OPTIONS}"

@@ -186,12 +186,11 @@ class Fleet:
         if key is None:
             return
         if not accepted:
-            for asked in route.news_to:
-                self._table.refused(key, asked.index)
+            for replica in route.news_to:
+                self._table.refused(key, replica.index)
         elif self.tell is not None:
-            for asked in (route.replica, route.prefill):
-                if asked is not None:
-                    self.tell(key, asked.index, asked.state.start)
+            for asked in filter(None, (route.replica, route.prefill)):
+                self.tell(key, asked.index, asked.state.start)
 
     def _best(self, key: bytes, candidates: Sequence[Replica]) -> Replica:
         loads = {replica.index: replica.num_open for replica in candidates}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event, joined
@@ -23,6 +23,7 @@ from minisgl.text.parsing.selection import AnswerFormat
 from minisgl.text.template_facts import TemplateFacts
 
 NO_TOKEN = -1
+Compile: TypeAlias = Callable[[StructuredOutput | None], Awaitable[CompiledGrammar]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +82,12 @@ class AnswerPlan:
 FREE = AnswerPlan()
 
 
-async def plan_completion(engine: ServedEngine, body: CompletionRequest) -> AnswerPlan:
-    """The plan of completions, which are not parsed. Raises InvalidRequestError."""
+async def plan_completion(body: CompletionRequest, compile: Compile) -> AnswerPlan:
+    """The plan of completions, which are not parsed; raises as `compile`."""
     constraint = constraint_of(body)
-    return FREE if constraint is None else AnswerPlan(grammar=await engine.compile(constraint))
+    if constraint is None:
+        return FREE
+    return AnswerPlan(grammar=await compile(constraint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +139,13 @@ class ChatPlanner:
     count_call: Callable[[], None]
 
     async def plan(
-        self, engine: ServedEngine, body: ChatRequest, conversation: Conversation
+        self,
+        engine: ServedEngine,
+        body: ChatRequest,
+        conversation: Conversation,
+        compile: Compile,
     ) -> AnswerPlan:
-        """The plan of one conversation. Raises InvalidRequestError."""
+        """The plan of one conversation; raises InvalidRequestError, and as `compile`."""
         tools = conversation.tools
         if tools is not None and self.form.calls is None and self.tool_parser != NONE:
             raise InvalidRequestError(
@@ -155,9 +162,9 @@ class ChatPlanner:
             )
         grammar = None
         if constraint is not None or budget is not None:
-            grammar = await engine.compile(constraint)
+            grammar = await compile(constraint)
         if wanted is not None and tools is not None and tools.required:
-            await engine.compile(wanted)  # of no effect, but what is wrong in it is refused
+            await compile(wanted)  # of no effect, but what is wrong in it is refused
         form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
         parses_calls = tools is not None and form.calls is not None
         parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)

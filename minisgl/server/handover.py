@@ -19,6 +19,7 @@ from minisgl.request import EVERYONE, Tenant
 from minisgl.server.access_log import request_id
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob
+from minisgl.server.leaving import until_left
 from minisgl.server.replies import Reply
 
 PREFILL, PREFILLED = b"x-minisgl-prefill", b"x-minisgl-prefilled"
@@ -88,7 +89,7 @@ class _Prefilled:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         offering = asyncio.ensure_future(self._offer(f"{request_id(scope)}-prefill"))
-        leaving = asyncio.ensure_future(_until_left(receive))
+        leaving = asyncio.ensure_future(until_left(receive))
         try:
             await asyncio.wait((offering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if offering.done():
@@ -132,8 +133,3 @@ class _Continued:
         )
         await asyncio.gather(*fetches)
         await self._answer(scope, receive, send)
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

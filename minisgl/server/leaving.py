@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 Owner = TypeVar("Owner")
 Answer = TypeVar("Answer")
@@ -50,6 +50,11 @@ async def _cancel_when_left(
     handling: asyncio.Task[Any], has_arrived: asyncio.Event, request: Request
 ) -> None:
     await has_arrived.wait()
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    await until_left(request.receive)
     handling.cancel()
+
+
+async def until_left(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

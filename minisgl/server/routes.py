@@ -121,7 +121,7 @@ class Routes:
         body = await read_body(request, self._completion_request)
         model = self._state.model_name(body.model)
         prompts = body.prompts()
-        plan = await plan_completion(engine, body)
+        plan = await plan_completion(body, partial(engine.compile, client=client_of(request.scope)))
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
         token_ids = []
@@ -348,7 +348,9 @@ class Routes:
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )
-        plan = await self._planner().plan(engine, body, conversation)
+        plan = await self._planner().plan(
+            engine, body, conversation, partial(engine.compile, client=client_of(request.scope))
+        )
         prompt = conversation.prompt_token_ids
         return plan, self._jobs(request, engine, body, [prompt], plan, clamp=clamp)
 

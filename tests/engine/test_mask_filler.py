@@ -132,3 +132,78 @@ def test_grammars_that_were_slow_together_are_driven_alone_once(
         assert filler.accept(requests) == filler.fill(requests, rows) == []
         counts.append(len(together))
     assert counts == [1, 1, 2, 3]  # not the second time
+
+
+BREAKABLE = StructuredOutput(  # by any text
+    json_schema={
+        "type": "object",
+        "properties": {
+            "k": {
+                "anyOf": [
+                    {"const": 1},
+                    {
+                        "type": "string",
+                        "minLength": 1,
+                        "maxLength": 5000,
+                        "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)",
+                    },
+                ]
+            }
+        },
+        "required": ["k"],
+        "additionalProperties": False,
+    }
+)
+
+
+def follow(
+    filler: MaskFiller, bench: GrammarBench, requests: list[Request], texts: list[str]
+) -> tuple[list[Request], list[list[int]]]:
+    """Let each request go on with its text; returns those that last, and their masks."""
+    token_ids = [bench.encode(text) for text in texts]
+    rows = np.zeros((len(requests), mask_words(bench.size)), np.uint32)
+    failed: list[Request] = []
+    for step in range(max(map(len, token_ids))):
+        going = []
+        for each, theirs in zip(requests, token_ids, strict=True):
+            if each not in failed and step < len(theirs):
+                each.token_ids.append(theirs[step])
+                going.append(each)
+        failures = filler.accept(going) + filler.fill(going, rows[: len(going)])
+        failed += [each for each, _ in failures]
+    left = [each for each in requests if each not in failed]
+    assert filler.fill(left, rows[: len(left)]) == []
+    return left, [ids_in(row, bench.size) for row in rows[: len(left)]]
+
+
+@pytest.mark.parametrize("rogues", [[0], [1], [2, 0]])
+@pytest.mark.parametrize("number", [3, POOL_ROWS + 3])
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_answer_that_breaks_a_grammar_breaks_it_for_no_other(
+    bench: GrammarBench, number: int, rogues: list[int], gated: bool
+) -> None:
+    with open_bench("byte_level") as fresh:  # whose cache has no broken grammar of another case
+        gate = ReasoningGate("#", tuple(fresh.encode("#")), is_open=True) if gated else None
+        compiled = fresh.compile(BREAKABLE)
+        requests = [request(compiled.matcher(gate), 5 * i + 1) for i in range(number)]
+        filler = MaskFiller(fresh.size, sorted(fresh.eos), clock=stopped)
+        begin = "so#" if gated else ""
+        assert follow(filler, fresh, requests, [begin + '{"k":'] * number)[0] == requests
+
+        texts = ['"tall' if index in rogues else "1" for index in range(number)]
+        left, masks = follow(filler, fresh, requests, texts)
+        assert left == [each for i, each in enumerate(requests) if i not in rogues]
+        matcher = bench.compile(BREAKABLE).matcher()
+        matcher.accept(bench.encode('{"k":1'))
+        healthy = sorted(bench.allowed(matcher))
+        assert masks == [healthy] * len(left)
+
+        for token_id in (*fresh.encode("}"), min(fresh.eos)):
+            for each in left:
+                each.token_ids.append(token_id)
+            assert filler.accept(left) == []
+        assert all(each.matcher is not None and each.matcher.finished for each in left)
+
+        later = fresh.compile(BREAKABLE).matcher()
+        later.accept(fresh.encode('{"k":1'))
+        assert sorted(fresh.allowed(later)) == healthy

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.grammars import GrammarBench
+from support.grammars import ByteMatcher, GrammarBench
 
-from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from minisgl.grammar.checking import Checker
 from minisgl.grammar.compiler import Grammars
 from minisgl.grammar.source import MAX_BYTES, Source
@@ -406,3 +406,126 @@ def test_the_process_ends_with_the_engine_even_if_that_was_killed(bench: Grammar
     process.stdin.close()
     process.stdout.close()  # nobody is there to hear that it was too slow
     assert process.wait() == 0
+
+
+SLOW = StructuredOutput(**REFUSED["intersection"])
+
+
+async def settle(turns: int = 20) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def closed(grammars: Grammars) -> None:
+    grammars.close()
+    await asyncio.to_thread(grammars.join)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled(bench: GrammarBench) -> None:
+    seconds: list[float | None] = []
+    grammars = Grammars(bench.tokenizer, bench.size, bench.eos, observe=seconds.append)
+    left = [
+        asyncio.ensure_future(grammars.compile(structured))
+        for structured in (SLOW, *(StructuredOutput(choice=[f"{i}"]) for i in range(20)))
+    ]
+    twice = StructuredOutput(choice=["3"])
+    staying = asyncio.ensure_future(grammars.compile(twice))
+    await settle()
+    for each in left:
+        each.cancel()
+    assert (await staying).matcher().error is None
+    assert len([each for each in seconds if each is not None]) == 1
+    again = await grammars.compile(StructuredOutput(choice=["5"]))  # which was dropped
+    assert again.matcher().error is None
+    await closed(grammars)
+
+
+async def test_clients_take_turns(bench: GrammarBench) -> None:
+    grammars = Grammars(bench.tokenizer, bench.size, bench.eos)
+    ended: list[str] = []
+
+    async def compile(client: str, text: str) -> None:
+        await grammars.compile(StructuredOutput(choice=[text]), client)
+        ended.append(text)
+
+    texts = [("many", f"{i}") for i in range(9)] + [("few", "a"), ("few", "b"), ("one", "c")]
+    await asyncio.gather(*(compile(*each) for each in texts))
+    assert ended == ["0", "1", "a", "c", "2", "b", "3", "4", "5", "6", "7", "8"]
+    await closed(grammars)
+
+
+async def test_a_client_with_too_many_grammars_in_line_is_told_to_come_back(
+    bench: GrammarBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.grammar.compiler.MAX_WAITING", 4)
+    grammars = Grammars(bench.tokenizer, bench.size, bench.eos)
+
+    def choice(text: str, client: str) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(grammars.compile(StructuredOutput(choice=[text]), client))
+
+    many = [choice(f"{i}", "many") for i in range(7)]
+    await settle()
+    others = [choice("a", "other"), choice("b", "other"), choice("c", "other")]
+    results = await asyncio.gather(*many, *others, return_exceptions=True)
+    refused = [isinstance(result, QueueFullError) for result in results]
+    assert refused == [False] * 5 + [True] * 2 + [False] * 2 + [True]
+    retried = await grammars.compile(StructuredOutput(choice=["6"]), "many")
+    assert retried.matcher().error is None
+    await closed(grammars)
+
+
+async def test_the_cache_counts_the_memory_that_grammars_take(
+    bench: GrammarBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(bench.tokenizer, bench.size, bench.eos)
+    small, large = (
+        StructuredOutput(choice=["a"]),
+        StructuredOutput(json_schema=plain_properties(300)),
+    )
+    first, other = await grammars.compile(small), await grammars.compile(large)
+    text = len(json.dumps(large.json_schema))
+    assert other.num_bytes > 20 * text and other.num_bytes > 5 * first.num_bytes > 0
+    monkeypatch.setattr("minisgl.grammar.compiler.MAX_CACHED_BYTES", other.num_bytes * 3 // 2)
+    assert await grammars.compile(small) is first
+    await grammars.compile(StructuredOutput(json_schema=plain_properties(301)))
+    assert await grammars.compile(small) is first
+    assert await grammars.compile(large) is not other
+    await closed(grammars)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answers", "others"),
+    [
+        (r'root ::= "\u00e4" "\U0001F600" "\\u00e4" "\u0041"', ["ä😀\\u00e4A"], ["a", "ä😀ä"]),
+        (r"root ::= [\U0001F600-\U0001F64F]+ [\u00e4-\u00fc\u002d]", ["😀🙏ä", "😀-"], ["a", "😀"]),
+    ],
+)
+def test_gbnf_names_characters_by_their_numbers(
+    grammar: str, answers: list[str], others: list[str]
+) -> None:
+    matcher = ByteMatcher(StructuredOutput(grammar=grammar))
+    assert [matcher.accepts(answer) for answer in answers] == [True] * len(answers)
+    assert [matcher.accepts(other) for other in others] == [False] * len(others)
+
+
+@pytest.mark.parametrize("number", ["D800", "DFFF"])
+def test_gbnf_with_half_a_character_is_refused(bench: GrammarBench, number: str) -> None:
+    said = refusal(bench, grammar=rf'root ::= "\u{number}"')
+    assert said == rf"structured.grammar: as GBNF (it has `::=`): \u{number} is not a character."
+
+
+def test_limits_may_be_written_as_decimals() -> None:
+    schema = {"items": {"enum": [{"maxItems": 1.5}, "a"], "maxLength": 1.0}, "maxItems": 2.0}
+    matcher = ByteMatcher(StructuredOutput(json_schema={"type": "array", **schema}, strict=True))
+    assert matcher.accepts('["a", "a"]') and matcher.accepts('[{"maxItems": 1.5}]')
+    assert not matcher.accepts('["a", "a", "a"]')
+
+
+def test_properties_come_in_the_order_of_the_schema() -> None:
+    properties = {name: {"type": "integer"} for name in ("b", "a", "c")}
+    schema = {"type": "object", "properties": properties, "required": ["c", "a"]}
+    matcher = ByteMatcher(StructuredOutput(json_schema=schema))
+    assert matcher.accepts('{"b": 1, "a": 2, "c": 3, "d": 4}')
+    assert matcher.accepts('{"a": 2, "c": 3}')
+    assert not matcher.accepts('{"a": 1, "b": 2, "c": 3}')
+    assert not matcher.accepts('{"d": 4, "a": 2, "c": 3}')

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import openai
@@ -15,6 +17,7 @@ from support.scripted_engine import PLAIN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
 from support.tool_cases import CLOCK, QUESTION, WEATHER, hermes
 
+from minisgl.errors import QueueFullError
 from minisgl.text.tokenizer import Tokenizer
 
 SCHEMA: Any = {
@@ -316,3 +319,40 @@ def test_a_forced_call_obeys_its_tool_beside_a_constraint(
 def plain() -> Iterator[Served[ScriptedEngine]]:
     with scripted(qwen(PLAIN_TEMPLATE)) as found:
         yield found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_client_that_leaves_takes_its_grammar_out_of_the_line(
+    server: Served[ScriptedEngine], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, cancelled = threading.Event(), threading.Event()
+    clients: list[str] = []
+
+    async def compile(structured: object, client: str = "", /) -> NoReturn:
+        clients.append(client)
+        began.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError
+
+    monkeypatch.setattr(server.engine, "compile", compile)
+    body = {"messages": [{"role": "user", "content": "?"}]} if "chat" in path else {"prompt": "?"}
+    with server.http() as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post(path, json={**body, "guided_regex": "a+"}, timeout=1.0)
+    assert began.wait(60) and cancelled.wait(60)
+    assert clients == [""]
+
+
+def test_too_many_grammars_in_line_are_a_429(
+    server: Served[ScriptedEngine], http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compile(structured: object, client: str = "", /) -> NoReturn:
+        raise QueueFullError("Many grammars wait to be compiled; try again later.")
+
+    monkeypatch.setattr(server.engine, "compile", compile)
+    response = http.post("/v1/completions", json={"prompt": "?", "guided_regex": "a+"})
+    assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+    assert response.json()["error"]["code"] == "queue_full"

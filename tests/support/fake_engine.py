@@ -223,7 +223,7 @@ class FakeEngine:
     async def template_facts(self) -> TemplateFacts:
         return TemplateFacts()
 
-    async def compile(self, structured: StructuredOutput | None, /) -> Compiled:
+    async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         raise InvalidRequestError("structured", "the model has no tokenizer.")
 
     def submit(

@@ -234,10 +234,10 @@ class ScriptedEngine(FakeEngine):
             self._facts = await asyncio.to_thread(probe, self._render)
         return self._facts
 
-    async def compile(self, structured: StructuredOutput | None, /) -> Compiled:
+    async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         if structured is None:
             return await self._grammars.unconstrained()
-        return await self._grammars.compile(structured)
+        return await self._grammars.compile(structured, client)
 
     def submit(
         self,
