@@ -75,6 +75,11 @@ class ServerConfig:
         False, "Shorten max_tokens to the room left instead of rejecting the request.", group=GROUP
     )
     strict_fields: bool = option(False, "Reject unknown request fields.", group=GROUP)
+    control_tokens_in_text: bool = option(
+        False,
+        "Read control tokens that users and results of tools spell; otherwise they are text.",
+        group=GROUP,
+    )
     tool_parser: str = option(
         AUTO,
         "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "

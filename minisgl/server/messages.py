@@ -19,7 +19,10 @@ MAX_PARTS = 8192  # of all messages together
 MAX_TEMPLATE_OPTIONS = 256
 # Template variables that may not be overridden through chat_template_kwargs.
 RESERVED_VARIABLES = frozenset(
-    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+    (
+        *("self", "messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "control_tokens_in_text"),
+    )
 )
 
 Unsupported: TypeAlias = None
@@ -88,6 +91,16 @@ def _arguments(given: str | dict[str, Raw], path: str) -> dict[str, Raw]:
         raise InvalidRequestError(
             path, "must be the JSON text of an object; send {} for a call that was cut."
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How messages are read, where a request does not say it itself."""
+
+    control_tokens_in_text: bool = False  # a text that spells a control token becomes that token
+
+
+AS_TEXT = Reading()
 
 
 @dataclass(slots=True)
@@ -207,6 +220,8 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Raw] | None: ...
+    @property
+    def control_tokens_in_text(self) -> bool | None: ...
 
 
 class Templated:
@@ -239,8 +254,8 @@ class Templated:
     def has_tool_messages(self: TemplateFields) -> bool:
         return any(message.is_about_tools for message in self.messages or ())
 
-    def template_options(self: TemplateFields) -> dict[str, Any]:
-        """The variables of the template besides the messages; raises InvalidRequestError.
+    def template_options(self: TemplateFields, reading: Reading = AS_TEXT) -> dict[str, Any]:
+        """The options of the template besides the messages; raises InvalidRequestError.
 
         How much to think also decides whether, under both names that templates have for it, unless
         the request chooses that itself.
@@ -254,10 +269,14 @@ class Templated:
             thinks = self.reasoning.enabled
         if effort is not None and thinks is None:
             thinks = effort != "none"
+        is_read = self.control_tokens_in_text
+        if is_read is None:
+            is_read = reading.control_tokens_in_text
         fields = {
             "reasoning_effort": effort,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message or None,
+            "control_tokens_in_text": is_read or None,
         }
         if not any(name in chosen for name in THINKING_SWITCHES):
             fields |= dict.fromkeys(THINKING_SWITCHES, thinks)

@@ -293,6 +293,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     chat_template: Unsupported = None
     documents: Unsupported = None
     continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
     echo: bool | None = None
 
     tools: OfferedTools | None = None
@@ -419,6 +420,7 @@ class TokenizeRequest(Struct, Templated, kw_only=True):
     reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
     tools: OfferedTools | None = None
     tool_choice: ToolChoice | None = None
     chat_template: Unsupported = None

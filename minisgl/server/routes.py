@@ -32,6 +32,7 @@ from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.messages import Reading
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -90,6 +91,7 @@ class Routes:
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
         self._messages_request = StrictMessagesRequest if strict else MessagesRequest
         self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
+        self._reading = Reading(control_tokens_in_text=state.config.control_tokens_in_text)
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -189,7 +191,9 @@ class Routes:
         self._state.model_name(body.model)
         chat = await self._translated(request, engine, body)
         with chat.fields_named():
-            conversation = await read_conversation(engine, chat.request, any_length=True)
+            conversation = await read_conversation(
+                engine, chat.request, self._reading, any_length=True
+            )
         return json_response(TokenCount(len(conversation.prompt_token_ids)))
 
     async def models(self, request: Request) -> Response:
@@ -214,7 +218,7 @@ class Routes:
                 body.prompt, add_special_tokens=special, any_length=True
             )
         else:
-            conversation = await read_conversation(engine, body, any_length=True)
+            conversation = await read_conversation(engine, body, self._reading, any_length=True)
             token_ids = conversation.prompt_token_ids
         answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
@@ -305,6 +309,7 @@ class Routes:
         conversation = await read_conversation(
             engine,
             body,
+            self._reading,
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )

@@ -188,6 +188,7 @@ class Prompt(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # the older name of output_config.format
     mcp_servers: list[Ignored] | None = None
+    control_tokens_in_text: bool | None = None  # as in a chat; Anthropic has no such field
 
     betas: Ignored = NOT_GIVEN
     billing_policy: Ignored = NOT_GIVEN

@@ -79,6 +79,7 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
     chat = ChatRequest(
         messages=conversation.messages,
         continue_final_message=conversation.is_open or None,
+        control_tokens_in_text=body.control_tokens_in_text,
         tools=tools,
         reasoning=_reasoning(body),
     )

@@ -167,6 +167,7 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
         response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        control_tokens_in_text=body.control_tokens_in_text,
         **logprobs,
     )
     left_out = frozenset(tool.type for tool in given) - CALLABLE

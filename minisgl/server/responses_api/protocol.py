@@ -178,6 +178,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    control_tokens_in_text: bool | None = None
     max_output_tokens: PositiveCount | None = None
     include: list[str] | None = None
     top_logprobs: NumLogprobs | None = None
