@@ -13,7 +13,7 @@ from minisgl.grammar.tools import calls_or
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 from minisgl.server.constraints import constraint_of
-from minisgl.server.messages import Reading
+from minisgl.server.messages import NO_FACTS, Reading
 from minisgl.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from minisgl.server.served_engine import CompiledGrammar, ServedEngine
 from minisgl.server.tools import ToolUse, tool_use
@@ -121,7 +121,7 @@ async def read_conversation(
                 'out as well, or set tool_choice to "none".',
             )
         options["tools"] = tools.for_template()
-    messages = body.template_messages(facts) if facts else body.template_messages()
+    messages = body.template_messages(facts or NO_FACTS, reading)
     prompt = await engine.encode_chat(messages, any_length, **options)
     return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
 

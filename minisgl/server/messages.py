@@ -33,6 +33,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 NO_FACTS = TemplateFacts()
 
+Images: TypeAlias = Literal["refuse", "placeholder"]
+IMAGE_TEXT = "[Here is an image, which this model cannot see.]"
+
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
 
 
@@ -44,6 +47,29 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     """The refusal of an assistant, in a list of parts."""
 
     text: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """An image, which is not looked at."""
+
+    @property
+    def text(self) -> str:
+        """What the model sees in its place."""
+        return IMAGE_TEXT
+
+
+def image_text(images: Images, path: str, kind: str) -> str:
+    """The text in place of an image at `path`, which is of the type `kind`.
+
+    Raises InvalidRequestError where images are refused.
+    """
+    if images == "refuse":
+        raise InvalidRequestError(
+            f"{path}.type",
+            f'cannot be {kind!r}, because images are not supported; with images: "placeholder" a '
+            "text takes their place.",
+        )
+    return IMAGE_TEXT
 
 
 class CalledFunction(Struct):
@@ -98,9 +124,10 @@ class Reading:
     """How messages are read, where a request does not say it itself."""
 
     control_tokens_in_text: bool = False  # a text that spells a control token becomes that token
+    images: Images = "refuse"
 
 
-AS_TEXT = Reading()
+DEFAULT_READING = Reading()
 
 
 @dataclass(slots=True)
@@ -108,12 +135,15 @@ class Fitting:
     """How messages are fitted to the chat template."""
 
     facts: TemplateFacts
+    images: Images = "refuse"
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
 
 
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart | RefusalPart], Meta(min_length=1)] | None = None
+    content: (
+        str | Annotated[list[ContentPart | RefusalPart | ImagePart], Meta(min_length=1)] | None
+    ) = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's result
@@ -124,6 +154,7 @@ class Message(Struct):
     refusal: str | None = None  # the text of an assistant that refused, in place of content
 
     def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        self._check_images(path, fitting.images)
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -167,6 +198,12 @@ class Message(Struct):
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return text + (self.refusal or "")
+
+    def _check_images(self, path: str, images: Images) -> None:
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                if isinstance(part, ImagePart):
+                    image_text(images, f"{path}.content.{index}", "image_url")
 
     @staticmethod
     def _check_taken(taken: bool, path: str, what: str) -> None:
@@ -222,6 +259,8 @@ class TemplateFields(Protocol):
     def chat_template_kwargs(self) -> dict[str, Raw] | None: ...
     @property
     def control_tokens_in_text(self) -> bool | None: ...
+    @property
+    def images(self) -> Images | None: ...
 
 
 class Templated:
@@ -233,7 +272,7 @@ class Templated:
     __slots__ = ()
 
     def template_messages(
-        self: TemplateFields, facts: TemplateFacts = NO_FACTS
+        self: TemplateFields, facts: TemplateFacts = NO_FACTS, reading: Reading = DEFAULT_READING
     ) -> list[dict[str, Any]]:
         """The messages as the template takes them; raises InvalidRequestError.
 
@@ -244,7 +283,7 @@ class Templated:
             raise InvalidRequestError(
                 "messages", f"must have at most {MAX_PARTS} content parts in all."
             )
-        fitting = Fitting(facts)
+        fitting = Fitting(facts, self.images or reading.images)
         return [
             message.for_template(f"messages.{index}", fitting)
             for index, message in enumerate(messages)
@@ -254,7 +293,9 @@ class Templated:
     def has_tool_messages(self: TemplateFields) -> bool:
         return any(message.is_about_tools for message in self.messages or ())
 
-    def template_options(self: TemplateFields, reading: Reading = AS_TEXT) -> dict[str, Any]:
+    def template_options(
+        self: TemplateFields, reading: Reading = DEFAULT_READING
+    ) -> dict[str, Any]:
         """The options of the template besides the messages; raises InvalidRequestError.
 
         How much to think also decides whether, under both names that templates have for it, unless

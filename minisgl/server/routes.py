@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -32,7 +32,7 @@ from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
-from minisgl.server.messages import Reading
+from minisgl.server.messages import Images, Reading
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -91,7 +91,10 @@ class Routes:
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
         self._messages_request = StrictMessagesRequest if strict else MessagesRequest
         self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
-        self._reading = Reading(control_tokens_in_text=state.config.control_tokens_in_text)
+        self._reading = Reading(
+            control_tokens_in_text=state.config.control_tokens_in_text,
+            images=cast("Images", state.config.images),  # which checks it
+        )
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -151,7 +154,9 @@ class Routes:
             anywhere = False
             if body.has_late_system:
                 anywhere = (await engine.template_facts()).system_anywhere
-            chat = chat_of(body, system_anywhere=anywhere)
+            chat = chat_of(
+                body, system_anywhere=anywhere, images=body.images or self._reading.images
+            )
         if chat.left_out:
             kinds = {kind if kind in HOSTED else "others" for kind in chat.left_out}
             logger.info(
@@ -290,7 +295,12 @@ class Routes:
         if body.has_late_system:
             anywhere = (await engine.template_facts()).system_anywhere
         can_think = self._state.answer_format().reasoning is not None
-        chat = translated(body, system_anywhere=anywhere, can_think=can_think)
+        chat = translated(
+            body,
+            system_anywhere=anywhere,
+            can_think=can_think,
+            images=body.images or self._reading.images,
+        )
         if chat.num_server_tools:
             logger.info(
                 "request %s: %d tools that this server does not run are left out",

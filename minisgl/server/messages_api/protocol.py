@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
-from minisgl.server.messages import MAX_MESSAGES
+from minisgl.server.messages import MAX_MESSAGES, Images
 from minisgl.server.protocol import (
     Ignored,
     PositiveCount,
@@ -48,6 +48,27 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Raw]
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    """An image, which is not looked at."""
+
+
+class TextSource(Struct, tag_field="type", tag="text"):
+    data: str
+
+
+class PartsSource(Struct, tag_field="type", tag="content"):
+    content: str | list[TextBlock | ImageBlock]
+
+
+class DocumentBlock(Struct, tag_field="type", tag="document"):
+    """A document of plain text."""
+
+    source: TextSource | PartsSource
+    title: str | None = None
+    context: str | None = None
+    citations: Ignored = NOT_GIVEN
 
 
 class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
@@ -115,7 +136,9 @@ ServerBlock: TypeAlias = (
     | McpToolUseBlock
     | McpToolResultBlock
 )
-ResultPart: TypeAlias = TextBlock | SearchResultBlock | ToolReferenceBlock
+ResultPart: TypeAlias = (
+    TextBlock | SearchResultBlock | ToolReferenceBlock | ImageBlock | DocumentBlock
+)
 ContentBlock: TypeAlias = (
     TextBlock
     | ThinkingBlock
@@ -123,6 +146,8 @@ ContentBlock: TypeAlias = (
     | ToolUseBlock
     | ToolResultBlock
     | SearchResultBlock
+    | ImageBlock
+    | DocumentBlock
     | ServerBlock
 )
 
@@ -188,7 +213,8 @@ class Prompt(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # the older name of output_config.format
     mcp_servers: list[Ignored] | None = None
-    control_tokens_in_text: bool | None = None  # as in a chat; Anthropic has no such field
+    control_tokens_in_text: bool | None = None  # this and the next as in a chat
+    images: Images | None = None
 
     betas: Ignored = NOT_GIVEN
     billing_policy: Ignored = NOT_GIVEN

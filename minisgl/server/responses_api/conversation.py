@@ -21,7 +21,14 @@ from minisgl.server.constraints import (
     ResponseFormat,
     TextFormat,
 )
-from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCall
+from minisgl.server.messages import (
+    CalledFunction,
+    CustomInput,
+    Images,
+    Message,
+    ToolCall,
+    image_text,
+)
 from minisgl.server.protocol import ChatRequest
 from minisgl.server.responses_api.protocol import (
     SYSTEM_ROLES,
@@ -31,6 +38,7 @@ from minisgl.server.responses_api.protocol import (
     FlatGrammar,
     FlatJsonSchema,
     FunctionChoice,
+    InputImagePart,
     InputItem,
     Parts,
     ResponsesRequest,
@@ -140,13 +148,13 @@ def _bracketed(path: str) -> str:
     return INDEX.sub(r"[\1]", path)
 
 
-def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
+def chat_of(body: ResponsesRequest, *, system_anywhere: bool, images: Images) -> Chat:
     """The chat that a request asks for; raises InvalidRequestError.
 
     system_anywhere: whether the chat template takes a system message after others. Otherwise all
-    are joined to the first one.
+    are joined to the first one. images: what becomes of them.
     """
-    turns = _turns(body, system_anywhere=system_anywhere)
+    turns = _turns(body, images, system_anywhere=system_anywhere)
     given = body.tools or ()
     places = [place for place, tool in enumerate(given) if tool.type in CALLABLE]
     choice, allowed = body.tool_choice, []
@@ -177,7 +185,7 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
+def _turns(body: ResponsesRequest, images: Images, *, system_anywhere: bool) -> list[_Turn]:
     turns: list[_Turn] = []
     if body.instructions:
         turns.append(_Turn("system", None, [body.instructions]))
@@ -185,7 +193,7 @@ def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
         turns.append(_Turn("user", None, [body.input]))
     else:
         for index, item in enumerate(body.input):
-            _add(turns, index, item)
+            _add(turns, index, item, images)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
@@ -193,23 +201,23 @@ def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
     return turns
 
 
-def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
+def _add(turns: list[_Turn], index: int, item: InputItem, images: Images) -> None:
     path = f"input.{index}"
     match item.type:
         case None | "message":
-            text = _text(item.content, f"{path}.content")
+            text = _text(item.content, f"{path}.content", images)
             if item.role is None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
             _turn_of(item.role, turns, index).texts.append(text)
         case "reasoning":
-            if text := _text(item.content or item.summary or "", path, between=BREAK):
+            if text := _text(item.content or item.summary or "", path, images, BREAK):
                 _turn_of("assistant", turns, index).reasoning.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, index)
             turn.calls.append(_call(item, path))
             turn.call_items.append(index)
         case "function_call_output" | "custom_tool_call_output":
-            output = _text(item.output, f"{path}.output")
+            output = _text(item.output, f"{path}.output", images)
             call_id = _given(item.call_id, f"{path}.call_id")
             turns.append(_Turn("tool", index, [output], tool_call_id=call_id))
         case "item_reference":
@@ -251,10 +259,17 @@ def _given(value: str | None, path: str) -> str:
     return value
 
 
-def _text(parts: Parts | None, path: str, between: str = "") -> str:
+def _text(parts: Parts | None, path: str, images: Images, between: str = "") -> str:
     if parts is None:
         raise InvalidRequestError(path, "must be a text or a list of text parts.")
-    return parts if isinstance(parts, str) else between.join(part.text for part in parts)
+    if isinstance(parts, str):
+        return parts
+    return between.join(
+        image_text(images, f"{path}.{index}", "input_image")
+        if isinstance(part, InputImagePart)
+        else part.text
+        for index, part in enumerate(parts)
+    )
 
 
 def _joined(texts: Sequence[str]) -> str:
