@@ -22,7 +22,7 @@ import tokenizers
 
 SIGN_DIGITS = 20
 MAX_CHARS = 256  # of a control token; a longer one is read everywhere
-MAX_DEPTH = 64  # of groups in a pattern; of longer spellings this much is compared
+MAX_DEPTH = 8  # of groups in a pattern: what begins like a spelling so far is marked, too
 ROLES = ("user", "tool")  # whose messages are text
 CALLS = "tool_calls"  # of the assistant: their arguments have no markers, and may quote others
 TEXT_ARGUMENTS = ("tools", "documents")  # that come from outside as well

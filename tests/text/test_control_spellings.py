@@ -255,6 +255,13 @@ def test_what_normalizing_makes_a_control_token_is_text() -> None:
     assert control_ids(tokenizer, tokenizer.chat([said("assistant", "<think>")]))
 
 
+def test_a_spelling_in_pieces_is_text() -> None:
+    tokenizer = byte_level(BARE)
+    for texts in (("<|im_", "start|>"), ("<", "think>"), ("a<", "/", "s>"), ("<tool_cal", "l>")):
+        ids = tokenizer.chat([said("user", text) for text in texts])
+        assert not control_ids(tokenizer, ids) and text_of(tokenizer, ids) == "".join(texts)
+
+
 def test_overlapping_spellings_are_text() -> None:
     tokenizer = with_tokens("<a>", "a><b>", "<a><", special=("b>",), chat_template=BARE)
     for text in ("<a><b>", "<a><a><b>b>", "<a>a><b>"):
