@@ -297,15 +297,16 @@ class Intake:
 
     def _check_length(self, text: str, param: str, any_length: bool) -> None:
         """Check the number of characters, which is known without reading the text."""
-        fewest = self._tokenizer.fewest_tokens(len(text))
+        num_chars = self._tokenizer.num_chars(text)
+        fewest = self._tokenizer.fewest_tokens(num_chars)
         if fewest > self._max_seq_len and not any_length:
             raise ContextLengthError(
                 fewest, None, self._max_seq_len, at_least=True, prompt_field=param
             )
-        if len(text) > self._max_chars:
+        if num_chars > self._max_chars:
             raise TextTooLongError(
                 param,
-                f"The text has {len(text)} characters; at most {self._max_chars} are taken, which "
+                f"The text has {num_chars} characters; at most {self._max_chars} are taken, which "
                 f"is more than sequences of {self._max_seq_len} tokens hold.",
             )
 

@@ -13,6 +13,7 @@ from minisgl.grammar.tools import calls_or
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 from minisgl.server.constraints import constraint_of
+from minisgl.server.messages import NO_FACTS, Reading
 from minisgl.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from minisgl.server.served_engine import CompiledGrammar, ServedEngine
 from minisgl.server.tools import ToolUse, tool_use
@@ -102,6 +103,7 @@ class Conversation:
 async def read_conversation(
     engine: ServedEngine,
     body: ChatRequest | TokenizeRequest,
+    reading: Reading,
     *,
     parallel: bool | None = None,
     any_length: bool = False,
@@ -112,7 +114,7 @@ async def read_conversation(
     """
     tools = tool_use(body.tools, body.tool_choice, parallel)
     facts = None
-    options = body.template_options()
+    options = body.template_options(reading)
     if tools is not None or body.has_tool_messages:
         facts = await engine.template_facts()
     if tools is not None:
@@ -124,7 +126,7 @@ async def read_conversation(
                 'out as well, or set tool_choice to "none".',
             )
         options["tools"] = tools.for_template()
-    messages = body.template_messages(facts) if facts else body.template_messages()
+    messages = body.template_messages(facts or NO_FACTS, reading)
     prompt = await engine.encode_chat(messages, any_length, **options)
     return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
 

@@ -14,6 +14,7 @@ from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 GROUP = "Server"
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 BOTH = "both"
+IMAGES = ("refuse", "placeholder")
 # A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
 PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
@@ -75,6 +76,16 @@ class ServerConfig:
         False, "Shorten max_tokens to the room left instead of rejecting the request.", group=GROUP
     )
     strict_fields: bool = option(False, "Reject unknown request fields.", group=GROUP)
+    control_tokens_in_text: bool = option(
+        False,
+        "Read control tokens that users and results of tools spell; otherwise they are text.",
+        group=GROUP,
+    )
+    images: str = option(
+        "refuse",
+        "What becomes of images: refuse (the request is a 400) or placeholder (a text says so).",
+        group=GROUP,
+    )
     tool_parser: str = option(
         AUTO,
         "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
@@ -133,6 +144,7 @@ class ServerConfig:
         if self.open and self.no_ui:
             refuse(self, "open", "cannot be combined with --no-ui")
         for name, values in (
+            ("images", IMAGES),
             ("tool_parser", TOOL_PARSERS),
             ("reasoning_parser", REASONING_PARSERS),
             ("reasoning_field", (*REASONING_FIELDS, BOTH)),

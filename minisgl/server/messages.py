@@ -25,7 +25,10 @@ MAX_DEPTH = 200  # of a call's arguments; templates write JSON with two calls fo
 STRINGS, BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]")
 # Template variables that may not be overridden through chat_template_kwargs.
 RESERVED_VARIABLES = frozenset(
-    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+    (
+        *("self", "messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "control_tokens_in_text"),
+    )
 )
 
 Unsupported: TypeAlias = None
@@ -35,6 +38,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 NO_FACTS = TemplateFacts()
+
+Images: TypeAlias = Literal["refuse", "placeholder"]
+IMAGE_TEXT = "[Here is an image, which this model cannot see.]"
 
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
 
@@ -47,6 +53,29 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     """The refusal of an assistant, in a list of parts."""
 
     text: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """An image, which is not looked at."""
+
+    @property
+    def text(self) -> str:
+        """What the model sees in its place."""
+        return IMAGE_TEXT
+
+
+def image_text(images: Images, path: str, kind: str) -> str:
+    """The text in place of an image at `path`, which is of the type `kind`.
+
+    Raises InvalidRequestError where images are refused.
+    """
+    if images == "refuse":
+        raise InvalidRequestError(
+            f"{path}.type",
+            f'cannot be {kind!r}, because images are not supported; with images: "placeholder" a '
+            "text takes their place.",
+        )
+    return IMAGE_TEXT
 
 
 class CalledFunction(Struct):
@@ -108,17 +137,31 @@ def _depth(text: str) -> int:
     return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How messages are read, where a request does not say it itself."""
+
+    control_tokens_in_text: bool = False  # a text that spells a control token becomes that token
+    images: Images = "refuse"
+
+
+DEFAULT_READING = Reading()
+
+
 @dataclass(slots=True)
 class Fitting:
     """How messages are fitted to the chat template."""
 
     facts: TemplateFacts
+    images: Images = "refuse"
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
 
 
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart | RefusalPart], Meta(min_length=1)] | None = None
+    content: (
+        str | Annotated[list[ContentPart | RefusalPart | ImagePart], Meta(min_length=1)] | None
+    ) = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's result
@@ -129,6 +172,7 @@ class Message(Struct):
     refusal: str | None = None  # the text of an assistant that refused, in place of content
 
     def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        self._check_images(path, fitting.images)
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -172,6 +216,12 @@ class Message(Struct):
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return text + (self.refusal or "")
+
+    def _check_images(self, path: str, images: Images) -> None:
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                if isinstance(part, ImagePart):
+                    image_text(images, f"{path}.content.{index}", "image_url")
 
     @staticmethod
     def _check_taken(taken: bool, path: str, what: str) -> None:
@@ -225,6 +275,10 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Raw] | None: ...
+    @property
+    def control_tokens_in_text(self) -> bool | None: ...
+    @property
+    def images(self) -> Images | None: ...
 
 
 class Templated:
@@ -236,7 +290,7 @@ class Templated:
     __slots__ = ()
 
     def template_messages(
-        self: TemplateFields, facts: TemplateFacts = NO_FACTS
+        self: TemplateFields, facts: TemplateFacts = NO_FACTS, reading: Reading = DEFAULT_READING
     ) -> list[dict[str, Any]]:
         """The messages as the template takes them; raises InvalidRequestError.
 
@@ -247,7 +301,7 @@ class Templated:
             raise InvalidRequestError(
                 "messages", f"must have at most {MAX_PARTS} content parts in all."
             )
-        fitting = Fitting(facts)
+        fitting = Fitting(facts, self.images or reading.images)
         return [
             message.for_template(f"messages.{index}", fitting)
             for index, message in enumerate(messages)
@@ -257,8 +311,10 @@ class Templated:
     def has_tool_messages(self: TemplateFields) -> bool:
         return any(message.is_about_tools for message in self.messages or ())
 
-    def template_options(self: TemplateFields) -> dict[str, Any]:
-        """The variables of the template besides the messages; raises InvalidRequestError.
+    def template_options(
+        self: TemplateFields, reading: Reading = DEFAULT_READING
+    ) -> dict[str, Any]:
+        """The options of the template besides the messages; raises InvalidRequestError.
 
         How much to think also decides whether, under both names that templates have for it, unless
         the request chooses that itself.
@@ -272,10 +328,14 @@ class Templated:
             thinks = self.reasoning.enabled
         if effort is not None and thinks is None:
             thinks = effort != "none"
+        is_read = self.control_tokens_in_text
+        if is_read is None:
+            is_read = reading.control_tokens_in_text
         fields = {
             "reasoning_effort": effort,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message or None,
+            "control_tokens_in_text": is_read or None,
         }
         if not any(name in chosen for name in THINKING_SWITCHES):
             fields |= dict.fromkeys(THINKING_SWITCHES, thinks)

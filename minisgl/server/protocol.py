@@ -32,6 +32,7 @@ from minisgl.request import (
 from minisgl.server.constraints import Choices, ResponseFormat, Schema, StructuredFields
 from minisgl.server.messages import (
     Effort,
+    Images,
     Messages,
     Reasoning,
     Templated,
@@ -304,6 +305,8 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     chat_template: Unsupported = None
     documents: Unsupported = None
     continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
+    images: Images | None = None
     echo: bool | None = None
 
     tools: OfferedTools | None = None
@@ -430,6 +433,8 @@ class TokenizeRequest(Struct, Templated, kw_only=True):
     reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
+    images: Images | None = None
     tools: OfferedTools | None = None
     tool_choice: ToolChoice | None = None
     chat_template: Unsupported = None

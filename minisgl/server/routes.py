@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -34,6 +34,7 @@ from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
 from minisgl.server.leaving import while_waited_for
+from minisgl.server.messages import Images, Reading
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -99,6 +100,10 @@ class Routes:
         self._messages_request = StrictMessagesRequest if strict else MessagesRequest
         self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
         self._store = ResponseStore(state.config.response_store * MEGABYTE)
+        self._reading = Reading(
+            control_tokens_in_text=state.config.control_tokens_in_text,
+            images=cast("Images", state.config.images),  # which checks it
+        )
         self._since = int(time.time())
 
     @while_waited_for
@@ -163,7 +168,8 @@ class Routes:
             anywhere = False
             if has_late_system(items):
                 anywhere = (await engine.template_facts()).system_anywhere
-            chat = chat_of(body, items, system_anywhere=anywhere)
+            images = body.images or self._reading.images
+            chat = chat_of(body, items, system_anywhere=anywhere, images=images)
         if left_out := chat.tools.left_out:
             kinds = {kind if kind in HOSTED else "others" for kind in left_out}
             logger.info(
@@ -172,7 +178,7 @@ class Routes:
             )
         with chat.fields_named():
             if body.truncation == "auto":
-                chat = await shortened(chat, engine)
+                chat = await shortened(chat, engine, self._reading)
             plan, (job,) = await self._chat_jobs(request, engine, chat.body)
         keeps = self._store.is_on and body.store is not False
         reply = ResponsesReply(
@@ -225,7 +231,9 @@ class Routes:
         self._state.model_name(body.model)
         chat = await self._translated(request, engine, body)
         with chat.fields_named():
-            conversation = await read_conversation(engine, chat.request, any_length=True)
+            conversation = await read_conversation(
+                engine, chat.request, self._reading, any_length=True
+            )
         return json_response(TokenCount(len(conversation.prompt_token_ids)))
 
     async def models(self, request: Request) -> Response:
@@ -251,7 +259,7 @@ class Routes:
                 body.prompt, add_special_tokens=special, any_length=True
             )
         else:
-            conversation = await read_conversation(engine, body, any_length=True)
+            conversation = await read_conversation(engine, body, self._reading, any_length=True)
             token_ids = conversation.prompt_token_ids
         answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
@@ -326,7 +334,12 @@ class Routes:
         if body.has_late_system:
             anywhere = (await engine.template_facts()).system_anywhere
         can_think = self._state.answer_format().reasoning is not None
-        chat = translated(body, system_anywhere=anywhere, can_think=can_think)
+        chat = translated(
+            body,
+            system_anywhere=anywhere,
+            can_think=can_think,
+            images=body.images or self._reading.images,
+        )
         if chat.num_server_tools:
             logger.info(
                 "request %s: %d tools that this server does not run are left out",
@@ -345,6 +358,7 @@ class Routes:
         conversation = await read_conversation(
             engine,
             body,
+            self._reading,
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )

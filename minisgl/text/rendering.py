@@ -25,6 +25,7 @@ from msgspec import Raw, Struct
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.subprocesses import limit_memory, receive, send
+from minisgl.text.control_spellings import Marker, Spellings
 
 RENDER_SECONDS = 10.0
 # Memory that a rendering may allocate beyond that of the idle process.
@@ -38,16 +39,28 @@ TEXT_ARGUMENT = "input"  # has what a model wrote where arguments must be an obj
 CONTINUE = "continue_final_message"
 STOPPED = "The engine was closed before the conversation was rendered."
 
-# The arguments of the library's `render_jinja_template`.
+# The arguments of the library's `render_jinja_template`, and with SPELLINGS what Spellings has.
 Call = Mapping[str, Any]
+SPELLINGS = "control_spellings"
 
 
 def render(call: Call) -> str:
     """Render a conversation in this process, without limits.
 
-    Raises whatever the template raises, and InvalidRequestError if the template cannot leave the
-    last message open as `continue_final_message` requires.
+    With SPELLINGS the text has their sign (see Spellings.signed) if a message has control tokens as
+    text. Raises whatever the template raises, and InvalidRequestError if the template cannot leave
+    the last message open as `continue_final_message` requires.
     """
+    if SPELLINGS not in call:
+        return _render(call)
+    arguments = dict(call)
+    spellings = Spellings(**arguments.pop(SPELLINGS))
+    marker = Marker(spellings)
+    text = _render(marker.mark_call(arguments))
+    return spellings.signed(text) if marker.found else text
+
+
+def _render(call: Call) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template  # takes a second
 
     try:

@@ -19,7 +19,8 @@ from minisgl.errors import (
     InvalidRequestError,
     UnsupportedModelError,
 )
-from minisgl.text.rendering import Call, render
+from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
+from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.vocabulary import longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -27,7 +28,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
 # Arguments of the library's rendering function, which template variables may not replace.
-OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask"})
+OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask", SPELLINGS})
 MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
 # Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
 # first, to detect one with too many tokens. A text shorter than this cannot have too many in any
@@ -72,6 +73,15 @@ class Tokenizer:
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
         self._longest_token = longest_token(self._backend)
+        control = {
+            token_id: text for token_id, text in self.control_tokens().items() if separable(text)
+        }
+        self._spellings = Spellings.of(
+            control.values(),
+            always=self._backend.normalizer is not None
+            and any(added[token_id].normalized for token_id in control),
+        )
+        self._signed = SignedTokenizer(self._backend, control, self._spellings.sign)
 
     @staticmethod
     def found_in(folder: Path) -> bool:
@@ -110,14 +120,16 @@ class Tokenizer:
         param: str = "prompt",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Tokenize a text. Raises InvalidRequestError for a lone surrogate.
+        """Tokenize a text, or a rendered conversation.
 
-        With `max_tokens`, raises ContextLengthError for a long text that is found to have more
-        before all of it is encoded; a text with only a few more is encoded. param: the name of the
-        field in errors.
+        Raises InvalidRequestError for a lone surrogate. With `max_tokens`, raises
+        ContextLengthError for a long text that is found to have more before all of it is encoded; a
+        text with only a few more is encoded. param: the name of the field in errors.
         """
         try:
             if len(text) <= MAX_SHORT_CHARS:
+                if text.startswith(self._spellings.sign):
+                    return self._signed.encode(text.removeprefix(self._spellings.sign))
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             if max_tokens is not None:
                 self._check_beginning(text, param, max_tokens)
@@ -126,6 +138,8 @@ class Tokenizer:
             raise InvalidRequestError(param, "is not Unicode text (a lone surrogate).") from error
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        if text.startswith(self._spellings.sign):
+            return self._signed.encode_long(text.removeprefix(self._spellings.sign))
         # Only the library's batch calls release the GIL. They wait for a thread pool, which a short
         # text, possibly on an event loop, must not do.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -148,6 +162,10 @@ class Tokenizer:
                     fewest, None, max_tokens, at_least=True, prompt_field=param
                 )
             size *= 2
+
+    def num_chars(self, text: str) -> int:
+        """The number of characters of a text, or of a rendered conversation."""
+        return len(text) - text.count(self._spellings.sign) * len(self._spellings.sign)
 
     def fewest_tokens(self, num_chars: int) -> int:
         """A lower bound on the tokens of any text of `num_chars` characters; 0 if there is none."""
@@ -181,13 +199,16 @@ class Tokenizer:
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        control_tokens_in_text: bool = False,
         **template_options: Any,
     ) -> Call:
         """The arguments for rendering a conversation. Raises InvalidRequestError.
 
         Content given as a list of text parts is concatenated, and `developer` becomes `system` for
         a template that does not know that role. With `continue_final_message` the last message
-        stays open and no generation prompt follows it; otherwise one does by default.
+        stays open and no generation prompt follows it; otherwise one does by default. What users,
+        results and calls of tools, `tools` and `documents` spell is a control token only with
+        `control_tokens_in_text`.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -209,9 +230,11 @@ class Tokenizer:
         conversation = [_plain_message(message, "developer" in template) for message in messages]
         if not conversation:
             raise InvalidRequestError("messages", "must not be empty.")
+        spellings = {} if control_tokens_in_text else {SPELLINGS: self._spellings.as_argument()}
         return {
             **self._tokenizer.special_tokens_map,
             **template_options,
+            **spellings,
             "conversations": [conversation],
             "chat_template": template,
             "add_generation_prompt": add_generation_prompt,

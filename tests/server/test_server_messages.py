@@ -639,8 +639,8 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
             "messages.1.content.1.type: cannot be 'image', because images are not",
         ),
         (
-            {"messages": block("document")},
-            "messages.1.content.1.type: cannot be 'document', because files",
+            {"messages": block("document", source={"type": "base64", "data": "AA=="})},
+            "messages.1.content.1.source.type: cannot be 'base64'; allowed: text or content",
         ),
         (
             {"messages": block("tool_result", tool_use_id="a", content=[text("a"), IMAGE])},

@@ -219,8 +219,9 @@ class ScriptedEngine(FakeEngine):
     ) -> list[int]:
         self.template_options = template_options
         text = await asyncio.to_thread(self._render, messages, template_options)
-        self.texts.append(text)
-        return await self.encode(text, add_special_tokens=False)
+        ids = await self.encode(text, add_special_tokens=False)
+        self.texts.append(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return ids
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         call = encode_call(self.tokenizer.template_call(messages, **options))

@@ -10,14 +10,25 @@ import msgspec
 from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.messages import MAX_PARTS, CalledFunction, Message, ToolCall
+from minisgl.server.messages import (
+    MAX_PARTS,
+    CalledFunction,
+    Images,
+    Message,
+    ToolCall,
+    image_text,
+)
 from minisgl.server.messages_api.protocol import (
     ContentBlock,
+    DocumentBlock,
+    ImageBlock,
     InputMessage,
+    PartsSource,
     Prompt,
     ResultPart,
     SearchResultBlock,
     TextBlock,
+    TextSource,
     ThinkingBlock,
     ToolReferenceBlock,
     ToolResultBlock,
@@ -40,12 +51,13 @@ class Conversation:
     is_open: bool  # the answer continues the last message, which is the assistant's
 
 
-def conversation_of(body: Prompt, *, system_anywhere: bool) -> Conversation:
+def conversation_of(body: Prompt, *, system_anywhere: bool, images: Images) -> Conversation:
     """The conversation of `body`; raises InvalidRequestError.
 
     system_anywhere: whether the template takes late instructions; otherwise the user gives them.
+    images: what becomes of them.
     """
-    reader = _Reader(body.system or "", system_anywhere)
+    reader = _Reader(body.system or "", system_anywhere, images)
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
     reader.end_turn()
@@ -75,10 +87,13 @@ class _Turn:
 class _Reader:
     """Makes one message of what one side says, however many it sent, as Anthropic does."""
 
-    def __init__(self, system: str | Sequence[TextBlock], system_anywhere: bool) -> None:
+    def __init__(
+        self, system: str | Sequence[TextBlock], system_anywhere: bool, images: Images
+    ) -> None:
         self.messages: list[Message] = []
         self.fields: dict[str, str] = {}
         self._system_anywhere = system_anywhere
+        self._images = images
         self._num_blocks = 0
         self._turn = _Turn("system", "system")
         for block in [TextBlock(system)] if isinstance(system, str) else system:
@@ -114,7 +129,7 @@ class _Reader:
                 _check_said_by("user", role, path)
                 turn.results[path] = block
             case _:
-                text = _text(block)
+                text = self._text(block, path)
                 if role == "system":
                     self._instruct(text or "")
                 elif text is not None:
@@ -141,7 +156,7 @@ class _Reader:
         for path, result in turn.results.items():
             number = len(self.messages)
             self.fields |= {f"messages.{number}": path, f"messages.{number}.role": path}
-            text = self._result(result)
+            text = self._result(result, path)
             self.messages.append(Message("tool", text, tool_call_id=result.tool_use_id))
         if turn.texts:
             self.fields[f"messages.{len(self.messages)}"] = turn.path
@@ -164,12 +179,34 @@ class _Reader:
             )
         )
 
-    def _result(self, result: ToolResultBlock) -> str:
-        content = result.content or ""
-        if not isinstance(content, str):
-            self._count(len(content))
-            content = GAP.join(filter(None, map(_text, content)))
+    def _result(self, result: ToolResultBlock, path: str) -> str:
+        content = self._joined(result.content or "", f"{path}.content")
         return FAILED + content if result.is_error else content
+
+    def _joined(self, content: str | Sequence[ResultPart], path: str) -> str:
+        if isinstance(content, str):
+            return content
+        self._count(len(content))
+        texts = (self._text(block, f"{path}.{index}") for index, block in enumerate(content))
+        return GAP.join(filter(None, texts))
+
+    def _text(self, block: ContentBlock | ResultPart, path: str) -> str | None:
+        """The text of a block; None for one that concerns Anthropic's servers alone."""
+        match block:
+            case TextBlock(text):
+                return text
+            case SearchResultBlock(content, title, source):
+                return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
+            case ToolReferenceBlock(tool_name):
+                return tool_name
+            case ImageBlock():
+                return image_text(self._images, path, "image")
+            case DocumentBlock(TextSource(text), title, context):
+                return "\n".join(filter(None, [title, context, text]))
+            case DocumentBlock(PartsSource(content), title, context):
+                text = self._joined(content, f"{path}.source.content")
+                return "\n".join(filter(None, [title, context, text]))
+        return None
 
 
 def _called(call: ToolUseBlock) -> CalledFunction:
@@ -179,18 +216,6 @@ def _called(call: ToolUseBlock) -> CalledFunction:
         return CalledFunction(call.name, msgspec.json.decode(data, type=dict[str, Raw]))
     is_text = data.startswith(b'"')
     return CalledFunction(call.name, msgspec.json.decode(data) if is_text else data.decode())
-
-
-def _text(block: ContentBlock | ResultPart) -> str | None:
-    """The text of a block; None for one that concerns Anthropic's servers alone."""
-    match block:
-        case TextBlock(text):
-            return text
-        case SearchResultBlock(content, title, source):
-            return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
-        case ToolReferenceBlock(tool_name):
-            return tool_name
-    return None
 
 
 def _check_said_by(side: str, role: str, path: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.messages import MAX_MESSAGES, Unsupported
+from minisgl.server.messages import MAX_MESSAGES, Images, Unsupported
 from minisgl.server.protocol import (
     CommonFields,
     Ignored,
@@ -49,6 +49,27 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Raw  # an object; clients that read a stream send back whatever its pieces make
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    """An image, which is not looked at."""
+
+
+class TextSource(Struct, tag_field="type", tag="text"):
+    data: str
+
+
+class PartsSource(Struct, tag_field="type", tag="content"):
+    content: str | list[TextBlock | ImageBlock]
+
+
+class DocumentBlock(Struct, tag_field="type", tag="document"):
+    """A document of plain text."""
+
+    source: TextSource | PartsSource
+    title: str | None = None
+    context: str | None = None
+    citations: Ignored = NOT_GIVEN
 
 
 class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
@@ -116,7 +137,9 @@ ServerBlock: TypeAlias = (
     | McpToolUseBlock
     | McpToolResultBlock
 )
-ResultPart: TypeAlias = TextBlock | SearchResultBlock | ToolReferenceBlock
+ResultPart: TypeAlias = (
+    TextBlock | SearchResultBlock | ToolReferenceBlock | ImageBlock | DocumentBlock
+)
 ContentBlock: TypeAlias = (
     TextBlock
     | ThinkingBlock
@@ -124,6 +147,8 @@ ContentBlock: TypeAlias = (
     | ToolUseBlock
     | ToolResultBlock
     | SearchResultBlock
+    | ImageBlock
+    | DocumentBlock
     | ServerBlock
 )
 
@@ -190,6 +215,8 @@ class Prompt(CommonFields, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None  # the older name of output_config.format
     mcp_servers: list[Ignored] | None = None
+    control_tokens_in_text: bool | None = None  # this and the next as in a chat
+    images: Images | None = None
 
     # Of chats. They would have an effect there.
     n: Literal[1] | None = None

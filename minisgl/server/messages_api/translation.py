@@ -11,7 +11,7 @@ from minisgl.errors import InvalidRequestError
 from minisgl.server.constraints import JsonSchemaFormat, NamedSchema
 from minisgl.server.encoding import encode
 from minisgl.server.field_names import fields_named
-from minisgl.server.messages import Reasoning
+from minisgl.server.messages import Images, Reasoning
 from minisgl.server.messages_api.client_tools import client_tool
 from minisgl.server.messages_api.conversation import conversation_of
 from minisgl.server.messages_api.protocol import (
@@ -63,13 +63,15 @@ class Translation:
         return path
 
 
-def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Translation:
+def translated(
+    body: Prompt, *, system_anywhere: bool, can_think: bool, images: Images
+) -> Translation:
     """The chat request that `body` stands for; raises InvalidRequestError.
 
     system_anywhere: whether the template takes a late system message.
-    can_think: whether the reasoning of the model is set apart.
+    can_think: whether the reasoning of the model is set apart. images: what becomes of them.
     """
-    conversation = conversation_of(body, system_anywhere=system_anywhere)
+    conversation = conversation_of(body, system_anywhere=system_anywhere, images=images)
     fields = FIELDS | conversation.fields
     tools: list[OfferedTool] = []
     for index, tool in enumerate(body.tools or ()):
@@ -82,6 +84,7 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
         **body.common_fields(),
         messages=conversation.messages,
         continue_final_message=conversation.is_open or None,
+        control_tokens_in_text=body.control_tokens_in_text,
         tools=tools,
         reasoning=_reasoning(body),
     )

@@ -20,13 +20,21 @@ from minisgl.server.constraints import (
     TextFormat,
 )
 from minisgl.server.decoding import decode
-from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCall
+from minisgl.server.messages import (
+    CalledFunction,
+    CustomInput,
+    Images,
+    Message,
+    ToolCall,
+    image_text,
+)
 from minisgl.server.protocol import NULL, ChatRequest
 from minisgl.server.responses_api.history import PlacedItem
 from minisgl.server.responses_api.protocol import (
     SYSTEM_ROLES,
     CallOutput,
     FlatJsonSchema,
+    InputImagePart,
     InputItem,
     Parts,
     ResponsesRequest,
@@ -138,14 +146,16 @@ def _bracketed(path: str) -> str:
     return INDEX.sub(r"[\1]", path)
 
 
-def chat_of(body: ResponsesRequest, items: Sequence[PlacedItem], *, system_anywhere: bool) -> Chat:
+def chat_of(
+    body: ResponsesRequest, items: Sequence[PlacedItem], *, system_anywhere: bool, images: Images
+) -> Chat:
     """The chat that a request asks for; raises InvalidRequestError.
 
     items: of the whole conversation. system_anywhere: whether the chat template takes a system
-    message after others. Otherwise all are joined to the first one.
+    message after others. Otherwise all are joined to the first one. images: what becomes of them.
     """
     tools = ToolBox(body.tools or ())
-    turns = _turns(body.instructions, items, tools, system_anywhere=system_anywhere)
+    turns = _turns(body.instructions, items, tools, images, system_anywhere=system_anywhere)
     choice, allowed = tools.choice(body.tool_choice)
     logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
@@ -162,6 +172,7 @@ def chat_of(body: ResponsesRequest, items: Sequence[PlacedItem], *, system_anywh
         response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        control_tokens_in_text=body.control_tokens_in_text,
         **logprobs,
     )
     return Chat(chat, turns, tools, allowed)
@@ -174,6 +185,7 @@ def _turns(
     instructions: str | None,
     items: Sequence[PlacedItem],
     tools: ToolBox,
+    images: Images,
     *,
     system_anywhere: bool,
 ) -> list[_Turn]:
@@ -181,7 +193,7 @@ def _turns(
     if instructions:
         turns.append(_Turn("system", "instructions", [instructions]))
     for placed in items:
-        _add(turns, placed.item, placed.path, tools)
+        _add(turns, placed.item, placed.path, tools, images)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
@@ -189,22 +201,22 @@ def _turns(
     return turns
 
 
-def _add(turns: list[_Turn], item: InputItem, path: str, tools: ToolBox) -> None:
+def _add(turns: list[_Turn], item: InputItem, path: str, tools: ToolBox, images: Images) -> None:
     match item.type:
         case None | "message":
-            text = _text(item.content, f"{path}.content")
+            text = _text(item.content, f"{path}.content", images)
             if item.role is None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
             _turn_of(item.role, turns, path).texts.append(text)
         case "reasoning":
-            if text := _text(item.content or item.summary or "", path, between=BREAK):
+            if text := _text(item.content or item.summary or "", path, images, BREAK):
                 _turn_of("assistant", turns, path).reasoning.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, path)
             turn.calls.append(_call(item, path, tools))
             turn.call_paths.append(path)
         case "function_call_output" | "custom_tool_call_output":
-            output = _text(_output(item, path), f"{path}.output")
+            output = _text(_output(item, path), f"{path}.output", images)
             call_id = given(item.call_id, f"{path}.call_id")
             turns.append(_Turn("tool", path, [output], tool_call_id=call_id))
 
@@ -235,10 +247,17 @@ def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
     return ToolCall(call_id, function=CalledFunction(name, item.arguments))
 
 
-def _text(parts: Parts | None, path: str, between: str = "") -> str:
+def _text(parts: Parts | None, path: str, images: Images, between: str = "") -> str:
     if parts is None:
         raise InvalidRequestError(path, "must be a text or a list of text parts.")
-    return parts if isinstance(parts, str) else between.join(part.text for part in parts)
+    if isinstance(parts, str):
+        return parts
+    return between.join(
+        image_text(images, f"{path}.{index}", "input_image")
+        if isinstance(part, InputImagePart)
+        else part.text
+        for index, part in enumerate(parts)
+    )
 
 
 def _joined(texts: Sequence[str]) -> str:

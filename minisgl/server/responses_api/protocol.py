@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.constraints import JsonObjectFormat, Schema, TextFormat
-from minisgl.server.messages import MAX_MESSAGES, Effort, TemplateOptions, Unsupported
+from minisgl.server.messages import MAX_MESSAGES, Effort, Images, TemplateOptions, Unsupported
 from minisgl.server.protocol import (
     NULL,
     CommonFields,
@@ -80,8 +80,13 @@ class RefusedPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     text: str
 
 
+class InputImagePart(Struct, tag_field="type", tag="input_image"):
+    """An image, which is not looked at."""
+
+
 Part: TypeAlias = (
     InputTextPart
+    | InputImagePart
     | OutputTextPart
     | PlainTextPart
     | ReasoningTextPart
@@ -233,6 +238,8 @@ class ResponsesRequest(CommonFields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    control_tokens_in_text: bool | None = None
+    images: Images | None = None
     max_output_tokens: PositiveCount | None = None
     include: list[str] | None = None
     top_logprobs: NumLogprobs | None = None
