@@ -23,6 +23,7 @@ from schemathesis.checks import CHECKS
 from starlette.routing import Route
 from support.fake_engine import FakeEngine
 from support.serving import Served, demo_engine, served
+from support.waiting import LIMIT_S
 
 from minisgl.engine import AsyncEngine
 from minisgl.models.config_reader import CONFIG_FILE
@@ -267,7 +268,7 @@ def test_requests_allowed_by_the_schema_are_accepted(
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url)
+        response = case.call(base_url=demo.url, timeout=LIMIT_S)
         statuses.add(response.status_code)
         case.validate_response(response, excluded_checks=LEFT_OUT)
 
@@ -291,7 +292,7 @@ def test_requests_forbidden_by_the_schema_are_refused(
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url)
+        response = case.call(base_url=demo.url, timeout=LIMIT_S)
         statuses.add(response.status_code)
         case.validate_response(response)
 
@@ -402,7 +403,7 @@ def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url)
+        response = case.call(base_url=demo.url, timeout=LIMIT_S)
         statuses[response.status_code] += 1
         assert 'data: {"error"' not in response.text and "event: error" not in response.text
         if response.headers["content-type"][0].startswith("text/event-stream"):

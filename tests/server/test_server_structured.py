@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from support.scripted_engine import PLAIN_TEMPLATE, ScriptedEngine, qwen
 from support.serving import Served, served
 from support.tool_cases import CLOCK, QUESTION, WEATHER, hermes
+from support.waiting import LIMIT_S
 
 from minisgl.errors import QueueFullError
 from minisgl.text.tokenizer import Tokenizer
@@ -342,7 +343,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_line(
     body = {"messages": [{"role": "user", "content": "?"}]} if "chat" in path else {"prompt": "?"}
     with server.http() as leaving, pytest.raises(httpx.ReadTimeout):
         leaving.post(path, json={**body, "guided_regex": "a+"}, timeout=1.0)
-    assert began.wait(60) and cancelled.wait(60)
+    assert began.wait(LIMIT_S) and cancelled.wait(LIMIT_S)
     assert clients == [""]
 
 
