@@ -13,5 +13,5 @@ cd "$root"
 "$python" -m mypy
 # Tests start hundreds of programs, each of which would otherwise compile every module anew.
 unset PYTHONDONTWRITEBYTECODE
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs --record .ran/plain
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs --record .ran/plain tests
 "$python" -m pytest "$@"
