@@ -171,7 +171,9 @@ def test_far_too_many_template_options_are_refused_before_they_are_decoded(
 ) -> None:
     few = b",".join(b'"k%d":1' % index for index in range(MAX_COMMAS))
     many = b",".join(b'"k%d":1' % index for index in range(260_000))
-    body = b'{"chat_template_kwargs": {%s}, "messages": [{"role": "user", "content": "a"}]}'
+    said = b'[{"role": "user", "content": "a"}]'
+    field = b"input" if kind is ResponsesRequest else b"messages"
+    body = b'{"chat_template_kwargs": {%%s}, "%b": %b}' % (field, said)
     for keys, limit in ((few, f"{MAX_TEMPLATE_OPTIONS} keys"), (many, f"{MAX_COMMAS} commas")):
         with pytest.raises(InvalidRequestError, match=limit) as caught:
             decode(body % keys, kind)

@@ -338,15 +338,8 @@ def sharpened() -> dict[str, Any]:
     schemas["DetokenizeRequest"]["properties"]["tokens"] = {"type": "array", "items": token_id}
     for name in ("ChatRequest", "CompletionRequest"):
         fields = schemas[name]["properties"]
-        fields["stop_token_ids"] = ids
-        fields["logit_bias"] = {
-            "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,2})$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
         fields["n"] = {"type": "integer", "minimum": 1, "maximum": 4}
         fields["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
-        fields["min_tokens"] = {"type": "integer", "minimum": 0, "maximum": 1}
         fields["stream"] = {"const": True}
         fields["logprobs"] = {"const": True} if name == "ChatRequest" else fields["logprobs"]
         schemas[name]["required"] += ["stream", "logprobs"]
@@ -354,9 +347,21 @@ def sharpened() -> dict[str, Any]:
             *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
             *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
             # What schemas cannot say: the syntax of grammars; and the model has neither.
-            *("tools", "tool_choice", "thinking_token_budget", *CONSTRAINTS),
+            *("tools", "tool_choice", "thinking_token_budget"),
         )
-        for field in (*useless, *(field for group in SAMPLER_DETAILS.values() for field in group)):
+        for field in useless:
+            fields.pop(field, None)
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest"):
+        fields = schemas[name]["properties"]
+        fields["stop_token_ids"] = ids
+        fields["logit_bias"] = {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,2})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+        fields["min_tokens"] = {"type": "integer", "minimum": 0, "maximum": 1}
+        details = (field for group in SAMPLER_DETAILS.values() for field in group)
+        for field in (*CONSTRAINTS, *details):
             fields.pop(field, None)
     for name in ("tools", "tool_choice"):
         del schemas["TokenizeRequest"]["properties"][name]
@@ -366,8 +371,8 @@ def sharpened() -> dict[str, Any]:
         fields = schemas[name]["properties"]
         fields["messages"] = {**prompt, "minItems": 1, "maxItems": 2}
         fields["stream"] = {"const": True}
-        for field in ("tools", "tool_choice", "output_config", "output_format", "system"):
-            del fields[field]
+        for field in ("tools", "tool_choice", "output_config", "output_format", "system", "stop"):
+            fields.pop(field, None)  # `stop` is none beside `stop_sequences`
     schemas["InputItem"] = {
         "type": "object",
         "properties": {"role": {"enum": ["user", "developer"]}, "content": text},

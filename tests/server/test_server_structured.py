@@ -329,7 +329,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_line(
     began, cancelled = threading.Event(), threading.Event()
     clients: list[str] = []
 
-    async def compile(structured: object, client: str = "", /) -> NoReturn:
+    async def compile(structured: object, client: str = "") -> NoReturn:
         clients.append(client)
         began.set()
         try:
@@ -350,7 +350,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_line(
 def test_too_many_grammars_in_line_are_a_429(
     server: Served[ScriptedEngine], http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def compile(structured: object, client: str = "", /) -> NoReturn:
+    async def compile(structured: object, client: str = "") -> NoReturn:
         raise QueueFullError("Many grammars wait to be compiled; try again later.")
 
     monkeypatch.setattr(server.engine, "compile", compile)
