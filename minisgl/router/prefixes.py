@@ -77,7 +77,7 @@ class PrefixTree:
         for _ in range(MAX_DEPTH):
             child = self._child(node, key, found)
             if child is None or not key.startswith(child.run, found):
-                return
+                break
             node, found = child, found + len(child.run)
         if found == len(key) and node is not self._root and not node.children:
             self._forget(node)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl.router.fleet import Fleet, ReplicaState
 from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
-from minisgl.router.prefixes import NODE_BYTES, PrefixTree
+from minisgl.router.prefixes import MAX_DEPTH, NODE_BYTES, PrefixTree
 from minisgl.router.table import BLOCK_BYTES, MAX_AHEAD, MAX_KEY_BYTES, RouteTable, is_uneven
 
 IDLE = {"a": 0, "b": 0, "c": 0}
@@ -53,6 +54,32 @@ def test_a_tree_forgets_the_least_recently_used_keys_first(
                 break
             newest.add(recent)
         assert all(tree.match(recent) == len(recent) for recent in newest)
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_keys_that_differ_each_a_little_further_on_make_no_longer_walks(ascending: bool) -> None:
+    tree, long = PrefixTree(64 << 20), b"x" * 2000
+    lengths = range(len(long)) if ascending else reversed(range(len(long)))
+    for length in lengths:
+        tree.add(long[:length] + b"y")
+    tree.check()
+    assert tree.match(long) == MAX_DEPTH  # one byte a node
+    assert tree.match(long[:50] + b"y") == 51
+
+
+@given(keys=KEYS, removed=KEYS)
+def test_a_tree_forgets_a_key_that_is_taken_back_unless_others_go_on(
+    keys: list[bytes], removed: list[bytes]
+) -> None:
+    tree = PrefixTree(1 << 20)
+    for key in keys:
+        tree.add(key)
+    for key in removed:
+        before = [tree.match(other) for other in (key, *keys)]
+        if tree.add(key):
+            tree.remove(key)
+        tree.check()
+        assert [tree.match(other) for other in (key, *keys)] == before
 
 
 @given(data=st.data(), policy=st.sampled_from(POLICIES))
@@ -140,3 +167,20 @@ def test_the_other_policies_ignore_prefixes() -> None:
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=f"allowed: {CACHE}, {LEAST_LOADED} or {ROUND_ROBIN}"):
         RouteTable("random")
+
+
+def test_a_prompt_that_a_replica_refused_is_not_remembered_nor_told() -> None:
+    fleet = Fleet(["a", "b"], CACHE)
+    fleet.update([ReplicaState(is_ready=True), ReplicaState(is_ready=True)])
+    told: list[int] = []
+    fleet.tell = lambda key, index, start: told.append(index)
+    route = fleet.choose(LONG)
+    assert fleet._table.matches(LONG, [0, 1])[route.replica.index] == len(LONG)  # at once
+    fleet.answered(LONG, route, accepted=False)
+    assert fleet._table.matches(LONG, [0, 1]) == {0: 0, 1: 0} and not told
+    route = fleet.choose(LONG)
+    fleet.answered(LONG, route, accepted=True)
+    again = fleet.choose(LONG)
+    assert again.replica is route.replica and told == [route.replica.index]
+    fleet.answered(LONG, again, accepted=False)  # now it is full; the prompt is in its cache
+    assert fleet._table.matches(LONG, [0, 1])[route.replica.index] == len(LONG)
