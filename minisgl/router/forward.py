@@ -28,6 +28,7 @@ from minisgl.server.auth import client_of
 from minisgl.server.bodies import read_bytes
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.handover import PREFILL, PREFILLED, Offered
+from minisgl.server.leaving import until_left
 from minisgl.server.messages_api.paths import OVERLOADED
 from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER
 from minisgl.server.root_path import route_path
@@ -67,7 +68,7 @@ class Forward:
         if scope["method"] == "POST" and not holder:
             key = route_key(path, body, client_of(scope))
         request = write_request(scope, body)
-        leaving = asyncio.ensure_future(_until_left(receive))
+        leaving = asyncio.ensure_future(until_left(receive))
         try:
             await _Answer(self._fleet, scope, send, leaving).give(request, key, holder)
         finally:
@@ -245,11 +246,6 @@ def write_request(scope: Scope, body: bytes) -> bytes:
 def with_header(request: bytes, name: bytes, value: bytes) -> bytes:
     line, _, rest = request.partition(b"\r\n")
     return b"%s\r\n%s: %s\r\n%s" % (line, name, value, rest)
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _code(body: bytes) -> object:
