@@ -1,8 +1,9 @@
 """Normalizes the environment of the tests and of the programs that they start.
 
-Ctrl-C works also where the shell runs the tests in the background and has them ignore it. Programs
-ask their own terminal for its size, since pytest-xdist exports the size of another one. Hypothesis
-has no deadline and draws as slowly as it must: no test fails because its machine was busy.
+Ctrl-C and SIGHUP work also where a shell that runs the tests in the background, or `nohup`, has
+them ignored: the programs that tests start would inherit that. Programs ask their own terminal for
+its size, since pytest-xdist exports the size of another one. Hypothesis has no deadline and draws
+as slowly as it must: no test fails because its machine was busy.
 
 torch has one thread unless told otherwise: with models this small a second one only waits, and
 takes a core for it. HTTP clients know one certificate: they would load the world's, each anew, and
@@ -27,6 +28,8 @@ from support.tls import CERTIFICATE
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
