@@ -57,7 +57,7 @@ class LLM:
         self._thread.start()
         try:
             with LoadProgress() as progress:
-                self.engine = self._wait_for(AsyncEngine.start(config, progress))
+                self._wait_for(self._start(config, progress))
         except Exception:
             self._stop_loop()
             raise
@@ -146,6 +146,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def _start(self, config: EngineConfig, progress: LoadProgress) -> None:
+        self.engine = await AsyncEngine.start(config, progress)
+
     def _stop_loop(self) -> None:
         with self._entry:
             self._closed = True
@@ -160,6 +163,8 @@ class LLM:
 
     async def _stop_after_others(self) -> None:
         """Stop the loop once all other tasks have ended, so that no caller waits for ever."""
+        if hasattr(self, "engine"):  # Ctrl-C came when it had just started, or it is closed already
+            await self.engine.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()

@@ -180,6 +180,23 @@ def test_a_failed_load_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
+def test_ctrl_c_at_the_very_end_of_a_load_closes_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait_for = LLM._wait_for
+
+    def interrupted(llm: LLM, work: Any) -> None:
+        wait_for(llm, work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "_wait_for", interrupted)
+    before = {*threading.enumerate()}
+    with pytest.raises(KeyboardInterrupt):
+        LLM(device="cpu", num_pages=100)
+    left = {*threading.enumerate()} - before
+    assert not [thread.name for thread in left if thread.name.startswith("minisgl")]
+
+
 def test_iterators_of_prompts_are_accepted_and_bytes_are_refused(llm: LLM) -> None:
     expected = [output.token_ids for output in llm.generate(["a", [5, 6]], GREEDY)]
     made: Iterator[Any] = (prompt for prompt in ("a", iter([5, 6])))

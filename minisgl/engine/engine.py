@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -167,7 +167,8 @@ class AsyncEngine:
     async def start(cls, config: EngineConfig, progress: Report | None = None) -> AsyncEngine:
         """Load the model in a thread and return the running engine. Raises MinisglError.
 
-        If the caller is cancelled, the thread goes on until it next reports progress.
+        If the caller is cancelled, the thread goes on until it next reports progress, or frees
+        what it has loaded.
         """
         cancelled = threading.Event()
 
@@ -177,10 +178,14 @@ class AsyncEngine:
             if progress is not None:
                 progress(phase, fraction)
 
+        thread = ThreadPoolExecutor(1, "minisgl-load")
+        loading = thread.submit(load, config, report)
+        thread.shutdown(wait=False)
         try:
-            return cls(await asyncio.to_thread(load, config, report))
+            return cls(await asyncio.wrap_future(loading))
         except asyncio.CancelledError:
             cancelled.set()
+            loading.add_done_callback(_free_loaded)
             raise
 
     # -- requests ----------------------------------------------------------------------------------
@@ -897,6 +902,12 @@ def forked(process_id: int) -> str:
         f"The model was loaded by process {process_id}, of which this one is a fork: a fork has "
         "neither its threads nor its device. Load it here, or start processes by spawn."
     )
+
+
+def _free_loaded(loading: Future[Loaded[Any]]) -> None:
+    """Free what was loaded for a caller that has gone."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().runner.close()
 
 
 def _ending(request: Request, now: float) -> str:

@@ -49,6 +49,7 @@ class Shard:
         order = ["--random-order", f"--random-order-seed={self.seed}"]
         return [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"),
+            "--tb=native",  # the only one that shows frames which an alarm interrupted anywhere
             f"--junitxml={report}",
             *(order if self.kind == "shuffled" else []),
             *arguments,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
+from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, loaded, params
 from support.fake_runner import expected_output
-from support.waiting import until
+from support.waiting import LIMIT_S, until
 
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -223,6 +228,27 @@ async def test_eos_counts_as_a_token_but_has_no_text(runner: ScriptedRunner) -> 
         text = "".join(delta.text for delta in deltas)
         assert text == engine.tokenizer.decode(tokens[:-1])
         assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, EOS)
+
+
+async def test_what_was_loaded_for_a_caller_that_has_gone_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = ScriptedRunner(page_size=4)
+    is_loading, may_end = threading.Event(), threading.Event()
+
+    def load(*_: object) -> Loaded[Any]:
+        is_loading.set()
+        assert may_end.wait(LIMIT_S)
+        return loaded(runner, overlap=True, tokenizer=False)
+
+    monkeypatch.setattr("minisgl.engine.engine.load", load)
+    starting = asyncio.ensure_future(AsyncEngine.start(EngineConfig()))
+    await until(is_loading.is_set)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    may_end.set()
+    await until(lambda: runner.closed)
 
 
 @pytest.mark.parametrize("method", ["settle", "plan", "fail", "cancel"])

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import FAKE_SERVER, HELLO, error_of, running, session, wait_for_health
+from support.processes import check_running
 from support.tls import CERTIFICATE, KEY, LOCKED_KEY, OTHER_KEY
 from support.waiting import LIMIT_S
 
@@ -277,7 +278,7 @@ def test_a_socket_is_removed_when_loading_is_interrupted(tmp_path: Path) -> None
     with running(str(FAKE_SERVER), *arguments) as process:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path), retries=20)) as http:
             while not path.exists():
-                assert process.poll() is None
+                check_running(process)
             assert http.get("http://localhost/health").status_code == 503
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT_S)
