@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from llguidance import StructTag, regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from minisgl.errors import InvalidRequestError
+from minisgl.grammar.gbnf import to_lark
 from minisgl.request import StructuredOutput
 
 MAX_BYTES = 1 << 20
@@ -27,7 +26,6 @@ LIMIT_KEYS = frozenset(
     f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")
 )
 VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))
-GBNF_ESCAPE = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.S)
 GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 LARK = re.compile(r"(?m)^\s*(start\s*(\[.*\])?:|%llguidance\b)")
 
@@ -166,23 +164,11 @@ def _lark(text: str) -> str:
     if LARK.search(text) or not GBNF.search(text):
         return text
     try:
-        return gbnf_to_lark(GBNF_ESCAPE.sub(_character, text))
+        return to_lark(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except Exception as error:  # its own type, KeyError, plain Exception
+    except ValueError as error:
         raise ValueError(f"as GBNF (it has `::=`): {error}") from error
-
-
-def _character(escape: re.Match[str]) -> str:
-    r"""A character for \u or \U, which Lark has not; other escapes stay as they are."""
-    if escape[1][0] not in "uU" or len(escape[1]) == 1:
-        return escape[0]
-    code = int(escape[1][1:], 16)
-    if code < 0x80:
-        return f"\\x{code:02x}"
-    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
-        raise ValueError(f"{escape[0]} is not a character")
-    return chr(code)
 
 
 def _structural_tags(tag: dict[str, Any], source: Source) -> str:
