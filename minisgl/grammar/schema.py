@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llguidance import LLMatcher
+
 # Keywords by what they hold: a schema, a list of schemas, or schemas by name.
 ONE = (
     *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else"),
@@ -167,11 +169,21 @@ def _has_value(keyword: str, prefix: str = "") -> Callable[[re.Match[str]], Test
     return lambda found: lambda part: keyword if part.get(keyword) == prefix + found[1] else None
 
 
-def _quoted(keyword: str) -> Callable[[re.Match[str]], Test]:
-    def find(found: re.Match[str]) -> Test:
-        return lambda part: keyword if str(part.get(keyword, found)) in found.string else None
+def _has_bad_regex(_: re.Match[str]) -> Test:
+    """The message quotes a regex as it was converted, so each is tried."""
 
-    return find
+    def keyword_of(part: Schema) -> str | None:
+        for keyword, regexes in (
+            ("pattern", [part.get("pattern")]),
+            ("patternProperties", part.get("patternProperties")),
+        ):
+            for regex in regexes or ():
+                grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': regex})}"
+                if isinstance(regex, str) and LLMatcher.validate_grammar(grammar):
+                    return keyword
+        return None
+
+    return keyword_of
 
 
 COMPLAINTS = (
@@ -182,7 +194,7 @@ COMPLAINTS = (
     _Complaint(re.compile(r"Pointer '(.*)' does not exist"), _has_value("$ref", "#")),
     _Complaint(re.compile(r"Resource '(.*)' is not present"), _has_value("$ref")),
     _Complaint(re.compile("patternProperty regexes"), _has("patternProperties")),
-    _Complaint(re.compile("regex|look"), _quoted("pattern")),
+    _Complaint(re.compile("regex|look"), _has_bad_regex),
     _Complaint(re.compile(r"(\w+) \([^)]*\) is greater than"), _named),
     _Complaint(re.compile(r"for '(\w+)'"), _named),
     _Complaint(re.compile("required property"), _has("required")),

@@ -74,6 +74,11 @@ def test_of_a_schema_that_is_enforced_nothing_is_ignored(bench: GrammarBench) ->
 WRONG: dict[str, tuple[Any, str]] = {
     "itself": ({"$ref": "#"}, "at /$ref: nothing can satisfy it."),
     "lookahead": ({"properties": {"a": {"pattern": "(?=a)b"}}}, "at /properties/a/pattern: "),
+    "beside_it": (
+        {"properties": {"a": {"pattern": r"\d"}, "b": {"pattern": r"^(?!x)\d+$"}}},
+        "at /properties/b/pattern: ",
+    ),
+    "in_name": ({"patternProperties": {"a": {}, r"(?=x)\d": {}}}, "at /patternProperties: "),
     "remote": ({"items": {"$ref": "http://127.0.0.1/x"}}, "at /items/$ref: "),
     "missing": ({"items": {"$ref": "#/$defs/x"}}, "at /items/$ref: "),
     "type": ({"items": {"type": "text"}}, "at /items/type: Invalid type: text."),
@@ -523,6 +528,25 @@ def test_limits_may_be_written_as_decimals() -> None:
     matcher = ByteMatcher(StructuredOutput(json_schema={"type": "array", **schema}, strict=True))
     assert matcher.accepts('["a", "a"]') and matcher.accepts('[{"maxItems": 1.5}]')
     assert not matcher.accepts('["a", "a", "a"]')
+
+
+def test_under_draft_7_an_id_beside_a_reference_does_not_count() -> None:
+    """The case of JSON-Schema-Test-Suite; later drafts have it count."""
+    definitions = {
+        "foo": {"$id": "http://localhost:1234/sibling_id/foo.json", "type": "string"},
+        "base_foo": {"$id": "foo.json", "type": "number"},
+    }
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "http://localhost:1234/sibling_id/base/",
+        "definitions": definitions,
+        "allOf": [{"$id": "http://localhost:1234/sibling_id/", "$ref": "foo.json"}],
+    }
+    matcher = ByteMatcher(StructuredOutput(json_schema=schema, strict=True))
+    assert matcher.accepts("1") and not matcher.accepts('"a"')
+    del schema["$schema"]
+    matcher = ByteMatcher(StructuredOutput(json_schema=schema, strict=True))
+    assert matcher.accepts('"a"') and not matcher.accepts("1")
 
 
 def test_properties_come_in_the_order_of_the_schema() -> None:
