@@ -11,7 +11,8 @@ import msgspec
 from llguidance import StructTag, regex_to_lark
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.gbnf import to_lark
+from minisgl.grammar import gbnf
+from minisgl.grammar.lexemes import to_lark
 from minisgl.request import StructuredOutput
 
 MAX_BYTES = 1 << 20
@@ -164,7 +165,7 @@ def _lark(text: str) -> str:
     if LARK.search(text) or not GBNF.search(text):
         return text
     try:
-        return to_lark(text)
+        return to_lark(gbnf.read(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:

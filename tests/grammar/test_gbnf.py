@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.grammars import ByteMatcher
 
-from minisgl.grammar.gbnf import to_lark
+from minisgl.grammar.gbnf import read
+from minisgl.grammar.lexemes import to_lark
 from minisgl.request import StructuredOutput
 
 # llama.cpp's examples, in our own words.
@@ -73,7 +74,7 @@ def test_examples_allow_what_they_describe(
 
 
 def test_what_does_not_compete_stays_one_lexeme() -> None:
-    lark = to_lark('root ::= "(" root ")" | [a-z]+ [0-9]*')
+    lark = to_lark(read('root ::= "(" root ")" | [a-z]+ [0-9]*'))
     assert len([line for line in lark.splitlines() if line.startswith("T")]) == 3
 
 
@@ -99,7 +100,7 @@ def test_what_does_not_compete_stays_one_lexeme() -> None:
 )
 def test_errors_name_the_place(grammar: str, said: str) -> None:
     with pytest.raises((ValueError, RecursionError)) as caught:
-        to_lark(grammar)
+        to_lark(read(grammar))
     assert said in str(caught.value)
 
 
