@@ -180,13 +180,14 @@ class AsyncEngine:
 
         thread = ThreadPoolExecutor(1, "minisgl-load")
         loading = thread.submit(load, config, report)
-        thread.shutdown(wait=False)
         try:
             return cls(await asyncio.wrap_future(loading))
         except asyncio.CancelledError:
             cancelled.set()
             loading.add_done_callback(_free_loaded)
             raise
+        finally:
+            thread.shutdown(wait=loading.done())
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -360,12 +360,13 @@ def sharpened() -> dict[str, Any]:
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
         fields["min_tokens"] = {"type": "integer", "minimum": 0, "maximum": 1}
-        details = (field for group in SAMPLER_DETAILS.values() for field in group)
+    details = [field for group in SAMPLER_DETAILS.values() for field in group]
+    for name in REQUESTS:
         for field in (*CONSTRAINTS, *details):
-            fields.pop(field, None)
+            schemas[name]["properties"].pop(field, None)
     for name in ("tools", "tool_choice"):
         del schemas["TokenizeRequest"]["properties"][name]
-    schemas["InputMessage"]["properties"] |= {"role": {"enum": ["user", "system"]}, "content": text}
+    schemas["InputMessage"]["properties"] |= {"role": {"const": "user"}, "content": text}
     prompt = {"type": "array", "items": {"$ref": "#/components/schemas/InputMessage"}}
     for name in ("MessagesRequest", "CountTokensRequest"):
         fields = schemas[name]["properties"]
