@@ -218,16 +218,18 @@ class ServerConnection(HttpToolsProtocol):
         self._is_silent = False
         if self._phase is Phase.IDLE:
             self._enter(Phase.HEAD)
-        elif self._phase is Phase.BODY and self.cycle.response_complete:
-            self._num_unread += len(data)
-            if self._num_unread > MAX_UNREAD_BYTES:
-                self.linger()
-                return
         for start in range(0, len(data), PIECE_BYTES):
-            fault = self._feed(data[start : start + PIECE_BYTES])
+            piece = data[start : start + PIECE_BYTES]
+            fault = self._feed(piece)
             if fault is not None:
                 self._refuse(fault)
                 return
+            # Not before it was fed: it may have the end of this body, and the next request.
+            if self._phase is Phase.BODY and self.cycle.response_complete:
+                self._num_unread += len(piece)
+                if self._num_unread > MAX_UNREAD_BYTES:
+                    self.linger()
+                    return
 
     # -- called by the parser ---------------------------------------------------------------------
 

@@ -355,6 +355,19 @@ async def test_little_is_parsed_of_a_body_that_arrives_after_the_answer(head: by
         await until(lambda: not here.connections.connections)
 
 
+async def test_a_large_request_may_come_with_the_end_of_a_body_that_was_not_waited_for() -> None:
+    """As of clients that have their answer before they have sent all of their body."""
+    async with site() as here, here.client() as client:
+        client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
+        assert (await client.answer()).status == 404
+        connection = await here.only(Phase.BODY)
+        client.send(b"{")
+        await until(lambda: connection._num_unread == 1)
+        body = QUESTION + b" " * (4 * MAX_UNREAD_BYTES)
+        client.send(b"}" + POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert (await client.answer()).status == 200
+
+
 # -- time -----------------------------------------------------------------------------------------
 
 
