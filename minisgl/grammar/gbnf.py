@@ -118,9 +118,9 @@ class _Reader:
         if (sign := token["repeat"]) in COUNTS:
             least, most = COUNTS[sign]
         else:
-            least = int(token["least"])
-            most = least if token["comma"] is None else int(token["most"] or -1)
-            most = None if most == -1 else most
+            least = most = int(token["least"])
+            if token["comma"]:
+                most = int(token["most"]) if token["most"] else None
         if most is not None and most < least:
             raise self._wrong(f"at least {least} and at most {most} contradict each other", -1)
         if most == 0:

@@ -180,67 +180,6 @@ class _Grammar:
         return together
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Writes a grammar in Lark, with a terminal for each lexeme."""
-
-    def __init__(self, grammar: _Grammar) -> None:
-        self._grammar = grammar
-        self._names = {name: f"r{i}" for i, name in enumerate(grammar.rules)} | {ROOT: "start"}
-        self._terminals: dict[str, str] = {}  # names by definitions
-
-    def lark(self) -> str:
-        lines = [f"{self._names[name]}: {self._rule(p)}" for name, p in self._grammar.rules.items()]
-        lines += [f"{name}: {definition}" for definition, name in self._terminals.items()]
-        return "\n".join(lines)
-
-    def _rule(self, part: _Placed) -> str:
-        if part.is_lexical:
-            return self._lexeme(part)
-        if part.kind == "rule":
-            return self._names[part.part.name]
-        inner = [self._rule(each) for each in part.parts]
-        match part.kind:
-            case "choice":
-                return f"({' | '.join(inner)})"
-            case "repeat":
-                return f"({inner[0]}){_count(part.part)}"
-        return f"({' '.join(inner)})"
-
-    def _lexeme(self, part: _Placed) -> str:
-        """A lexeme has at least one character; without any it is left out."""
-        ends = self._grammar.ends_of(part)
-        if not ends.first:
-            return '""'
-        definition = f"/{_regex(part)}/{' & /(?s:.+)/' if ends.is_empty else ''}"
-        name = self._terminals.setdefault(definition, f"T{len(self._terminals)}")
-        return f"{name}?" if ends.is_empty else name
-
-
-def _regex(part: _Placed) -> str:
-    inner = [_regex(each) for each in part.parts]
-    match part.kind:
-        case "chars":
-            if part.part.ranges == ANY:
-                return "(?s:.)"
-            return f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in part.part.ranges)}]"
-        case "choice":
-            return f"(?:{'|'.join(inner)})"
-        case "repeat":
-            return f"(?:{inner[0]}){_count(part.part)}"
-    return "".join(inner)
-
-
-def _escaped(code: int) -> str:
-    return f"\\x{{{code:X}}}"
-
-
-def _count(part: Part) -> str:
-    return f"{{{part.least},{'' if part.most is None else part.most}}}"
-
-
 def _recursive(rules: dict[str, Part]) -> set[str]:
     """The rules that can come to themselves again."""
     used = {
@@ -304,3 +243,64 @@ def _lead(code: int) -> int:
     if code in SURROGATES:
         return 0xED
     return chr(code).encode()[0]
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes a grammar in Lark, with a terminal for each lexeme."""
+
+    def __init__(self, grammar: _Grammar) -> None:
+        self._grammar = grammar
+        self._names = {name: f"r{i}" for i, name in enumerate(grammar.rules)} | {ROOT: "start"}
+        self._terminals: dict[str, str] = {}  # names by definitions
+
+    def lark(self) -> str:
+        lines = [f"{self._names[name]}: {self._rule(p)}" for name, p in self._grammar.rules.items()]
+        lines += [f"{name}: {definition}" for definition, name in self._terminals.items()]
+        return "\n".join(lines)
+
+    def _rule(self, part: _Placed) -> str:
+        if part.is_lexical:
+            return self._lexeme(part)
+        if part.kind == "rule":
+            return self._names[part.part.name]
+        inner = [self._rule(each) for each in part.parts]
+        match part.kind:
+            case "choice":
+                return f"({' | '.join(inner)})"
+            case "repeat":
+                return f"({inner[0]}){_count(part.part)}"
+        return f"({' '.join(inner)})"
+
+    def _lexeme(self, part: _Placed) -> str:
+        """A lexeme has at least one character; without any it is left out."""
+        ends = self._grammar.ends_of(part)
+        if not ends.first:
+            return '""'
+        definition = f"/{_regex(part)}/{' & /(?s:.+)/' if ends.is_empty else ''}"
+        name = self._terminals.setdefault(definition, f"T{len(self._terminals)}")
+        return f"{name}?" if ends.is_empty else name
+
+
+def _regex(part: _Placed) -> str:
+    inner = [_regex(each) for each in part.parts]
+    match part.kind:
+        case "chars":
+            if part.part.ranges == ANY:
+                return "(?s:.)"
+            return f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in part.part.ranges)}]"
+        case "choice":
+            return f"(?:{'|'.join(inner)})"
+        case "repeat":
+            return f"(?:{inner[0]}){_count(part.part)}"
+    return "".join(inner)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{{{code:X}}}"
+
+
+def _count(part: Part) -> str:
+    return f"{{{part.least},{'' if part.most is None else part.most}}}"
