@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
@@ -27,18 +28,18 @@ def bench(
     --json side by side.
     """
     set_up_logging(default="WARNING")
-    from minisgl.bench import run
+    from minisgl.bench.offline import bench_offline
 
-    return run(engine, bench, workload, report)
+    return asyncio.run(bench_offline(engine, bench, workload, report))
 
 
 @takes_options
 def bench_latency(engine: EngineConfig, bench: LatencyConfig, report: ReportConfig) -> int:
     """Measure the time per output token at several batch sizes."""
     set_up_logging(default="WARNING")
-    from minisgl.bench import run_latency
+    from minisgl.bench.latency import bench_latency
 
-    return run_latency(engine, bench, report)
+    return asyncio.run(bench_latency(engine, bench, report))
 
 
 @takes_options
@@ -51,9 +52,11 @@ def bench_serve(
 ) -> int:
     """Measure a server over HTTP: one that is started for the run, or any at --url."""
     set_up_logging(default="WARNING")
-    from minisgl.bench import run_serve
+    from minisgl.bench.serve import bench_serve
+    from minisgl.server.process import new_event_loop
 
-    return run_serve(engine, bench, workload, load, report)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(bench_serve(engine, bench, workload, load, report))
 
 
 def bench_compare(
@@ -61,6 +64,6 @@ def bench_compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
 ) -> int:
     """Show two results of --json side by side, with ratios."""
-    from minisgl.bench import run_compare
+    from minisgl.bench.report.compare import compare
 
-    return run_compare(first, second)
+    return compare(first, second)

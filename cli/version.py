@@ -59,7 +59,8 @@ def _hardware() -> Iterator[str]:
         for gpu_name in environment.gpus:
             yield f"gpu of the machine {gpu_name}"
     found = available_backends(capability, (LAYER,))
-    yield f"attention prefill {', '.join(found.prefill)}; decode {', '.join(found.decode)}"
+    prefill, decode = (", ".join(found.best_first(phase)) for phase in ("prefill", "decode"))
+    yield f"attention prefill {prefill}; decode {decode}"
     for name, reason in found.missing.items():
         yield f"attention without {name}: {reason}"
     for name, computed in describe_formats(capability).items():

@@ -1,4 +1,4 @@
-"""minisgl: a compact, very fast inference engine for large language models."""
+"""minisgl: a very fast inference engine for large language models."""
 
 from __future__ import annotations
 

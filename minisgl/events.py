@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 
@@ -51,29 +51,22 @@ def joined(events: Iterable[Event]) -> list[Event]:
     """The same events, with texts that follow each other made one."""
     runs: list[tuple[Event, list[str]]] = []  # an event, and the texts of all of its kind
     for event in events:
-        last = runs[-1][0] if runs else None
-        match event:
-            case CallStart() | CallEnd():
-                runs.append((event, []))
-            case CallArguments(index=index):
-                if isinstance(last, CallArguments) and last.index == index:
-                    runs[-1][1].append(event.text)
-                else:
-                    runs.append((event, [event.text]))
-            case _:
-                if type(event) is type(last):
-                    runs[-1][1].append(event.text)
-                else:
-                    runs.append((event, [event.text]))
-    return [_with_text(event, texts) if len(texts) > 1 else event for event, texts in runs]
+        if isinstance(event, CallStart | CallEnd):
+            runs.append((event, []))
+        elif runs and _continues(runs[-1][0], event):
+            runs[-1][1].append(event.text)
+        else:
+            runs.append((event, [event.text]))
+    return [
+        event
+        if isinstance(event, CallStart | CallEnd) or len(texts) == 1
+        else replace(event, text="".join(texts))
+        for event, texts in runs
+    ]
 
 
-def _with_text(event: Event, texts: list[str]) -> Event:
-    text = "".join(texts)
-    match event:
-        case CallArguments(index=index):
-            return CallArguments(index, text)
-        case ReasoningText():
-            return ReasoningText(text)
-        case _:
-            return ContentText(text)
+def _continues(before: Event, event: Event) -> bool:
+    """Whether the text of `event` goes on with that of `before`."""
+    if isinstance(before, CallArguments) and isinstance(event, CallArguments):
+        return before.index == event.index
+    return type(before) is type(event)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
+from minisgl.parameters import Role, check_number, number, parameters_of
 
 if TYPE_CHECKING:  # imports numpy, which takes a while
     from minisgl.matcher import Matcher
@@ -80,7 +81,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """A grammar of tool calls, made by `minisgl.grammar.tools`."""
+    """A grammar of tool calls, made by `minisgl.grammar.tool_grammars`."""
 
     text: str  # in llguidance's own form
     parts: tuple[StructuredOutput, ...]  # from which it is made, to say which of them is wrong
@@ -111,29 +112,41 @@ class SamplingParams:
     """The sampling parameters of one request. Raises InvalidRequestError, naming the field.
 
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
-    logit_bias, repetition, frequency and presence penalty, masking, temperature, min_p,
-    top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
+    logit_bias, repetition, frequency and presence penalty, masking, temperature,
+    top_n_sigma, min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0,
+    the argmax.
+
+    top_n_sigma keeps the tokens whose logit is at least max - n·σ (Tang et al., "Top-nσ", arXiv
+    2411.07641). As in llama.cpp, σ is the standard deviation of the logits before temperature, so
+    that temperature does not change what is kept, and of the tokens that may be sampled: masked
+    ones do not count.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    max_tokens: int | None = None  # None: the rest of the context
-    min_tokens: int = 0  # before it, EOS and stop_token_ids are masked, stop strings ignored
+    temperature: float = number(1.0, 0, 2, column=0)
+    top_p: float = number(1.0, 0, 1, column=1, role=Role.FILTER)
+    top_k: int = number(0, -1, MAX_INTEGER, kind=int, column=1, role=Role.FILTER)  # 0 or -1: off
+    min_p: float = number(0.0, 0, 1, column=2, role=Role.FILTER)
+    top_n_sigma: float = number(0.0, -1, 100, column=6, role=Role.RARE_FILTER)  # 0 or less: off
+    max_tokens: int | None = number(None, 0, MAX_INTEGER, kind=int)  # None: the rest of the context
+    # Before it, EOS and stop_token_ids are masked, and stop strings ignored.
+    min_tokens: int = number(0, 0, MAX_INTEGER, kind=int, column=2)
     stop: Sequence[str] = ()
     include_stop: bool = False  # keep the matched stop string in the text
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None: drawn at submission
-    presence_penalty: float = 0.0  # over generated tokens
-    frequency_penalty: float = 0.0  # over generated tokens
-    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    seed: int | None = number(None, -(2**63), 2**63 - 1, kind=int)  # None: drawn at submission
+    # Over generated tokens.
+    presence_penalty: float = number(0.0, -2, 2, column=5, role=Role.PENALTY)
+    frequency_penalty: float = number(0.0, -2, 2, column=4, role=Role.PENALTY)
+    # Over prompt and generated tokens. The bounds are wider than any use, and safe from underflow
+    # and overflow in float32.
+    repetition_penalty: float = number(1.0, 1e-6, 1e6, column=3, role=Role.PENALTY)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None  # all others are masked, EOS as well
     bad_words: Sequence[str] = ()  # the last token of each is masked behind those before it
-    logprobs: int | None = None  # 0: of the sampled token; n: also of the n likeliest
-    prompt_logprobs: int | None = None
+    # 0: of the sampled token; n: also of the n likeliest
+    logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
+    prompt_logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None  # the tokens that would violate it are masked
 
@@ -145,17 +158,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_rules()
 
-        self._check_number("temperature", self.temperature, 0, 2)
-        self._check_number("top_p", self.top_p, 0, 1)
-        self._check_number("min_p", self.min_p, 0, 1)
-        self._check_number("presence_penalty", self.presence_penalty, -2, 2)
-        self._check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        # Wider than any use, and safe from underflow and overflow in float32.
-        self._check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        self._check_integer("top_k", self.top_k, -1, MAX_INTEGER)
-        self._check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
+        for parameter in SAMPLED:
+            self._check(parameter.name)
+        self._check("max_tokens")
         if self.max_tokens is not None:
-            self._check_integer("max_tokens", self.max_tokens, 0, MAX_INTEGER)
             if self.max_tokens == 0 and self.prompt_logprobs is None:
                 raise InvalidRequestError(
                     "max_tokens", "must be at least 1 (0 is only allowed with prompt_logprobs)."
@@ -164,11 +170,8 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}."
                 )
-        if self.seed is not None:
-            self._check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                self._check_integer(name, count, 0, MAX_LOGPROBS)
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            self._check(name)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed.")
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -178,12 +181,12 @@ class SamplingParams:
                 "logit_bias", f"with stop_token_ids at most {MAX_LOGIT_BIAS} entries are allowed."
             )
         for index, token_id in enumerate(self.stop_token_ids):
-            self._check_integer("stop_token_ids", token_id, 0, MAX_INTEGER, f"entry {index} ")
+            check_number("stop_token_ids", token_id, int, 0, MAX_INTEGER, f"entry {index} ")
         if not isinstance(self.structured, StructuredOutput | None):
             raise InvalidRequestError("structured", "must be a StructuredOutput.")
         for token_id, bias in self.logit_bias.items():
-            self._check_integer("logit_bias", token_id, 0, MAX_INTEGER, "each key ")
-            self._check_number("logit_bias", bias, -100, 100, f"the bias of token {token_id} ")
+            check_number("logit_bias", token_id, int, 0, MAX_INTEGER, "each key ")
+            check_number("logit_bias", bias, float, -100, 100, f"the bias of token {token_id} ")
 
     def _check_rules(self) -> None:
         """Check allowed_token_ids and bad_words, and make them tuples."""
@@ -215,29 +218,23 @@ class SamplingParams:
                 "bad_words", f"at most {MAX_BAD_WORDS_CHARS} characters are allowed in all."
             )
 
-    @staticmethod
-    def _check_number(name: str, value: object, low: float, high: float, what: str = "") -> None:
-        """Raise if `value` is out of range. what: the part of the field that has the value."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequestError(name, f"{what}must be a number, not {short_repr(value)}.")
-        if not low <= value <= high:  # NaN fails too
-            raise InvalidRequestError(
-                name, f"{what}must be from {low:g} to {high:g}, not {short_repr(value)}."
-            )
-
-    @staticmethod
-    def _check_integer(name: str, value: object, low: int, high: int, what: str = "") -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(name, f"{what}must be an integer, not {short_repr(value)}.")
-        if not low <= value <= high:
-            raise InvalidRequestError(
-                name, f"{what}must be from {low} to {high}, not {short_repr(value)}."
-            )
+    def _check(self, name: str) -> None:
+        PARAMETERS[name].check(getattr(self, name))
 
     @property
     def greedy(self) -> bool:
         """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
+
+
+PARAMETERS = parameters_of(SamplingParams)
+# Those that have a column in the slot tables, numbers first.
+SAMPLED = tuple(
+    parameter
+    for kind in (float, int)
+    for parameter in PARAMETERS.values()
+    if parameter.kind is kind and parameter.column is not None
+)
 
 
 @dataclass(frozen=True, slots=True)

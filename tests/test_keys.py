@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.load_config import LoadConfig
 from minisgl.errors import ConfigError
 from minisgl.keys import MAX_FILE_BYTES, VARIABLE
 from minisgl.server import with_all_keys

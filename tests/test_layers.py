@@ -16,13 +16,13 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "matcher", "request", "shards", "config", "keys", "progress"),
-        *("printable", "subprocesses"),
+        *("errors", "events", "matcher", "parameters", "request", "shards", "config", "keys"),
+        *("progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),
-    ("kernels", "distributed", "attention", "layers", "models"),
-    ("runner",),
+    ("kernels", "device", "distributed", "attention", "layers", "models"),
+    ("tiers", "runner", "ranks"),
     ("engine", "llm"),
     ("server", "bench"),
     ("router",),
@@ -62,6 +62,37 @@ def test_files_have_no_import_circles() -> None:
     }
     circles = circles_of(graph)
     assert not circles, "files import each other:\n" + "\n".join(map(" -> ".join, circles))
+
+
+def test_the_files_and_folders_of_a_folder_have_no_import_circles() -> None:
+    """In each folder, its files and its subfolders can be put in an order."""
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for name, path in SOURCES.items():
+        for _, imported in imports(path, Path(name)):
+            other = file_of(imported)
+            if other is not None and other != name and name not in EXCEPTIONS:
+                folder, own, others = where_they_part(Path(name).parts, Path(other).parts)
+                graphs.setdefault(folder, {}).setdefault(own, set()).add(others)
+    circles = [
+        f"{folder}: {' -> '.join(circle)}"
+        for folder, graph in sorted(graphs.items())
+        for circle in circles_of(graph)
+    ]
+    assert not circles, "\n".join(["what a folder contains imports each other:", *circles])
+
+
+def where_they_part(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str, str]:
+    """The last folder that two paths have in common, and what each of them continues with."""
+    depth = next(
+        place for place, names in enumerate(zip(one, other, strict=False)) if len({*names}) > 1
+    )
+    return "/".join(one[:depth]), one[depth], other[depth]
+
+
+def test_paths_part_at_a_folder_or_a_file() -> None:
+    nodes, links = ("minisgl", "ranks", "nodes", "links.py"), ("minisgl", "ranks", "links.py")
+    assert where_they_part(nodes, links) == ("minisgl/ranks", "nodes", "links.py")
+    assert where_they_part(links, ("cli", "main.py")) == ("", "minisgl", "cli")
 
 
 def file_of(imported: tuple[str, ...]) -> str | None:

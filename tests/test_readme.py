@@ -10,23 +10,23 @@ import pytest
 from support.folders import ROOT
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
+from minisgl.server.apis.messages.request_types import MessagesRequest
+from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.config import ServerConfig
-from minisgl.server.messages import Message
-from minisgl.server.messages_api.protocol import MessagesRequest
 from minisgl.server.openapi import DELETIONS, ERRORS, OPERATIONS
-from minisgl.server.protocol import (
+from minisgl.server.requests.chat_messages import Message
+from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
 )
-from minisgl.server.responses_api.protocol import ResponsesRequest
 from minisgl_cli.chat.config import ChatConfig
 
 README = (ROOT / "README.md").read_text()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from minisgl.config import EngineConfig, refuse_engine_options
@@ -15,7 +16,6 @@ from .config import ChatConfig
 from .conversation import Conversation
 from .model import ChatModel
 from .ui.base import ChatUI
-from .ui.select import open_ui
 
 INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 
@@ -28,7 +28,7 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     set_up_logging(default="WARNING")
     from .repl import COMMANDS
 
-    ui = open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
+    ui = _open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
     if not chat.url:
         with ui.busy("Loading the libraries"):
             from . import engine_model  # noqa: F401 - takes seconds, so show it
@@ -36,6 +36,20 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     num_failed = asyncio.run(_talk(chat, engine, ui))
     # A person has seen the error; a program in a pipe checks the exit code.
     return 1 if num_failed and not ui.interactive else 0
+
+
+def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> ChatUI:
+    """The terminal, or a `Pipe` if standard input or output is not one.
+
+    `commands`: what each command does, by its name, for completion.
+    """
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from .ui.terminal import Terminal
+
+        return Terminal(commands, show_thinking=show_thinking, plain=plain)
+    from .ui.pipe import Pipe
+
+    return Pipe(show_thinking=show_thinking)
 
 
 async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:

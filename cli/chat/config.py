@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
 from minisgl.errors import one_of
 
-GROUP = "Chat"
+chat_option = partial(option, group="Chat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
     """The options as the user gave them. Raises ConfigError for an invalid value."""
 
-    url: str = option(
+    url: str = chat_option(
         "",
         "An OpenAI-compatible server to talk to, such as http://127.0.0.1:1919, instead of an "
         "engine of its own; --model then names one of its models.",
-        group=GROUP,
     )
-    api_key: str = option(
-        "", "Key for the server at --url; MINISGL_API_KEY if not given.", group=GROUP, secret=True
+    api_key: str = chat_option(
+        "", "Key for the server at --url; MINISGL_API_KEY if not given.", secret=True
     )
-    api_key_file: str = option("", "File with that key.", group=GROUP)
-    request_timeout: float = option(
-        3600.0, "Seconds that an answer of the server at --url may take.", group=GROUP
+    api_key_file: str = chat_option("", "File with that key.")
+    request_timeout: float = chat_option(
+        3600.0, "Seconds that an answer of the server at --url may take."
     )
-    system: str = option("", "System prompt.", group=GROUP)
-    temperature: float | None = option(
-        None, "Sampling temperature; the model's own if not given.", group=GROUP
+    system: str = chat_option("", "System prompt.")
+    temperature: float | None = chat_option(
+        None, "Sampling temperature; the model's own if not given."
     )
-    max_tokens: int | None = option(
-        None, "Longest answer in tokens; all the room there is if not given.", group=GROUP
+    max_tokens: int | None = chat_option(
+        None, "Longest answer in tokens; all the room there is if not given."
     )
-    thinking: str = option(
-        "fold", "fold (thinking becomes one line once it ends) or show (all of it).", group=GROUP
+    thinking: str = chat_option(
+        "fold", "fold (thinking becomes one line once it ends) or show (all of it)."
     )
-    plain: bool = option(False, "Print answers as they come, without Markdown.", group=GROUP)
+    plain: bool = chat_option(False, "Print answers as they come, without Markdown.")
 
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, "max_tokens", 1)
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            refuse(self, "temperature", "allowed: 0 to 2")
+        check_parameter(self, "temperature")
         if self.thinking not in ("fold", "show"):
             refuse(self, "thinking", one_of(("fold", "show")))
         if self.url:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .reply import ReplyRecord
+from .reply_record import ReplyRecord
 from .text_format import count
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -13,6 +13,7 @@ from minisgl.errors import ContextLengthError, UnsupportedModelError
 from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl.text.thinking import OPEN
+from minisgl.text.tokenizer import Tokenizer
 
 from .engine_rules import (
     call_pieces,
@@ -27,14 +28,6 @@ from .prompt_reuse import keep_seen
 from .text_format import count
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
-
-
-class ChatTokenizer(Protocol):
-    """The part of `minisgl.text.tokenizer.Tokenizer` that a chat needs."""
-
-    def chat(self, messages: Sequence[Message], /, **template_options: Any) -> list[int]: ...
-
-    def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
 async def start_chat_engine(
@@ -54,7 +47,7 @@ class EngineModel:
     Reuses the tokens of the last answer in the next prompt, so that the prefix cache finds them.
     """
 
-    def __init__(self, engine: AsyncEngine, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._seen: list[int] = []  # the last prompt and its answer, token for token

@@ -14,7 +14,7 @@ from minisgl.errors import MinisglError
 from .commands import TABLE, NextAction, Session, run_command
 from .json_format import JsonIndenter
 from .model import ChatModel, ContextFullError
-from .reply import ReplyRecord, Shown
+from .reply_record import ReplyRecord, Shown
 from .text_format import QUOTES, as_command, is_open, shortened, unquoted
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}

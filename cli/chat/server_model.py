@@ -151,7 +151,7 @@ def _delta(chunk: StreamChunk) -> ReplyDelta:
     if chunk.usage is not None:
         delta.num_tokens = chunk.usage.completion_tokens
         delta.num_prompt_tokens = chunk.usage.prompt_tokens
-        delta.num_cached_tokens = chunk.usage.cached_tokens
+        delta.num_cached_tokens = chunk.usage.details.cached_tokens
     return delta
 
 

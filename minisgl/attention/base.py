@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from minisgl.config import UNSCALED, AttentionSpec, KVScales
+from minisgl.attention.state import PagedKV
+from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 
@@ -28,32 +29,15 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKV:
-    """The KV cache of one layer. Page 0 is scratch: padded rows write to it, and it is never
-    read.
-
-    Both are of the dtype of the queries, or float8_e4m3fn with scales that multiply them. Tokens
-    attend to what is stored, their own included, so that it does not matter in which step, or for
-    which request, it was computed.
-    """
-
-    k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
-    v: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
-    scales: KVScales = UNSCALED
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Rows of one token each, which attend to all tokens of their request up to themselves."""
+    """Rows of one token each, which attend to all tokens of their request up to themselves. The
+    rows of a run follow each other."""
 
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     longest: int  # max(lengths) or an upper bound, known on the host
     lengths_host: Sequence[int] | None = None  # a copy of lengths, if the host knows them
+    run: int = 1  # number of rows of each request
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +78,14 @@ class PrefillBatch:
         )
 
 
+class BatchSlots(NamedTuple):
+    """The slots of the requests of a batch, which index a layer's `StateBySlot`. Padding has the
+    scratch slot."""
+
+    decodes: Tensor  # [num_decodes] int64: of each run of decode rows
+    chunks: Tensor  # [num_chunks] int64: of each chunk
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one step: those of `decodes`, then those of `chunks`."""
@@ -103,22 +95,40 @@ class ForwardBatch:
     slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row, page * page_size + offset
     decodes: DecodeBatch
     chunks: PrefillBatch
+    slots: BatchSlots
 
 
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
     Decode and prefill may use different backends. Query head h reads KV head
-    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]; `spec.scale` multiplies
-    q · k. Both methods return a new tensor of the shape of q, and queue their work on the current
-    stream.
+    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]; sinks: [num_heads]
+    float32, if the spec has them. Both methods return a new tensor, [num_rows, num_heads, width of
+    the values], and queue their work on the current stream.
+
+    With a window, neither keys and values before it nor their entries of the page table are read:
+    their pages may belong to other requests.
     """
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from the single token of each row to all keys of the row."""
         ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from each row of a chunk to the keys up to its own. The result of rows of no chunk
         is undefined."""
         ...
@@ -143,11 +153,18 @@ class HostPlanned(Protocol):
 class FusedDecode(Protocol):
     """A backend that fuses q/k norm, RoPE and the KV write into its decode kernel.
 
-    The token of a row is the last one of its `lengths`, and belongs to no other row.
+    The token of a row is the last one of its `lengths`, and belongs to no other row: each row is of
+    another request.
     """
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
+        self,
+        qkv: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        norm_rope: NormRope,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Norm, rotate, store and attend. qkv: as for dispatch.qk_norm_rope_store_kv. Returns
         [num_rows, num_heads, head_dim]."""
@@ -172,34 +189,44 @@ class Attention:
     def attend_qkv(
         self,
         qkv: Tensor,
-        kv: LayerKV,
+        kv: PagedKV,
         batch: ForwardBatch,
         norm_rope: NormRope,
         spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
 
         qkv: as for dispatch.qk_norm_rope_store_kv. Returns [num_rows, num_heads, head_dim].
         """
         decodes, backend = batch.decodes, self.decode_backend
-        if decodes.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
-            return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec)
+        own_requests = decodes.run == 1 and decodes.num_rows == qkv.shape[0]
+        if own_requests and isinstance(backend, FusedDecode):
+            return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec, sinks)
         q = dispatch.qk_norm_rope_store_kv(
             qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
         )
-        return self(q, kv, batch, spec)
+        return self(q, kv, batch, spec, sinks)
 
-    def __call__(self, q: Tensor, kv: LayerKV, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: ForwardBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend over the cache, which already holds K and V of the rows.
 
-        q: [num_rows, num_heads, head_dim]; returns the same shape.
+        q: [num_rows, num_heads, head_dim]; returns the same with the width of values.
         """
-        num_decodes = batch.decodes.num_rows
+        num_decodes, chunks = batch.decodes.num_rows, batch.chunks
         if num_decodes == q.shape[0]:
-            return self.decode_backend.decode(q, kv, batch.decodes, spec)
+            return self.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
         if num_decodes == 0:
-            return self.prefill_backend.prefill(q, kv, batch.chunks, spec)
-        out = q.new_empty(q.shape)
-        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, batch.decodes, spec)
-        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, batch.chunks, spec)
+            return self.prefill_backend.prefill(q, kv, chunks, spec, sinks)
+        rows, chunk_rows = q[:num_decodes], q[num_decodes:]
+        out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
+        out[:num_decodes] = self.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
+        out[num_decodes:] = self.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
         return out

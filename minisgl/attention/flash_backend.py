@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
-from minisgl.config import AttentionSpec
+from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.declaration import Backend, is_installed
+from minisgl.attention.state import PagedKV
+from minisgl.config import AttentionSpec, BackendFacts
+from minisgl.kernels.hardware import ComputeCapability
+
+_LARGEST_HEAD_DIM = 256
 
 
 class FlashAttention:
@@ -32,16 +37,25 @@ class FlashAttention:
         """Load the newest generation. Raises ImportError if none can be imported."""
         self._kernels = load_kernels()
 
-    @property
-    def page_multiple(self) -> int:
-        """The number of tokens that must divide the page size."""
-        return self._kernels.page_multiple
-
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.decode(q, kv, batch, spec)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.prefill(q, kv, batch, spec)
 
@@ -115,11 +129,7 @@ class _Kernels:
     decode_function: Callable[..., Any]
     prefill_function: Callable[..., Any]
 
-    @property
-    def page_multiple(self) -> int:
-        return self.generation.page_multiple
-
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         names = self.generation
         arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
         out = self.decode_function(
@@ -127,7 +137,7 @@ class _Kernels:
         )
         return _result(out).squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         names, lengths = self.generation, batch.ends
         if names.adds_up_lengths:  # cumulative, as for contiguous keys
             lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -160,3 +170,25 @@ def load_kernels() -> _Kernels:
         except Exception as error:  # packages built for another torch raise many types
             failures.append(f"{generation.package}: {error}")
     raise ImportError("no generation of flash-attn imports (" + "; ".join(failures) + ")")
+
+
+def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
+    for head_dim in sorted({spec.head_dim for spec in layers}):
+        if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
+            return f"flash-attn has no kernels for head_dim {head_dim}"
+    if not any(is_installed(module) for module in ("flash_attn", "flash_attn_interface")):
+        return "flash-attn is not installed"
+    try:
+        load_kernels()
+    except ImportError as error:
+        return f"flash-attn does not import: {error}"
+    return None
+
+
+FLASH = Backend(
+    # Last, since this adapter has only met stand-ins of flash-attn and has not run on a GPU.
+    facts=BackendFacts(name="fa", prefill_rank=9, decode_rank=9, captures_decode=True),
+    make=lambda shape: FlashAttention(),
+    why_missing=_why_missing,
+    page_multiple=lambda: load_kernels().generation.page_multiple,
+)

@@ -1,24 +1,33 @@
 """Paged attention with FlashInfer's kernels (Ye et al., arXiv 2501.01005).
 
-FlashInfer is an optional package that compiles its kernels with nvcc at first use. Only `backends`
-imports this module, and only if one of its backends is selected.
+FlashInfer is an optional package that compiles its kernels with nvcc at first use. It is imported
+only if one of the two backends is selected.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import flashinfer
 import torch
-from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape, DecodeBatch, LayerKV, PrefillBatch
-from minisgl.config import AttentionSpec
+from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch
+from minisgl.attention.declaration import Backend, is_installed, why_not_importable
+from minisgl.attention.state import PagedKV
+from minisgl.config import AttentionSpec, BackendFacts
+from minisgl.kernels.hardware import ComputeCapability
+
+_HEAD_DIMS = (64, 128, 256)
+_TRTLLM_MAJORS = (9, 10, 12)  # of the compute capability
+_BEST_PAGE_SIZE = 64  # at which the kernels of FlashInfer and TensorRT-LLM are fastest
+_FP8_NOTE = "prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
 
 # Numbers of query heads per KV head at which decode on CUDA cores is memory-bound. With more,
 # tensor cores are faster (measured on an H200 at 2 and 4, and at 5 and 8).
@@ -42,7 +51,10 @@ class FlashInferAttention:
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
+        import flashinfer
+
         self._shape = shape
+        self._flashinfer = flashinfer
         self._decodes = _Rotation(self._make_decode_wrapper, steps_in_flight)
         self._chunks = _Rotation(self._make_prefill_wrapper, steps_in_flight)
         # Partial results within one kernel, so all wrappers can share it.
@@ -90,24 +102,38 @@ class FlashInferAttention:
             max_token_per_sequence=max(batch.lengths),
         )
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return _run(self._decodes.planned(batch), q, kv, spec)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return _run(self._chunks.planned(batch), q, kv, spec)
 
     def _make_decode_wrapper(self, device: torch.device) -> Any:
         group = self._shape.num_heads // self._shape.num_kv_heads
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._scratch_on(device), "NHD", use_tensor_cores=group not in CUDA_CORE_GROUPS
         )
 
     def _make_prefill_wrapper(self, device: torch.device) -> Any:
         # auto: fa3 on sm_90, fa2 elsewhere. fa3 reads FP8 only with queries in FP8.
         fp8 = self._shape.kv_dtype != self._shape.dtype
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._scratch_on(device), "NHD", backend="fa2" if fp8 else "auto"
         )
 
@@ -132,6 +158,9 @@ class TrtllmAttention:
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+        self._decode = trtllm_batch_decode_with_kv_cache
         self._prefill = FlashInferAttention(shape, steps_in_flight=steps_in_flight)
         # The first 8 MiB are counters that every kernel expects to be zero and resets, so the
         # workspace must not be shared with other uses.
@@ -147,9 +176,16 @@ class TrtllmAttention:
         """Queue the plan of a step's chunks."""
         self._prefill.plan_prefill(batch)
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        out: Tensor = trtllm_batch_decode_with_kv_cache(
+        out: Tensor = self._decode(
             q.contiguous(),  # the kernel takes no strides of these three
             (kv.k, kv.v),
             self._workspace,
@@ -162,7 +198,14 @@ class TrtllmAttention:
         )
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._prefill.prefill(q, kv, batch, spec)
 
@@ -247,7 +290,7 @@ class _Rotation:
         return self._wrappers[-1]
 
 
-def _run(wrapper: Any, q: Tensor, kv: LayerKV, spec: AttentionSpec) -> Tensor:
+def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
     """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies."""
     scale = spec.scale * kv.scales.k
     out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
@@ -262,3 +305,73 @@ def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:
     group = shape.num_heads // shape.num_kv_heads
     num_queries = group * _BLOCKS_PER_SM * num_sms * _QUERY_TILE
     return max(WORKSPACE_BYTES, num_queries * (shape.head_dim + 1) * 4 + 256)
+
+
+def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
+    return _why_no_kernels(layers) or _why_not_installed()
+
+
+def _why_trtllm_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
+    if capability[0] in _TRTLLM_MAJORS:
+        return _why_missing(capability, layers)
+    return _why_no_kernels(layers) or "trtllm's kernels are for Hopper and Blackwell"
+
+
+def _why_no_kernels(layers: Set[AttentionSpec]) -> str | None:
+    for head_dim in sorted({spec.head_dim for spec in layers}):
+        if head_dim not in _HEAD_DIMS:
+            return f"FlashInfer has no kernels for head_dim {head_dim}"
+    if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) > 1:
+        return "FlashInfer plans a step once, for layers with the same heads"
+    return None
+
+
+def _why_not_installed() -> str | None:
+    reason = why_not_importable("flashinfer", "flashinfer-python")
+    if reason is None and not (is_installed("flashinfer_jit_cache") or _finds_nvcc()):
+        return "FlashInfer compiles its kernels with nvcc, which is not installed"
+    return reason
+
+
+def _finds_nvcc() -> bool:
+    """True if FlashInfer will find nvcc."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
+
+
+def _given(shape: AttentionShape | None, name: str) -> AttentionShape:
+    if shape is None:
+        raise ValueError(f"{name} needs the sizes of heads and pages that it plans for")
+    return shape
+
+
+FLASHINFER = Backend(
+    facts=BackendFacts(
+        name="fi",
+        # On an H200, see backends.py: prefill 447 TFLOP/s (FlashAttention 3). Decode is planned on
+        # the host, so it cannot be captured in a CUDA graph.
+        prefill_rank=1,
+        decode_rank=3,
+        # It has not read such a cache on a GPU.
+        fp8_rank=2,
+        fp8_note=_FP8_NOTE,
+        best_page_size=_BEST_PAGE_SIZE,
+        pages_are_powers_of_two=True,
+    ),
+    make=lambda shape: FlashInferAttention(_given(shape, "fi")),
+    why_missing=_why_missing,
+)
+TRTLLM = Backend(
+    facts=BackendFacts(
+        name="trtllm",
+        prefill_rank=2,  # that of fi
+        decode_rank=2,
+        fp8_rank=2,
+        fp8_note=_FP8_NOTE,
+        captures_decode=True,
+        best_page_size=_BEST_PAGE_SIZE,
+        page_sizes=(16, 32, 64),
+    ),
+    make=lambda shape: TrtllmAttention(_given(shape, "trtllm")),
+    why_missing=_why_trtllm_missing,
+)

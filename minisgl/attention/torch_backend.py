@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
-from minisgl.config import AttentionSpec
+from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.declaration import Backend
+from minisgl.attention.state import PagedKV
+from minisgl.config import ATTENTION_EXTRAS, AttentionSpec, BackendFacts, KVScales
 
 # Maximum size of the dense tensors of one call. A CPU is four times as fast if keys and values fit
 # into its caches; on a GPU, few large launches are faster.
@@ -27,25 +29,42 @@ _MAX_SCORES = 64 << 20
 
 
 class TorchAttention:
-    """Implements AttentionBackend on any device, for any floating dtype. Does not synchronize."""
+    """Implements AttentionBackend on any device, for any floating dtype. Does not synchronize.
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        out = torch.empty_like(q)
+    With a window, keys before those that the batch sees are neither looked up nor read."""
+
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
+        out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
-        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].numel() * q.itemsize))
+        key_bytes = (kv.k[0, 0].numel() + kv.v[0, 0].numel()) * q.itemsize
+        group = max(1, limit // (spec.num_visible(batch.longest) * key_bytes))
         is_split_on_cpu = q.is_cpu and group < batch.num_rows
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
             # Only the parts with long rows need be so long; a GPU would be waited for to know it.
             longest = max(1, int(lengths.max())) if is_split_on_cpu else batch.longest
-            out[part] = _decode(q[part], kv, table, lengths, longest, spec.scale)
+            out[part] = _decode(q[part], kv, table, lengths, longest, spec, sinks)
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        out = torch.empty_like(q)
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
+        out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
         starts, lengths = batch.starts, batch.lengths
         if not lengths:  # the chunks are only in the tensors, as in a captured step
             lengths = tuple(batch.row_starts.diff().tolist())
@@ -54,72 +73,128 @@ class TorchAttention:
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, spec.scale)
+                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, spec, sinks)
             first += length
         return out
 
 
 def _decode(
-    q: Tensor, kv: LayerKV, page_table: Tensor, lengths: Tensor, longest: int, scale: float
+    q: Tensor,
+    kv: PagedKV,
+    page_table: Tensor,
+    lengths: Tensor,
+    longest: int,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
-    positions = torch.arange(longest, device=q.device)
+    last = lengths.long().clamp(min=1).unsqueeze(1) - 1
+    num_visible = spec.num_visible(longest)
+    first = (last + 1 - num_visible).clamp(min=0)
+    positions = first + torch.arange(num_visible, device=q.device)
     # Columns past the end of a row repeat its last token: the cache may contain NaN there, which a
     # mask does not exclude.
-    last = lengths.long().clamp(min=1).unsqueeze(1) - 1
     index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
-    # [num_rows, longest, kv heads, head_dim]
+    # [num_rows, num_visible, kv heads, width]
     k, v = _gather(kv.k, index, q.dtype), _gather(kv.v, index, q.dtype)
-    attend = _attend_fused if q.is_cpu else _attend_plainly
-    out = attend(
+    out = _attend(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         (positions <= last)[:, None, None],
-        scale * kv.scales.k,
+        spec,
+        kv.scales,
+        None if sinks is None else sinks.view(1, num_kv_heads, -1, 1),
     )
-    return _scaled(out, kv.scales.v).reshape(num_rows, num_heads, head_dim)
+    return out.reshape(num_rows, num_heads, -1)
 
 
-def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> None:
+def _prefill(
+    out: Tensor,
+    q: Tensor,
+    kv: PagedKV,
+    pages: Tensor,
+    start: int,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+) -> None:
     """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
-    end = start + length
-    positions = torch.arange(end, device=q.device)
+    first_seen = start + 1 - spec.num_visible(start + 1)
+    positions = torch.arange(first_seen, start + length, device=q.device)
     index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
-    # [kv heads, 1, end, head_dim]
+    # [kv heads, 1, keys, width]
     k = _gather(kv.k, index, q.dtype).transpose(0, 1).unsqueeze(1)
     v = _gather(kv.v, index, q.dtype).transpose(0, 1).unsqueeze(1)
-    attend = _attend_fused if q.is_cpu else _attend_plainly
-    block = _CPU_QUERIES if q.is_cpu else max(1, _MAX_SCORES // (end * num_heads))
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+    block = _CPU_QUERIES if q.is_cpu else max(1, _MAX_SCORES // (len(positions) * num_heads))
     for first in range(0, length, block):
         stop = min(first + block, length)
-        visible = start + stop  # keys of the block's last query
+        # The keys that any of the block's queries sees.
+        earliest = start + first + 1 - spec.num_visible(start + first + 1)
+        seen = slice(earliest - first_seen, start + stop - first_seen)
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
-        mask = positions[:visible] <= positions[start + first : visible].unsqueeze(1)
-        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale * kv.scales.k)
-        attended = _scaled(attended, kv.scales.v)
-        out[first:stop] = attended.reshape(num_heads, -1, head_dim).transpose(0, 1)
+        own = torch.arange(start + first, start + stop, device=q.device).unsqueeze(1)
+        mask = positions[seen] <= own
+        if spec.window is not None:
+            mask &= positions[seen] > own - spec.window
+        attended = _attend(queries, k[:, :, seen], v[:, :, seen], mask, spec, kv.scales, sinks)
+        out[first:stop] = attended.reshape(num_heads, stop - first, -1).transpose(0, 1)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    spec: AttentionSpec,
+    scales: KVScales,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, width], stored with
+    `scales`; mask: bool, true where a query sees a key, broadcast to [n, heads, queries, keys];
+    sinks: broadcast to [n, heads, queries, 1]. Returns [n, heads, queries, width of v]."""
+    assert spec.sinks == (sinks is not None)
+    scale = spec.scale * scales.k
+    if q.is_cpu and spec.softcap is None and sinks is None:
+        out = _attend_fused(q, k, v, mask, scale)
+    else:
+        out = _attend_plainly(q, k, v, mask, scale, spec.softcap, sinks)
+    return out if scales.v == 1 else out * scales.v
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, head_dim]; mask: bool, true
-    where a query sees a key, broadcast to [n, heads, queries, keys]. Returns the shape of q."""
     k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute `_attend_fused` in float32 with plain operations."""
-    shape = q.shape
+def _attend_plainly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute in float32 with plain operations, which is slower on a CPU."""
+    shape = q.shape[:3]
     if k.shape[1] == 1:  # treat heads as queries, so that k and v are not repeated
-        mask = mask.expand(shape[:3] + mask.shape[-1:]).flatten(1, 2).unsqueeze(1)
         q = q.flatten(1, 2).unsqueeze(1)
-    scores = (q.float() @ k.float().mT).mul_(scale).masked_fill_(~mask, -torch.inf)
-    return (scores.softmax(-1) @ v.float()).to(q.dtype).view(shape)
+    products = q.float() @ k.float().mT
+    scores = products.view(*shape, -1).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~mask, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat((scores, sinks.expand(*shape, 1)), -1).softmax(-1)[..., :-1]
+    out = weights.reshape(products.shape) @ v.float()
+    return out.to(q.dtype).view(*shape, -1)
 
 
 def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -139,5 +214,17 @@ def _gather(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     return found.view(*index.shape, *cache.shape[2:])
 
 
-def _scaled(out: Tensor, scale: float) -> Tensor:
-    return out if scale == 1 else out * scale
+TORCH = Backend(
+    # What auto falls back to, before backends that have not run on a GPU.
+    facts=BackendFacts(
+        name="torch",
+        prefill_rank=8,
+        decode_rank=8,
+        fp8_rank=1,
+        extras=ATTENTION_EXTRAS,
+        runs_on_cpu=True,
+        float32=True,
+    ),
+    make=lambda shape: TorchAttention(),
+    why_missing=lambda capability, layers: None,
+)

@@ -1,212 +1,31 @@
-"""Paged attention in Triton, without CUDA toolkit and without a plan per step.
-
-Both phases read page tables, lengths and chunk bounds on the device, so a CUDA graph of either
-serves any batch that fits.
-"""
+"""Declares the backend of our own kernels, which triton_attention.py calls."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from minisgl.attention.base import AttentionBackend, AttentionShape
+from minisgl.attention.declaration import Backend, why_not_importable
+from minisgl.config import ATTENTION_EXTRAS, BackendFacts
 
-from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
-from minisgl.config import AttentionSpec
-from minisgl.kernels.attention.paged_common import SplitWorkspace
-from minisgl.kernels.attention.paged_decode import paged_decode
-from minisgl.kernels.attention.paged_prefill import (
-    MOST_SPLIT_CHUNKS,
-    paged_prefill,
-    split_room,
+
+def _make(shape: AttentionShape | None) -> AttentionBackend:
+    from minisgl.attention.triton_attention import TritonAttention
+
+    return TritonAttention()
+
+
+TRITON = Backend(
+    facts=BackendFacts(
+        name="triton",
+        # On an H200, see backends.py: prefill 304 TFLOP/s, and 369 with pages of 64 tokens; decode
+        # reads 3.9 to 4.1 TB/s at every ratio and page size, and 1 row of 800 takes 7.4 µs.
+        prefill_rank=3,
+        decode_rank=1,
+        fp8_rank=1,
+        extras=ATTENTION_EXTRAS,
+        float32=True,
+        captures_decode=True,
+        captures_chunks=True,
+    ),
+    make=_make,
+    why_missing=lambda capability, layers: why_not_importable("triton", "triton"),
 )
-from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
-
-
-def decode_tiles(
-    num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning, *, fp8: bool = False
-) -> DecodeTiles:
-    """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
-    fp8: whether the KV cache is in FP8."""
-    if itemsize == 4:
-        return tuning.float32_decode_tiles
-    if head_dim > 128:
-        return tuning.wide_decode_tiles
-    table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
-    return next(tiles for most, tiles in table if num_items <= most)
-
-
-def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> PrefillTiles:
-    table = tuning.float32_prefill_tiles if itemsize == 4 else tuning.prefill_tiles
-    return next(tiles for widest, tiles in table if head_dim <= widest)
-
-
-def prefill_splits(
-    num_rows: int,
-    num_chunks: int,
-    group: int,
-    num_kv_heads: int,
-    tiles: PrefillTiles,
-    tuning: DeviceTuning,
-) -> int:
-    """The number of KV splits over all items that a step with `num_rows` rows of chunks aims at, of
-    each KV head; 0 if none is split: the rows alone may fill the device, or the chunks are many.
-
-    That is decided as if all rows were one chunk, because of a captured step only the room for
-    chunks is known. Where they are several, and more items, each is split less on the device.
-    """
-    most = most_prefill_splits(num_kv_heads, tiles, tuning)
-    num_items = -(-num_rows // (tiles.block_m // group))
-    return most if num_items < most and num_chunks <= MOST_SPLIT_CHUNKS else 0
-
-
-def most_prefill_splits(num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning) -> int:
-    """The number that `prefill_splits` gives for few rows."""
-    return tuning.num_sms * tiles.programs_per_sm // num_kv_heads
-
-
-class TritonAttention:
-    """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
-
-    For use on one stream: all calls share the memory in which KV splits are merged. Other rows
-    affect the result of a row only through the position of its KV splits, which depends on the
-    numbers of rows and tokens, of captured steps on the room for rows; equal sets of rows or
-    chunks give equal bits, in any order.
-    """
-
-    def __init__(
-        self,
-        decode: DecodeTiles | None = None,
-        prefill: PrefillTiles | None = None,
-        *,
-        pdl: bool = True,
-    ) -> None:
-        """decode, prefill: tiles to use instead of the device's tuning. pdl: overlap launches if
-        the device supports it, by the rule of launch.py."""
-        self._decode_tiles = decode
-        self._prefill_tiles = prefill
-        self._pdl = pdl
-        # The last of each is the largest; captured graphs may use the others.
-        self._decode_workspaces: list[SplitWorkspace] = []
-        self._prefill_workspaces: list[SplitWorkspace] = []
-
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
-
-        Raises RuntimeError if a capture needs more memory than the calls before it.
-        """
-        return self._decode(q, q.shape[1], kv, batch, spec, None)
-
-    def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
-    ) -> Tensor:
-        """qkv: as for dispatch.qk_norm_rope_store_kv; returns [num_rows, num_heads, head_dim].
-
-        Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
-        """
-        num_kv_heads, head_dim = kv.k.shape[2:]
-        num_all = qkv.shape[1] // head_dim
-        heads = qkv.view(qkv.shape[0], num_all, head_dim)
-        return self._decode(heads, num_all - 2 * num_kv_heads, kv, batch, spec, norm_rope)
-
-    def _decode(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        kv: LayerKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        norm_rope: NormRope | None,
-    ) -> Tensor:
-        num_rows, _, head_dim = heads.shape
-        num_kv_heads = kv.k.shape[2]
-        tuning = tuning_of(heads.device)
-        tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads,
-            head_dim,
-            heads.itemsize,
-            tuning,
-            fp8=kv.k.dtype == torch.float8_e4m3fn,
-        )
-        target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
-        num_stats = (target_splits + num_rows) * num_heads
-        return paged_decode(
-            heads,
-            kv.k,
-            kv.v,
-            batch.page_table,
-            batch.lengths,
-            scale=spec.scale,
-            target_splits=target_splits,
-            workspace=_workspace(
-                self._decode_workspaces,
-                heads,
-                num_accs=num_stats * head_dim,
-                num_stats=num_stats,
-                num_semaphores=num_rows * num_kv_heads,
-            ),
-            tiles=tiles,
-            norm_rope=norm_rope,
-            scales=kv.scales,
-            pdl=self._pdl,
-        )
-
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape. Raises as `decode` does."""
-        num_rows, num_heads, head_dim = q.shape
-        num_kv_heads = kv.k.shape[2]
-        tuning = tuning_of(q.device)
-        tiles = self._prefill_tiles or prefill_tiles(head_dim, q.itemsize, tuning)
-        # Of one size, and made by the first step, whatever its rows.
-        most = most_prefill_splits(num_kv_heads, tiles, tuning)
-        room = split_room(most, num_kv_heads, head_dim, tiles)
-        return paged_prefill(
-            q,
-            kv.k,
-            kv.v,
-            batch.page_table,
-            batch.row_starts,
-            batch.ends,
-            scale=spec.scale,
-            tiles=tiles,
-            target_splits=prefill_splits(
-                num_rows,
-                batch.ends.shape[0],
-                num_heads // num_kv_heads,
-                num_kv_heads,
-                tiles,
-                tuning,
-            ),
-            workspace=_workspace(self._prefill_workspaces, q, **room),
-            scales=kv.scales,
-            pdl=self._pdl,
-        )
-
-
-def _workspace(
-    workspaces: list[SplitWorkspace],
-    q: Tensor,
-    *,
-    num_accs: int,
-    num_stats: int,
-    num_semaphores: int,
-) -> SplitWorkspace:
-    """The last of `workspaces`, to which one is added if that has no room for so many."""
-    if workspaces:
-        last = workspaces[-1]
-        if last.holds(num_accs=num_accs, num_stats=num_stats, num_semaphores=num_semaphores):
-            return last
-        num_accs = max(num_accs, last.accs.numel())
-        num_stats = max(num_stats, last.peaks.numel())
-        num_semaphores = max(num_semaphores, last.semaphores.numel())
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Each replay would zero the semaphores, which other graphs use.
-        raise RuntimeError("attend to a batch of this size once before a graph of it is captured")
-    workspaces.append(
-        SplitWorkspace.allocate(
-            num_accs=num_accs,
-            num_stats=num_stats,
-            num_semaphores=num_semaphores,
-            device=q.device,
-        )
-    )
-    return workspaces[-1]

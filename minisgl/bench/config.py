@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
-GROUP = "Benchmark"
+bench_option = partial(option, group="Benchmark")
 REPORT_GROUP = "Report"
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Default lengths of a latency run in tokens, smaller on a CPU.
@@ -46,26 +47,21 @@ STANDARD_ON_CPU = Sizes(32, Span(16, 64), Span(16, 64))
 
 
 def _size_option(what: str, standard: int, on_cpu: int) -> Any:
-    return option(None, f"{what}; {standard} if not given, on a CPU {on_cpu}.", group=GROUP)
+    return bench_option(None, f"{what}; {standard} if not given, on a CPU {on_cpu}.")
 
 
 def _repeat_option() -> Any:
-    return option(
-        2, "Repetitions, each with fresh prompts; the figures are of the last one.", group=GROUP
-    )
+    return bench_option(2, "Repetitions, each with fresh prompts; the figures are of the last one.")
 
 
 def _json_option() -> Any:
-    return option(
-        None, "File for all figures, options and requests.", names=("--json",), group=GROUP
-    )
+    return bench_option(None, "File for all figures, options and requests.", names=("--json",))
 
 
 def _structured_option() -> Any:
-    return option(
+    return bench_option(
         0.0,
         "Share of the requests, 0 to 1, whose output must follow a JSON schema.",
-        group=GROUP,
     )
 
 
@@ -93,8 +89,8 @@ class BenchConfig:
     max_output_length: int | None = _size_option(
         "Longest output in tokens", STANDARD.output.high, STANDARD_ON_CPU.output.high
     )
-    temperature: float = option(0.6, "Sampling temperature; 0 is greedy.", group=GROUP)
-    seed: int = option(0, "Seed of lengths, prompts and sampling.", group=GROUP)
+    temperature: float = bench_option(0.6, "Sampling temperature; 0 is greedy.")
+    seed: int = bench_option(0, "Seed of lengths, prompts and sampling.")
     structured: float = _structured_option()
     repeat: int = _repeat_option()
     json_file: str | None = _json_option()
@@ -105,10 +101,9 @@ class BenchConfig:
             check_at_least(self, name, 1)
         check_at_least(self, "max_prompt_length", self.min_prompt_length or 1)
         check_at_least(self, "max_output_length", self.min_output_length or 1)
-        if not 0 <= self.temperature <= 2:
-            refuse(self, "temperature", "allowed: 0 to 2")
+        check_parameter(self, "temperature")
         _check_share(self)
-        _check_json_file(self)
+        _check_file(self, "json_file")
 
     def sizes(self, device: str) -> Sizes:
         """The sizes to run on `device`, cpu or cuda."""
@@ -124,10 +119,9 @@ class BenchConfig:
 class LatencyConfig:
     """The options of a latency run. Raises ConfigError for an invalid value."""
 
-    batch_size: tuple[str, ...] = option(
+    batch_size: tuple[str, ...] = bench_option(
         ("1", "8", "32"),
         "Requests at once; repeat, or put commas between, for several.",
-        group=GROUP,
     )
     input_len: int | None = _size_option(
         "Prompt tokens of each request", LATENCY_INPUT, LATENCY_INPUT_ON_CPU
@@ -135,7 +129,7 @@ class LatencyConfig:
     output_len: int | None = _size_option(
         "Output tokens of each request", LATENCY_OUTPUT, LATENCY_OUTPUT_ON_CPU
     )
-    seed: int = option(0, "Seed of the prompts.", group=GROUP)
+    seed: int = bench_option(0, "Seed of the prompts.")
     structured: float = _structured_option()
     repeat: int = _repeat_option()
     json_file: str | None = _json_option()
@@ -150,7 +144,7 @@ class LatencyConfig:
         check_at_least(self, "output_len", 2)  # a single token has no time between
         check_at_least(self, "repeat", 1)
         _check_share(self)
-        _check_json_file(self)
+        _check_file(self, "json_file")
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -189,10 +183,6 @@ class ReportConfig:
             # Check now, not after hours of measuring.
             if importlib.util.find_spec("matplotlib") is None:
                 refuse(self, "plot_file", "matplotlib is missing; pip install 'minisgl[plot]'")
-
-
-def _check_json_file(config: BenchConfig | LatencyConfig) -> None:
-    _check_file(config, "json_file")
 
 
 def _check_file(config: Any, name: str) -> None:

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Counter, energy_counter, engine_gpus, metered
+from minisgl.bench.figures import Figures, spreads
 from minisgl.bench.offline_run import RunRecord, run_streaming
-from minisgl.bench.online.config import Point
+from minisgl.bench.online.load_config import Point
 from minisgl.bench.peak import Peak, engine_peak
-from minisgl.bench.report.figures import Figures, spreads
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult

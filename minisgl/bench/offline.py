@@ -14,15 +14,15 @@ from rich.console import Console
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.offline_run import RunRecord, run_offline
-from minisgl.bench.online.config import Point
-from minisgl.bench.online.metrics_poller import Sample
-from minisgl.bench.peak import Peak, engine_peak
-from minisgl.bench.report.figures import (
+from minisgl.bench.figures import (
     Figures,
     Limit,
     spreads,
 )
+from minisgl.bench.offline_run import RunRecord, run_offline
+from minisgl.bench.online.load_config import Point
+from minisgl.bench.online.metrics_poller import Sample
+from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult

@@ -16,20 +16,20 @@ import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.offline_run import RunRecord
-from minisgl.bench.online.config import LoadConfig, Point, check_load
-from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
-from minisgl.bench.online.figures import online_figures
-from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
-from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
-from minisgl.bench.online.server import StartedServer, own_server
-from minisgl.bench.online.target import Endpoint, served_model
-from minisgl.bench.report.figures import (
+from minisgl.bench.figures import (
     Distribution,
     Figures,
     Limit,
     spreads,
 )
+from minisgl.bench.offline_run import RunRecord
+from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
+from minisgl.bench.online.figures import online_figures
+from minisgl.bench.online.load_config import LoadConfig, Point, check_load
+from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
+from minisgl.bench.online.server import StartedServer, own_server
+from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
@@ -46,7 +46,7 @@ from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
 from minisgl.client.keys import find_key
 from minisgl.config import EngineConfig, refuse_engine_options
-from minisgl.server.connection import raise_file_limit
+from minisgl.server.http.connection import raise_file_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

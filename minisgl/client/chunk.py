@@ -21,19 +21,8 @@ class StreamUsage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
     @property
-    def cached_tokens(self) -> int | None:
-        details = self.prompt_tokens_details
-        return None if details is None else details.cached_tokens
-
-    @property
-    def host_cached_tokens(self) -> int | None:
-        details = self.prompt_tokens_details
-        return None if details is None else details.host_cached_tokens
-
-    @property
-    def disk_cached_tokens(self) -> int | None:
-        details = self.prompt_tokens_details
-        return None if details is None else details.disk_cached_tokens
+    def details(self) -> PromptDetails:
+        return self.prompt_tokens_details or PromptDetails()
 
 
 class CalledFunction(msgspec.Struct):

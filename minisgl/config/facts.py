@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -35,18 +37,56 @@ class KVSpec:
     """The KV cache of one layer: per token, a key and a value of each KV head."""
 
     num_kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int  # 0: there are no values beside the keys
     dtype: str  # one of DTYPES, or FP8
     scales: KVScales = UNSCALED  # for FP8
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the keys of a token, and of its values: (num_kv_heads, head_dim)."""
-        return self.num_kv_heads, self.head_dim
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of the keys of a token, and of its values."""
+        return (self.num_kv_heads, self.key_dim), (self.num_kv_heads, self.value_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
+        per_head = self.key_dim + self.value_dim
+        return self.num_kv_heads * per_head * KV_DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """A layer without a KV cache of its own, which reads that of another layer."""
+
+    layer: int  # an earlier one, counted from the first layer of the stage
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The state of a request in one layer: tensors whose sizes do not depend on its length."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]  # of each, one of DTYPES
+
+    @property
+    def bytes_per_slot(self) -> int:
+        tensors = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
+
+
+LayerSpec = KVSpec | SharedKV | StateSpec  # what a layer keeps between steps
+
+
+def page_bytes(layers: Sequence[LayerSpec], page_size: int) -> int:
+    """Bytes of a page in the KV cache of all layers."""
+    return page_size * sum(spec.bytes_per_token for spec in layers if isinstance(spec, KVSpec))
+
+
+def slot_bytes(layers: Sequence[LayerSpec]) -> int:
+    """Bytes of the state of a slot in all layers."""
+    return sum(spec.bytes_per_slot for spec in layers if isinstance(spec, StateSpec))
+
+
+ATTENTION_EXTRAS = ("sliding windows", "soft caps", "attention sinks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +102,23 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
     sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
 
+    def num_visible(self, length: int) -> int:
+        """The number of keys that the last of `length` tokens sees."""
+        return length if self.window is None else min(length, self.window)
+
     def extras(self) -> tuple[str, ...]:
-        """The names of its features beyond plain causal attention."""
-        found = {
-            "sliding windows": self.window is not None,
-            "soft caps": self.softcap is not None,
-            "attention sinks": self.sinks,
-        }
-        return tuple(name for name, used in found.items() if used)
+        """The names of its features beyond plain causal attention, of ATTENTION_EXTRAS."""
+        used = (self.window is not None, self.softcap is not None, self.sinks)
+        return tuple(itertools.compress(ATTENTION_EXTRAS, used))
 
     def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """The KV cache of the layer in `dtype`."""
         return KVSpec(
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, scales=scales
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=dtype,
+            scales=scales,
         )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
@@ -209,6 +253,40 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackendFacts:
+    """What an attention backend can do beyond causal attention in half precision on a GPU, as its
+    file in attention/ declares it."""
+
+    name: str  # one of ATTENTION_BACKENDS
+    prefill_rank: int  # the least is the best
+    decode_rank: int
+    fp8_rank: int | None = None  # comes before the others with an FP8 KV cache; None: reads none
+    fp8_note: str = ""  # what users should know of prefill that reads FP8
+    extras: tuple[str, ...] = ()  # what it computes of ATTENTION_EXTRAS
+    runs_on_cpu: bool = False
+    float32: bool = False
+    captures_decode: bool = False  # takes no argument from the host that changes between steps
+    captures_chunks: bool = False  # reads the bounds of chunks on the device
+    # Of equally fast sizes the smallest, since smaller pages share more of a prefix.
+    best_page_size: int = 16
+    page_sizes: tuple[int, ...] = ()  # the only ones; empty: any
+    page_multiple: int = 1
+    pages_are_powers_of_two: bool = False
+
+
+def best_first(
+    backends: Iterable[BackendFacts], phase: str, *, fp8: bool = False
+) -> tuple[BackendFacts, ...]:
+    """Sort by the ranks for a phase, prefill or decode. fp8: whether the KV cache is in FP8."""
+
+    def rank(backend: BackendFacts) -> tuple[int, int]:
+        of_phase = backend.prefill_rank if phase == "prefill" else backend.decode_rank
+        return (backend.fp8_rank or 0) if fp8 else 0, of_phase
+
+    return tuple(sorted(backends, key=rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """Properties of the machine that option resolution needs."""
 
@@ -217,8 +295,5 @@ class DeviceFacts:
     cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
-    # Backends that run the model on the GPU in half precision, best first.
-    prefill_backends: tuple[str, ...] = ()
-    decode_backends: tuple[str, ...] = ()
-    missing_backends: dict[str, str] = field(default_factory=dict)  # why the other backends cannot
-    flash_page_multiple: int = 1  # the page size of fa must be a multiple of this
+    backends: tuple[BackendFacts, ...] = ()  # all that are declared
+    missing_backends: dict[str, str] = field(default_factory=dict)  # why some cannot run the model

@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from minisgl.errors import ConfigError
+from minisgl.request import PARAMETERS
 
 TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
@@ -69,6 +70,13 @@ def check_types(config: Any) -> None:
         if type(value) not in kinds:
             names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
             refuse(config, name, f"allowed: {names}")
+
+
+def check_parameter(config: Any, name: str) -> None:
+    """Raise ConfigError if the option for the sampling parameter `name` is set and out of range."""
+    value, bounds = getattr(config, name), PARAMETERS[name]
+    if value is not None and not bounds.low <= value <= bounds.high:
+        refuse(config, name, f"allowed: {bounds.low:g} to {bounds.high:g}")
 
 
 def check_at_least(config: Any, name: str, low: int) -> None:

@@ -10,25 +10,12 @@ import os
 from dataclasses import dataclass
 
 from minisgl.config.engine import EngineConfig
-from minisgl.config.facts import FP8, DeviceFacts, ModelFacts
+from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first
 from minisgl.config.options import refuse
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
-# Backends whose decode takes no argument from the host that changes between steps.
-CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
-FLOAT32_BACKENDS = ("triton", "torch")
-# Backends that read keys and values in FP8 for queries in another dtype, best first. FlashInfer
-# comes after torch, since it has not read such a cache on a GPU; it prefills by FlashAttention 2.
-FP8_KV_BACKENDS = {
-    "prefill": ("triton", "torch", "fi", "trtllm"),
-    "decode": ("triton", "torch", "trtllm", "fi"),
-}
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 LARGEST_AUTO_GRAPH = 512
-DEFAULT_PAGE_SIZE = 16
-# The page size at which the kernels of FlashInfer and TensorRT-LLM are fastest.
-FLASHINFER_PAGE_SIZE = 64
-TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
@@ -147,7 +134,7 @@ def resolve(
     dtype = _resolve_dtype(config, model, target, notes)
     kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
-    page_size = _resolve_page_size(config, device, (prefill, decode), notes)
+    page_size = _resolve_page_size(config, (prefill, decode), notes)
     return ResolvedConfig(
         model=config.model,
         device=target,
@@ -178,8 +165,8 @@ def resolve(
         schedule_conservativeness=config.schedule_conservativeness,
         key_share=config.key_share,
         step_timeout=config.step_timeout,
-        attn_prefill=prefill,
-        attn_decode=decode,
+        attn_prefill=prefill.name,
+        attn_decode=decode.name,
         cuda_graph_max_bs=_resolve_graphs(config, device, target, decode, notes),
         overlap=overlap,
         notes=tuple(notes),
@@ -269,9 +256,9 @@ def _why_no_fp8_kv(config: EngineConfig, device: DeviceFacts, target: str) -> st
     if target == "cuda" and capability is not None and capability < OLDEST_WITH_FP8:
         oldest, found = (".".join(map(str, pair)) for pair in (OLDEST_WITH_FP8, capability))
         return f"FP8 needs a GPU of compute capability {oldest} or newer, and this one has {found}"
-    for phase, name in zip(("prefill", "decode"), _backend_pair(config.attn), strict=True):
-        if name not in ("auto", *FP8_KV_BACKENDS[phase]):
-            return f"--attn {name} reads no FP8"
+    for backend in device.backends:
+        if backend.name in _backend_pair(config.attn) and backend.fp8_rank is None:
+            return f"--attn {backend.name} reads no FP8"
     return None
 
 
@@ -288,72 +275,79 @@ def _resolve_attention(
     dtype: str,
     kv_dtype: str,
     notes: list[str],
-) -> tuple[str, str]:
-    """The names of the backends for prefill and decode."""
-    usable: list[tuple[str, ...]] = []
-    for phase, names in (("prefill", device.prefill_backends), ("decode", device.decode_backends)):
-        if target == "cpu":
-            names = tuple(name for name in ("torch",) if name not in device.missing_backends)
-        elif dtype == "float32":
-            names = tuple(name for name in names if name in FLOAT32_BACKENDS)
-        if kv_dtype == FP8:
-            names = tuple(name for name in FP8_KV_BACKENDS[phase] if name in names)
-        if not names:
-            reasons = "; ".join(device.missing_backends.values())
-            raise UnsupportedModelError(f"No attention backend runs this model here: {reasons}.")
-        usable.append(names)
-    if config.attn == "auto":
-        prefill, decode = usable[0][0], usable[1][0]
-        notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
-        return prefill, decode
-    chosen = _backend_pair(config.attn)
-    for name, allowed in zip(chosen, usable, strict=True):
-        if name not in allowed:
-            why = device.missing_backends.get(name)
+) -> tuple[BackendFacts, BackendFacts]:
+    """The backends for prefill and decode."""
+    missing, fp8 = device.missing_backends, kv_dtype == FP8
+    usable = [
+        backend
+        for backend in device.backends
+        if backend.name not in missing
+        and (backend.runs_on_cpu or target != "cpu")
+        and (backend.float32 or dtype != "float32")
+        and (backend.fp8_rank is not None or not fp8)
+    ]
+    if not usable:
+        reasons = "; ".join(missing.values())
+        raise UnsupportedModelError(f"No attention backend runs this model here: {reasons}.")
+    chosen: list[BackendFacts] = []
+    for phase, name in zip(("prefill", "decode"), _backend_pair(config.attn), strict=True):
+        allowed = {backend.name: backend for backend in best_first(usable, phase, fp8=fp8)}
+        if name != "auto" and name not in allowed:
+            half_only = any(each.name == name and not each.float32 for each in device.backends)
+            why = missing.get(name)
             if target == "cpu":
                 why = f"{name} needs a GPU"
-            elif dtype == "float32" and name not in FLOAT32_BACKENDS:
+            elif dtype == "float32" and half_only:
                 why = f"{name} computes in bfloat16 and float16 only"
             reason = why or f"{name} is not usable here"
             raise ConfigError("--attn", config.attn, f"{reason}; {one_of(('auto', *allowed))}")
-    if kv_dtype == FP8 and chosen[0] in ("fi", "trtllm"):
+        chosen.append(next(iter(allowed.values())) if name == "auto" else allowed[name])
+    prefill, decode = chosen
+    if config.attn == "auto":
         notes.append(
-            f"{chosen[0]} prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
+            f"attention: {prefill.name} for prefill, {decode.name} for decode, the best here"
         )
-    return chosen
+    elif fp8 and prefill.fp8_note:
+        notes.append(f"{prefill.name} {prefill.fp8_note}")
+    return prefill, decode
 
 
 def _resolve_page_size(
-    config: EngineConfig, device: DeviceFacts, backends: tuple[str, str], notes: list[str]
+    config: EngineConfig, backends: tuple[BackendFacts, BackendFacts], notes: list[str]
 ) -> int:
     wanted = config.page_size
-    if "trtllm" in backends and wanted is not None and wanted not in TRTLLM_PAGE_SIZES:
-        allowed = ", ".join(map(str, TRTLLM_PAGE_SIZES))
-        notes.append(f"page size 64 instead of {wanted}: trtllm takes pages of {allowed} tokens")
-        return FLASHINFER_PAGE_SIZE
-    multiple = device.flash_page_multiple if "fa" in backends else 1
     if wanted is None:
-        # Measured on an H200: triton is as fast with pages of 16 as with larger ones, and smaller
-        # pages share more of a prefix.
-        by_backend = backends[1] in ("fi", "trtllm")
-        return max(multiple, FLASHINFER_PAGE_SIZE if by_backend else DEFAULT_PAGE_SIZE)
-    if wanted % multiple:
-        refuse(config, "page_size", f"fa takes a multiple of {multiple} here")
-    if "fi" in backends and wanted & (wanted - 1):
-        refuse(config, "page_size", "fi takes a power of two")
+        return max(*(backend.page_multiple for backend in backends), backends[1].best_page_size)
+    for backend in backends:
+        if backend.page_sizes and wanted not in backend.page_sizes:
+            name, allowed = backend.name, ", ".join(map(str, backend.page_sizes))
+            best = backend.best_page_size
+            notes.append(
+                f"page size {best} instead of {wanted}: {name} takes pages of {allowed} tokens"
+            )
+            return best
+    for backend in backends:
+        if wanted % backend.page_multiple:
+            refuse(
+                config,
+                "page_size",
+                f"{backend.name} takes a multiple of {backend.page_multiple} here",
+            )
+        if backend.pages_are_powers_of_two and wanted & (wanted - 1):
+            refuse(config, "page_size", f"{backend.name} takes a power of two")
     return wanted
 
 
 def _resolve_graphs(
-    config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
+    config: EngineConfig, device: DeviceFacts, target: str, decode: BackendFacts, notes: list[str]
 ) -> int:
     """The largest decode batch to capture if memory permits; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
     if target == "cpu":
         reason = "CUDA graphs need a GPU"
-    elif decode not in CAPTURED_BACKENDS:
-        reason = f"decoding by {decode} needs the host at each step, and runs without graphs"
+    elif not decode.captures_decode:
+        reason = f"decoding by {decode.name} needs the host at each step, and runs without graphs"
     elif "triton" in device.missing_backends:
         reason = f"CUDA graphs need Triton: {device.missing_backends['triton']}"
     if reason is not None:

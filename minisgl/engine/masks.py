@@ -28,7 +28,7 @@ _BROKEN = (
     "there are too many ways to read it; make the schema or grammar smaller, or less ambiguous"
 )
 
-Failures = list[tuple[Request, GrammarError]]
+FailedRequests = list[tuple[Request, GrammarError]]
 
 
 class MaskFiller:
@@ -60,7 +60,7 @@ class MaskFiller:
         self._pool: GrammarPool | None = None  # made when it is needed
         self._accept_alone = self._fill_alone = False  # next time
 
-    def accept(self, requests: Sequence[Request]) -> Failures:
+    def accept(self, requests: Sequence[Request]) -> FailedRequests:
         """Tell each matcher the last token of its request, which was just settled."""
         following = [r for r in requests if r.matcher is not None and not r.finished]
         grammars = {} if self._accept_alone else self._together(following)
@@ -75,7 +75,7 @@ class MaskFiller:
                 reasons[index] = reason
         return [(following[index], GrammarError(reason)) for index, reason in reasons.items()]
 
-    def fill(self, requests: Sequence[Request], rows: MaskRows) -> Failures:
+    def fill(self, requests: Sequence[Request], rows: MaskRows) -> FailedRequests:
         """Write the mask of each request's next token: a row each. Those that have ended get ones.
 
         All tokens of the requests must have been accepted.

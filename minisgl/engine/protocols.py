@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from minisgl.distributed.addresses import Listening
 from minisgl.errors import MinisglError
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.kvcache.store import Done, Transfer
+from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 
@@ -51,26 +52,20 @@ class Runner(Protocol[Handle]):
         """
         ...
 
-    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers of host pages, after the copies of launched plans, or of pages on the
-        device, after these plans.
+    def move(self, moves: Sequence[Move], done: Done) -> None:
+        """Begin moves, after the launched plans and their copies. Returns at once.
 
-        Returns at once. done: called on any thread with the id of each, and the number of pages,
-        from its first on, that every rank has done.
+        done: called on any thread with the id of each, and the number of pages, from its first on,
+        that every rank has moved. Raises EngineStoppedError.
         """
         ...
 
-    def listen(self, address: str, token: bytes) -> Sequence[str]:
-        """Let every rank take part in transfers between engines, before any of them is begun.
+    def listen(self, address: str, token: bytes) -> Listening:
+        """Let every rank take part in moves between engines, before any of them is begun.
 
-        address: of the engine; token: of the cluster. Returns where the same ranks of other engines
-        find those of this one. Blocks; called on any thread. Raises OSError or EngineStoppedError.
+        address: of the engine; token: of the cluster. Blocks; called on any thread. Raises OSError
+        or EngineStoppedError.
         """
-        ...
-
-    @property
-    def shares_device(self) -> bool:
-        """Whether, since `listen`, other engines may map what is on the device."""
         ...
 
     def traffic(self) -> HostTraffic | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Generic
 from minisgl.config import (
     Capacity,
     EngineConfig,
-    KVSpec,
     ModelFacts,
     ResolvedConfig,
     overlap_enabled,
@@ -23,20 +22,22 @@ from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
-from minisgl.runner.disk_cache import check_folder
+from minisgl.ranks.nodes.worker_node import work
+from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.runner.facts import device_facts
-from minisgl.runner.host_cache import max_loading, offloads_per_plan
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
-from minisgl.runner.nodes.worker_node import work
-from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
 from minisgl.runner.runner import ModelRunner
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.tokenizer import Tokenizer
+from minisgl.tiers.disk.disk_cache import check_folder
+from minisgl.tiers.host.host_copies import max_loading, offloads_per_plan
 
 logger = logging.getLogger(__name__)
 
@@ -58,23 +59,6 @@ class Loaded(Generic[Handle]):
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
     fingerprint: Callable[[], bytes] = bytes
-
-    @property
-    def offloads_per_plan(self) -> int | None:
-        """Number of pages that a plan may offload beside decode rows; None without a host cache."""
-        config = self.config
-        if not config.num_host_pages:
-            return None
-        return offloads_per_plan(self._layers, config.page_size, config.num_host_pages)
-
-    @property
-    def max_loading(self) -> int:
-        """Number of pages on their way from host memory after which no other load begins."""
-        return max_loading(self._layers, self.config.page_size)
-
-    @property
-    def _layers(self) -> Sequence[KVSpec]:
-        return self.model.on_rank(self.config.tp).kv_specs(self.config.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +85,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
-    runner: ModelRunner | TensorParallelRunner
+    runner: ModelRunner | SeveralRanks
     ranks: Ranks | None = None
     if resolved.disk_cache:
         check_folder(resolved)  # before the weights are read, which may take minutes
@@ -155,6 +139,37 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         load_rule=runner.load_rule,
         disk=runner.disk,
         fingerprint=partial(model_fingerprint, resolved, model_config, folder),
+    )
+
+
+def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
+    """The scheduler for what was loaded."""
+    config, capacity = loaded.config, loaded.capacity
+    page_size, num_host_pages = capacity.page_size, config.num_host_pages
+    layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
+    pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
+    return Scheduler(
+        kv=KVCacheManager(
+            num_pages=capacity.num_pages,
+            page_size=page_size,
+            cache_type=config.cache_type,
+            num_host_pages=num_host_pages,
+            offloads_per_plan=pace,
+            max_loading=max_loading(layers, page_size),
+            load_rule=loaded.load_rule,
+            disk=loaded.disk,
+            max_in_transit=capacity.max_in_transit,
+        ),
+        num_slots=capacity.num_slots,
+        max_seq_len=capacity.max_seq_len,
+        max_prefill_length=config.max_prefill_length,
+        max_queued_requests=config.max_queued_requests,
+        policy=config.schedule_policy,
+        conservativeness=config.schedule_conservativeness,
+        client_share=config.key_share,
+        max_run=loaded.max_run,
+        num_stages=config.pp,
+        look_ahead=config.overlap,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.request import FinishReason, Request
@@ -47,23 +48,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def copy(self) -> Histogram:
-        copied = Histogram(self.bounds)
-        copied.counts[:] = self.counts
-        copied.sum = self.sum
-        return copied
 
-
-def _of_steps() -> Histogram:
-    return Histogram(STEP_BOUNDS)
-
-
-def _of_requests() -> Histogram:
-    return Histogram(REQUEST_BOUNDS)
-
-
-def _of_masks() -> Histogram:
-    return Histogram(MASK_BOUNDS)
+_of_steps = partial(Histogram, STEP_BOUNDS)
+_of_requests = partial(Histogram, REQUEST_BOUNDS)
+_of_masks = partial(Histogram, MASK_BOUNDS)
 
 
 @dataclass(slots=True)
@@ -83,19 +71,6 @@ class Totals:
     e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
     compile_s: Histogram = field(default_factory=_of_requests)  # of grammars
     mask_s: Histogram = field(default_factory=_of_masks)  # of a step with masked rows
-
-    def copy(self) -> Totals:
-        return Totals(
-            self.num_output_tokens,
-            self.num_graph_steps,
-            dict(self.num_finished),
-            self.num_cached_grammars,
-            self.num_masked_rows,
-            *(times.copy() for times in self._histograms()),
-        )
-
-    def _histograms(self) -> tuple[Histogram, ...]:
-        return self.step_s, self.ttft_s, self.itl_s, self.e2e_s, self.compile_s, self.mask_s
 
 
 class Meter:

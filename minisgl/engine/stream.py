@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from minisgl.events import Event, joined
 from minisgl.request import FinishReason, OutputDelta, Request
 from minisgl.text.detokenizer import Detokenizer
-from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 
 
 class OutputStream:

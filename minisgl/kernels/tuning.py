@@ -221,15 +221,35 @@ class DeviceTuning:
         (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),
         (NO_LIMIT, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=8, min_split=64)),
     )
-    wide_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 4, programs_per_sm=3, min_split=64)
+    # The same for wider heads, by head_dim, with a cache of any dtype. 64 rows of 8,192 tokens in
+    # bfloat16 are read at 4.0 TB/s with values of 128 beside keys of 192, and at 4.3 and 4.4 TB/s
+    # with heads of 256 and 512. All fit into the 99 KiB of shared memory of the smaller GPUs.
+    wide_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+        (192, DecodeTiles(32, 4, 2, programs_per_sm=3, min_split=64)),
+        (256, DecodeTiles(16, 4, 3, programs_per_sm=3, min_split=64)),
+        (NO_LIMIT, DecodeTiles(16, 4, 3, programs_per_sm=1, min_split=64)),
+    )
     # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
     float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
-    # By head_dim. Not measured yet (bench_attention.py --tune-prefill): they keep their registers
-    # on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. The splits are
-    # measured (--tune-splits): on an H200 others are slower for most chunks on 512 to 32k tokens.
+    # By head_dim. Those for up to 128 are not measured yet (bench_attention.py --tune-prefill):
+    # they keep their registers on sm_90. A prompt of 8,192 tokens takes 3.7 ms with 64 query heads
+    # of 192, 3.7 ms (two prompts) with 24 of 256, and 11.5 ms with 32 of 512; the tiles of UNTRIED
+    # take 5.0, 11.2 and 39.7 ms. Those of 256 and 512 are faster although they spill registers. The
+    # splits are measured (--tune-splits): on an H200 others are slower for most chunks on 512 to
+    # 32k tokens.
     prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (192, PrefillTiles(block_m=128, block_n=32, num_warps=8, num_stages=2)),
+        (256, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=2)),
         (NO_LIMIT, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+    )
+    # The same for a cache in FP8, whose conversion takes registers. Of those for more than 128,
+    # only those of 256 are measured: 6.6 ms instead of 21.5.
+    fp8_prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
+        (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (192, PrefillTiles(block_m=128, block_n=32, num_warps=8, num_stages=2)),
+        (256, PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     )
     float32_prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
@@ -248,8 +268,25 @@ class DeviceTuning:
 
 H200 = DeviceTuning()
 
-# cuBLAS and torch multiply, at every number of rows, wherever they can.
-UNTRIED = replace(H200, linear_weights=(), fp8_rows=0, fp8_group_rows=0)
+# cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention keep
+# their registers on sm_80 and sm_100, and fit into 99 KiB of shared memory.
+UNTRIED = replace(
+    H200,
+    linear_weights=(),
+    fp8_rows=0,
+    fp8_group_rows=0,
+    prefill_tiles=(
+        (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (192, PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        (256, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
+    ),
+    fp8_prefill_tiles=(
+        (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (256, PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
+    ),
+)
 
 
 @cache

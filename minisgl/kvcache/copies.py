@@ -67,14 +67,10 @@ class Traffic:
 class HostTraffic:
     """The copies of a rank."""
 
-    offloads: Traffic
-    loads: Traffic
+    offloads: Traffic = field(default_factory=Traffic)
+    loads: Traffic = field(default_factory=Traffic)
     writes: Traffic = field(default_factory=Traffic)  # to disk
     reads: Traffic = field(default_factory=Traffic)  # from disk
-
-    @staticmethod
-    def none() -> HostTraffic:
-        return HostTraffic(Traffic(), Traffic())
 
     def since(self, before: HostTraffic) -> HostTraffic:
         return HostTraffic(

@@ -1,4 +1,4 @@
-"""The disk behind host memory: which pages go there, and which come back.
+"""The disk behind host memory: which pages go there, and which can come back.
 
 Pages are written when host memory is about to evict them, from where they lie: they are pinned
 until they are on disk, and free then. Only pages whose offload is settled are written, so that no
@@ -8,12 +8,16 @@ tree knows nothing of the disk: a prefix is looked up by its keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
-from minisgl.kvcache.store import PageIndex, Transfer, Way, page_keys
+from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.moves import Moves, Place
+from minisgl.kvcache.page_keys import PageIndex, page_keys
+from minisgl.kvcache.prefix import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,73 +29,43 @@ class Disk:
     rule: LoadRule = ALWAYS  # for pages from disk to device
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Pages that are read from disk, and where they belong."""
-
-    transfer: Transfer
-    key: bytes  # packed tokens
-    namespace: bytes
-    start: int  # the first page of `key` that is read
-
-
 class DiskTier:
-    """Collects transfers, and remembers those under way."""
+    """Looks for pages on disk, and begins the moves to it."""
 
-    def __init__(self, disk: Disk, page_bytes: int, ids: Iterator[int]) -> None:
-        """page_bytes: bytes of the packed tokens of a page. ids: for transfers."""
+    def __init__(self, disk: Disk, page_size: int, host: HostTier, moves: Moves) -> None:
         self.rule = disk.rule
-        self.fetches: dict[int, Fetch] = {}
-        self.writes: dict[int, Transfer] = {}
-        self.settled = 0  # the last step that is known to have succeeded
         self._index = disk.index
         self._fingerprint = disk.fingerprint
-        self._page_bytes = page_bytes
-        self._ids = ids
-        self._new: list[Transfer] = []
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._host = host
+        self._moves = moves
 
     def find(self, namespace: bytes, key: bytes, start: int, end: int) -> list[bytes]:
         """The keys of the pages `start` .. `end` - 1 of `key` up to the first that is not held."""
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
         return [*takewhile(self._index.holds, keys)]
 
-    def missing(
-        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
-    ) -> list[tuple[bytes, int]]:
-        """The (key, host page) pairs, of pages from `start` on, that are not on disk."""
+    def write(self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]) -> None:
+        """Begin to write the pages of `key` from page `start` on that are not on disk, nor on their
+        way there. They are pinned until that has ended."""
+        host = self._host
         end = start + len(host_pages)
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
         pairs = zip(keys, host_pages, strict=True)
-        return [pair for pair in pairs if not self._index.holds(pair[0])]
-
-    def write(self, pairs: Sequence[tuple[bytes, int]]) -> Transfer:
-        transfer = self._add(Way.WRITE, [key for key, _ in pairs], [page for _, page in pairs])
-        self.writes[transfer.id] = transfer
-        return transfer
-
-    def fetch(
-        self, namespace: bytes, key: bytes, start: int, keys: Sequence[bytes], pages: Sequence[int]
-    ) -> int:
-        """Read pages into host `pages`, which the fetch owns; returns the transfer's id."""
-        transfer = self._add(Way.READ, keys, pages)
-        self.fetches[transfer.id] = Fetch(transfer, key, namespace, start)
-        return transfer.id
-
-    def _add(self, way: Way, keys: Sequence[bytes], host_pages: Sequence[int]) -> Transfer:
-        transfer = Transfer(next(self._ids), way, tuple(keys), tuple(host_pages))
-        self._new.append(transfer)
-        return transfer
-
-    def take(self) -> list[Transfer]:
-        """The transfers that were added since the last call."""
-        new, self._new = self._new, []
-        return new
+        missing = [
+            pair for pair in pairs if not (self._index.holds(pair[0]) or host.is_pinned(pair[1]))
+        ]
+        for first in range(0, len(missing), host.piece):
+            names, pages = zip(*missing[first : first + host.piece], strict=True)
+            host.pin(pages)
+            self._moves.begin(
+                Place.HOST, Place.DISK, pages, partial(_unpin, host, pages), keys=names
+            )
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Look for these pages no longer: a rank does not have them."""
         self._index.forget(keys)
 
-    @property
-    def owned(self) -> list[int]:
-        """The host pages that fetches own."""
-        return [page for fetch in self.fetches.values() for page in fetch.transfer.host_pages]
+
+def _unpin(host: HostTier, pages: Sequence[int], num_written: int) -> None:
+    host.unpin(pages)

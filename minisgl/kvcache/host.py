@@ -1,35 +1,30 @@
-"""The pages of host memory that hold copies of device pages: which are free, and who wrote them."""
+"""The pages of host memory: which are free, kept, or planned to be written, and who wrote them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.page_pool import PagePool
 
 # Written by a plan that is still being made.
 UNPLANNED = 1 << 62
 
 
-class HostTier:
+class HostTier(PagePool):
     """Allocates host pages, and collects the offloads that the next plan carries."""
 
     def __init__(self, num_pages: int, *, rule: LoadRule = ALWAYS, piece: int = 1) -> None:
-        """piece: number of device pages that are at least offloaded together, if there are as many.
-
-        Larger pieces mean fewer nodes; smaller ones keep more on the device.
+        """num_pages: 0 if there is no host memory. piece: number of device pages that are at least
+        offloaded together, if there are as many. Larger pieces mean fewer nodes; smaller ones keep
+        more on the device.
         """
-        self.num_pages = num_pages
+        super().__init__(num_pages)
         self.rule = rule
         self.piece = piece
-        self.written_by = [0] * num_pages  # the step whose plan offloaded to a page
-        self._free = list(range(num_pages - 1, -1, -1))
         self._offloads: dict[int, int] = {}  # device page by host page
         self._pinned: set[int] = set()  # somebody reads them
         self._leaving: set[int] = set()  # pinned, and freed as soon as they are not
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def num_leaving(self) -> int:
@@ -38,15 +33,13 @@ class HostTier:
 
     @property
     def free_pages(self) -> Sequence[int]:
-        """The pages without an owner: free, or leaving."""
         return [*self._free, *self._leaving]
 
     def take(self, count: int) -> list[int]:
-        """Take free pages, of which there must be enough."""
-        taken = self._free[: -count - 1 : -1]
-        del self._free[-count:]
-        for host_page in taken:
-            self.written_by[host_page] = 0
+        """Take free pages, of which there must be enough, in the order of their numbers if they
+        were never used."""
+        taken = super().take(count)[::-1]
+        self.mark_written(taken, 0)
         return taken
 
     def offload(self, pages: Sequence[int]) -> list[int]:
@@ -54,7 +47,7 @@ class HostTier:
         taken = self.take(len(pages))
         for page, host_page in zip(pages, taken, strict=True):
             self._offloads[host_page] = page
-            self.written_by[host_page] = UNPLANNED
+        self.mark_written(taken, UNPLANNED)
         return taken
 
     def free(self, host_pages: Sequence[int]) -> None:
@@ -93,7 +86,6 @@ class HostTier:
         if not self._offloads:
             return ()
         offloads = tuple((page, host_page) for host_page, page in self._offloads.items())
-        for host_page in self._offloads:
-            self.written_by[host_page] = step
+        self.mark_written(self._offloads, step)
         self._offloads = {}
         return offloads

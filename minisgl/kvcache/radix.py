@@ -28,10 +28,18 @@ from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
 
 class RadixCache:
     def __init__(
-        self, page_size: int, host: HostTier | None = None, disk: DiskTier | None = None
+        self,
+        page_size: int,
+        host: HostTier,
+        disk: DiskTier | None = None,
+        *,
+        keeps: bool = True,
     ) -> None:
-        """disk: behind host memory, without which there is none."""
+        """disk: behind host memory, without which there is none. keeps: otherwise it takes no page,
+        and every request computes its whole prompt."""
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
+        self._keeps = keeps
         self._host = host
         self._disk = disk
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
@@ -45,11 +53,17 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> int:
+        """Number of pages that `evict` can return."""
         return self._num_evictable
 
     # -- finding -----------------------------------------------------------------------------------
 
+    def max_match(self, num_tokens: int) -> int:
+        """Number of pages of the longest prefix that leaves at least one token to compute."""
+        return (num_tokens - 1) // self._page_size
+
     def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
+        """Number of cached pages of `key`, at most `max_pages`. Changes nothing. O(key)."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
@@ -66,6 +80,10 @@ class RadixCache:
         return found
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
+        """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key).
+
+        Its end in host memory is left out where computing it is faster than loading it.
+        """
         self._clock += 1
         root = self._roots.get(namespace)
         if root is None:
@@ -80,7 +98,7 @@ class RadixCache:
             node.last_used = self._clock
             pages += node.pages
         num_host = 0
-        if self._host is not None:
+        if self._host.num_pages:
             node, num_host = self._follow_host(node, key, len(pages), max_pages)
         self._lock(node)
         return Match(node, pages, num_host)
@@ -91,7 +109,6 @@ class RadixCache:
         Returns the last node and the number of its pages below `node`: none if loading them is
         slower than computing them.
         """
-        assert self._host is not None
         last, path, found = node, list[Node](), start
         while found < end and (child := self._child(last, key, found)) is not None:
             common = self._common_pages(child, key, found, end)
@@ -127,8 +144,13 @@ class RadixCache:
     # -- adding ------------------------------------------------------------------------------------
 
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
+        """Take the pages `start`, `start + 1`, ... of `key`, following the locked `node`.
+
+        `node` must end where `start` begins; its lock moves to the returned node. Returns None
+        without a change if the cache already has device pages with the same tokens. O(pages).
+        """
         child = self._child(node, key, start)
-        if child is not None and child.pages:
+        if not self._keeps or (child is not None and child.pages):
             return None
         added, _ = self._put(node, key, start, pages)
         self._lock(added)
@@ -136,6 +158,12 @@ class RadixCache:
         return added
 
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
+        """Take the pages that the cache does not have on the device, and return the others.
+
+        `node` as for `extend`; its lock stays where it is. O(pages).
+        """
+        if not self._keeps:
+            return list(pages)
         last, refused = self._put(node, key, start, pages)
         self._let_go(last)
         return refused
@@ -208,6 +236,10 @@ class RadixCache:
     # -- loads -------------------------------------------------------------------------------------
 
     def fill(self, node: Node, pages: Sequence[int], load: int) -> list[int]:
+        """Give device pages to the end of a match, the locked `node`, for a load to fill them.
+
+        Returns the host pages to load from. The load locks `node`, too, until `filled(node)`.
+        """
         path: list[Node] = []
         at: Node | None = node
         while at is not None and not at.pages and at.parent is not None:
@@ -223,6 +255,7 @@ class RadixCache:
         return host_pages
 
     def filled(self, node: Node) -> None:
+        """Mark the end of the load that `fill` began."""
         at: Node | None = node
         load = node.load
         while at is not None and at.load == load:
@@ -244,6 +277,7 @@ class RadixCache:
             at = at.parent
 
     def release(self, node: Node) -> None:
+        """Release one lock on `node`."""
         self._clock += 1
         node.last_used = self._clock
         at: Node | None = node
@@ -267,7 +301,7 @@ class RadixCache:
             return
         if _is_device_leaf(node):
             self._leaves.offer(node, self._num_nodes)
-        if self._host is None:
+        if not self._host.num_pages:
             return
         if _is_host_leaf(node):
             self._host_leaves.offer(node, self._num_nodes)
@@ -275,19 +309,25 @@ class RadixCache:
             self._bare.offer(node, self._num_nodes)
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> list[int]:
+        """Take at least `num_pages` pages off the device, least recently used first.
+
+        Returns them; those that host memory has room for are copied there by the next plan, unless
+        it has copies. The caller must have checked `num_evictable`. With `max_offloads` they are
+        fewer once the next plan offloads so many pages, those of earlier calls included.
+        """
         evicted: list[int] = []
         while len(evicted) < num_pages:
             node = self._leaves.pop()
             assert node is not None, "the caller has checked that there are enough"
             wanted = num_pages - len(evicted)
-            if self._host is not None:
+            if self._host.num_pages:
                 at_most = max(wanted, self._host.piece)
                 if max_offloads is not None and node.is_bare:
                     at_most = min(at_most, max_offloads - self._host.num_planned)
                     if at_most <= 0:
                         self._let_go(node)
                         break
-                evicted += self._demote(node, at_most, self._host)
+                evicted += self._demote(node, at_most)
             elif len(node.pages) > wanted:  # evicting the tail is enough
                 evicted += node.pages[-wanted:]
                 del node.pages[-wanted:]
@@ -298,7 +338,7 @@ class RadixCache:
         self._num_evictable -= len(evicted)
         return evicted
 
-    def _demote(self, node: Node, at_most: int, host: HostTier) -> list[int]:
+    def _demote(self, node: Node, at_most: int) -> list[int]:
         """Take pages at the end of `node` off the device, and return them.
 
         They stay in host memory, if there is room for them.
@@ -309,7 +349,7 @@ class RadixCache:
             if not self.make_room(len(pages)):
                 self._forget(node)
                 return pages
-            self._place_at(node, pages, host.offload(pages))
+            self._place_at(node, pages, self._host.offload(pages))
         self._leave_device(node)
         return pages
 
@@ -336,8 +376,12 @@ class RadixCache:
         node.is_ahead = is_ahead
 
     def copy_ahead(self, num_pages: int, max_offloads: int) -> None:
+        """Let the next plan copy pages to host memory that `evict` would return next, until there
+        are `num_pages` that were copied ahead of their eviction. They stay on the device.
+
+        max_offloads: as for `evict`.
+        """
         host = self._host
-        assert host is not None
         while self._num_ahead < num_pages:
             room = max_offloads - host.num_planned
             node = self._bare.pop() if room > 0 else None
@@ -355,7 +399,6 @@ class RadixCache:
         """As `make_room`, but drops neither copies that the device is to evict sooner than what
         they would make room for, nor what the disk can have: `make_spare` writes that."""
         host = self._host
-        assert host is not None
         while host.num_free < num_pages:
             if self._disk is not None:
                 return False
@@ -366,7 +409,7 @@ class RadixCache:
                 self._let_go(node)
                 return False
             self._cut(node, max(num_pages - host.num_free, host.piece))
-            self._leave_host(node, host)
+            self._leave_host(node)
         return True
 
     def _cut(self, node: Node, at_most: int) -> None:
@@ -375,20 +418,26 @@ class RadixCache:
             self._split(node, node.num_pages - at_most)
 
     def make_room(self, num_pages: int) -> bool:
+        """Free host pages, least recently used first; False if there are too few."""
         host = self._host
-        if host is None or num_pages > host.num_pages:
+        if num_pages > host.num_pages:
             return False
         while host.num_free < num_pages:
             node = self._host_leaves.pop()
             if node is None:
                 return False
             self._cut(node, max(num_pages - host.num_free, host.piece))
-            self._leave_host(node, host)
+            self._leave_host(node)
         return True
 
     def make_spare(self, num_pages: int) -> None:
+        """Send host pages to disk, least recently used first, until that many are free or will be.
+
+        A page that is on the device, too, loses its host copy unwritten, unless it was copied
+        ahead.
+        """
         host, disk = self._host, self._disk
-        assert host is not None and disk is not None
+        assert disk is not None
         while host.num_free + host.num_leaving < num_pages:
             node = self._host_leaves.pop()
             if node is None:
@@ -397,27 +446,23 @@ class RadixCache:
                 self._let_go(node)  # until the device has evicted it
                 return
             self._cut(node, host.piece)
-            if not node.pages and not self._write(node, host, disk):
+            if not node.pages and not self._write(node, disk):
                 self._let_go(node)  # until its offload is settled
                 return
-            self._leave_host(node, host)
+            self._leave_host(node)
 
     def store_all(self) -> None:
-        host, disk = self._host, self._disk
-        assert host is not None and disk is not None
+        """Send all host pages to disk, where they stay in memory, too: the latest used first."""
+        assert self._disk is not None
         for node in sorted(self._nodes(), key=lambda node: -node.last_used):  # parents first
             if node.host_pages:
-                self._write(node, host, disk)
+                self._write(node, self._disk)
 
-    def _write(self, node: Node, host: HostTier, disk: DiskTier) -> bool:
+    def _write(self, node: Node, disk: DiskTier) -> bool:
         """Write the host pages of `node` to disk that are not there; False if it is too early."""
-        if any(host.written_by[page] > disk.settled for page in node.host_pages):
+        if not self._host.are_settled(node.host_pages):
             return False
-        namespace, key, start = self._place(node)
-        pairs = disk.missing(namespace, key, start, node.host_pages)
-        pairs = [pair for pair in pairs if not host.is_pinned(pair[1])]  # it is under way
-        for first in range(0, len(pairs), host.piece):
-            host.pin(disk.write(pairs[first : first + host.piece]).host_pages)
+        disk.write(*self._place(node), node.host_pages)
         return True
 
     def _place(self, node: Node) -> tuple[bytes, bytes, int]:
@@ -430,9 +475,9 @@ class RadixCache:
         tokens = b"".join(reversed(runs))
         return at.key, tokens, len(tokens) // self._page_bytes - node.num_pages
 
-    def _leave_host(self, node: Node, host: HostTier) -> None:
+    def _leave_host(self, node: Node) -> None:
         """Take a node out of host memory."""
-        host.free(node.host_pages)
+        self._host.free(node.host_pages)
         self._place_at(node, node.pages, [])
         if node.pages:
             self._let_go(node)
@@ -440,15 +485,27 @@ class RadixCache:
             self._remove(node)
 
     def put_host(
+        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int], num_pages: int
+    ) -> None:
+        """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
+        on, and free the others.
+
+        Those that the tree has in any tier are not taken, and none if it lacks what is before them.
+        """
+        refused = self._put_host(namespace, key, start, host_pages[:num_pages])
+        self._host.free([*host_pages[num_pages:], *refused])
+
+    def _put_host(
         self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
-    ) -> list[int]:
+    ) -> Sequence[int]:
+        """Returns the pages that are not taken."""
         if not host_pages:
-            return []
+            return ()
         self._clock += 1
         root = self._roots.get(namespace)
         if root is None:
             if start:
-                return list(host_pages)
+                return host_pages
             root = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
         node, at, end = root, 0, start + len(host_pages)
         while at < end:
@@ -460,14 +517,14 @@ class RadixCache:
             at += common
         if at < start or at == end:
             self._let_go(node)
-            return list(host_pages)
+            return host_pages
         run = key[at * self._page_bytes : end * self._page_bytes]
         added = Node(key=run, pages=[], parent=node, last_used=self._clock)
         added.host_pages = list(host_pages[at - start :])
         node.children[self._first_page(run, 0)] = added
         self._num_nodes += 1
         self._let_go(added)
-        return list(host_pages[: at - start])
+        return host_pages[: at - start]
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""
@@ -475,7 +532,7 @@ class RadixCache:
         for each in doomed:  # it grows meanwhile
             doomed += each.children.values()
         for each in reversed(doomed):
-            if self._host is not None and each.host_pages:
+            if each.host_pages:
                 self._host.free(each.host_pages)
             self._remove(each)
 
@@ -489,14 +546,14 @@ class RadixCache:
         self._let_go(parent)
 
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
+        """Drop every device page whose entry in `written_by` is at least `step`, and every host
+        page that such a step's plan wrote. None may be locked. Returns the device pages."""
         dropped: list[int] = []
         for node in reversed(list(self._nodes())):  # children first
             late = [page for page in node.pages if written_by[page] >= step]
-            copied_late = self._host is not None and any(
-                self._host.written_by[page] >= step for page in node.host_pages
-            )
+            copied_late = any(self._host.written_by[page] >= step for page in node.host_pages)
             if copied_late:
-                assert self._host is not None and not node.load, "a dropped page is loaded from"
+                assert not node.load, "a dropped page is loaded from"
                 self._host.free(node.host_pages)
                 self._place_at(node, node.pages, [])
                 self._let_go(node)
@@ -524,12 +581,15 @@ class RadixCache:
             pending.extend(node.children.values())
 
     def pages(self) -> list[int]:
+        """Every device page in the cache. O(cache)."""
         return [page for node in self._nodes() for page in node.pages]
 
     def host_pages(self) -> list[int]:
+        """Every host page in the cache. O(cache)."""
         return [page for node in self._nodes() for page in node.host_pages]
 
     def check(self, locked: Sequence[Node]) -> None:
+        """Recompute every invariant, given the node of each lock; AssertionError if one fails."""
         users: dict[Node, int] = {}
         for node in locked:
             users[node] = users.get(node, 0) + 1
@@ -563,7 +623,7 @@ class RadixCache:
                 evictable += len(node.pages)
                 assert not _is_device_leaf(node) or node in offered, "a leaf cannot be evicted"
                 assert not _is_host_leaf(node) or node in host_offered, "host pages are stuck"
-                if self._host is not None and _is_bare_leaf(node):
+                if self._host.num_pages and _is_bare_leaf(node):
                     assert node in bare_offered, "a leaf cannot be copied ahead"
         assert evictable == self._num_evictable, "the number of evictable pages is wrong"
         assert ahead == self._num_ahead, "the number of pages copied ahead is wrong"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minisgl.attention.base import Attention, ForwardBatch, LayerKV
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
@@ -12,6 +11,7 @@ from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.step import Step
 from minisgl.shards import even_shard, kv_head_shard, whole
 
 
@@ -19,13 +19,14 @@ class SelfAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))) for x the norm of the residual stream, with rotary positions;
     added to the stream. A rank computes its share of the heads.
 
-    `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`: of the RMS norm of
-    every head of q and k; None: they have none.
+    `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
+    of the RMS norm of every head of q and k; None: they have none.
     """
 
     def __init__(
         self,
         hidden_size: int,
+        layer: int,
         spec: AttentionSpec,
         format: WeightFormat,
         comm: Communicator,
@@ -35,6 +36,7 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
     ) -> None:
         super().__init__()
+        self._layer = layer
         self.spec = spec.on_rank(comm.size)
         head_dim = spec.head_dim
         heads = even_shard(spec.num_heads, comm.rank, comm.size).times(head_dim)
@@ -48,18 +50,11 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype)
 
-    def forward(
-        self,
-        residual: Residual,
-        norm: RMSNorm,
-        rotary_table: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        attention: Attention,
-    ) -> Residual:
-        """Writes the rows' K and V into `kv`. rotary_table: RotaryEmbedding.table."""
+    def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
+        """Writes the rows' K and V into the layer's KV cache."""
         qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
-        out = attention.attend_qkv(qkv, kv, batch, self._norm_rope(rotary_table), self.spec)
+        kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_table)
+        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
         return self.o_proj.add_to(out.flatten(1), rows)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:

@@ -11,17 +11,18 @@ import torch
 
 from minisgl.config import BLOCK, Activations, QuantScheme
 from minisgl.errors import UnsupportedModelError
-from minisgl.kernels.linear.dense import DenseProduct
+from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
     CHUNK,
     Fp8Weights,
     Int4Weights,
 )
-from minisgl.kernels.linear.select import fp8_product, int4_product
-from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
-from minisgl.kernels.moe.quantized import InputScales
-from minisgl.kernels.moe.select import fp8_experts, int4_experts
+from minisgl.kernels.linear.select_product import fp8_product, int4_product
+from minisgl.kernels.moe.dense_experts import DenseExperts
+from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.quantized_experts import InputScales
+from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")

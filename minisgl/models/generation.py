@@ -10,12 +10,12 @@ from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
 from minisgl.models.config_reader import CONFIG_FILE, read_json
-from minisgl.request import MAX_EDITS, SamplingParams
+from minisgl.request import MAX_EDITS, SAMPLED, SamplingParams
 
 GENERATION_FILE = "generation_config.json"
 
 # The fields of generation_config.json that are fields of SamplingParams by the same name.
-_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLED = ("temperature", *(parameter.name for parameter in SAMPLED if parameter.is_filter))
 _ALWAYS = ("repetition_penalty",)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minisgl.config import QuantScheme, Storage
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
-from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding

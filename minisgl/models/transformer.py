@@ -12,10 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.base import Attention, ForwardBatch, LayerKV
+from minisgl.attention.base import Attention, ForwardBatch
+from minisgl.attention.state import LayerState
+from minisgl.config import KVSpec
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
-from minisgl.kernels.linear import select
-from minisgl.kernels.linear.dense import DenseProduct
+from minisgl.kernels.linear import select_product
+from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
@@ -24,6 +26,7 @@ from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.step import Step
 from minisgl.models.config import ModelConfig
 from minisgl.models.rope import inverse_frequencies
 from minisgl.shards import vocab_shard, whole
@@ -40,6 +43,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
         self.self_attn = SelfAttention(
             hidden_size,
+            index,
             config.attention(index),
             format.within("self_attn"),
             comm,
@@ -59,24 +63,15 @@ class DecoderLayer(nn.Module):
             config.hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
         )
 
-    def forward(
-        self,
-        residual: Residual,
-        rotary_table: Tensor,
-        batch: ForwardBatch,
-        kv: LayerKV,
-        attention: Attention,
-    ) -> Residual:
-        residual = self.self_attn(
-            residual, self.input_layernorm, rotary_table, batch, kv, attention
-        )
+    def forward(self, residual: Residual, step: Step) -> Residual:
+        residual = self.self_attn(residual, self.input_layernorm, step)
         added: Residual = self.mlp(residual, self.post_attention_layernorm)
         return added
 
 
 class CausalLM(nn.Module):
-    """A decoder with its head, or one rank's part of it. Constructed with uninitialised weights;
-    `load_model` fills them.
+    """The Decoder of a family: layers and head, or one rank's part of them. Constructed with
+    uninitialised weights; `load_model` fills them.
 
     A pipeline stage has some of the layers. Only the first stage has the embedding, and only the
     last the final norm and the head, for which it has an embedding, too, if both are one.
@@ -102,6 +97,8 @@ class CausalLM(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.num_layers = config.num_layers  # of all stages
+        self._numbers = layers
+        self._facts = config.facts().on_rank(comm.size).on_stage(layers)
         self.is_tied = config.tie_word_embeddings
         hidden_size, dtype = config.hidden_size, format.dtype
         self.quantization = config.quantization
@@ -131,7 +128,7 @@ class CausalLM(nn.Module):
             self._head = self.lm_head.product
         elif self.is_last and self.embed_tokens is not None:
             self._head = DenseProduct(self.embed_tokens.weight)
-        select.share_kernels(self._products(), dtype, device)
+        select_product.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
@@ -139,24 +136,21 @@ class CausalLM(nn.Module):
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[LayerKV],
+        states: Sequence[LayerState],
         attention: Attention,
         received: Tensor | None = None,
     ) -> Tensor:
-        """Run the rows of one step: [num_rows, hidden_size], after the final norm; of a stage that
-        is not the last, the residual stream, which the next one is to receive.
-
-        `kv` has one entry a layer; the rows' keys and values are written into it. received: from
-        the stage before, may be overwritten; None on the first.
-        """
-        table = self.rope.table
+        """As in Decoder: the rows after the final norm; of a stage that is not the last, the
+        residual stream."""
         if self.is_first:
             assert self.embed_tokens is not None
             received = self.embed_tokens(batch.token_ids)
         assert received is not None, "every stage but the first receives rows"
         residual = Residual(received)
-        for layer, layer_kv in zip(self.layers.values(), kv, strict=True):
-            residual = layer(residual, table, batch, layer_kv, attention)
+        by_number = dict(zip(self._numbers, states, strict=True))
+        step = Step(batch, by_number, attention, self.rope.table)
+        for layer in self.layers.values():
+            residual = layer(residual, step)
         if self.norm is None:
             assert isinstance(layer, DecoderLayer)
             return joined(residual, layer.input_layernorm)
@@ -164,23 +158,26 @@ class CausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], the
-        rank's part of the vocabulary with its padding. Only the last stage computes them."""
+        """As in Decoder: [n, vocab.size]."""
         assert self._head is not None
         return self._head(hidden)
 
+    def layer_specs(self, kv_dtype: str) -> tuple[KVSpec, ...]:
+        """As in Decoder."""
+        return self._facts.kv_specs(kv_dtype)
+
     @property
     def dense_copy_bytes(self) -> int:
-        """The memory of the dense copies that `prepare` can make."""
-        return select.dense_copy_bytes(self._products(), self._dtype)
+        """As in Decoder."""
+        return select_product.dense_copy_bytes(self._products(), self._dtype)
 
     def prepare(self, *, dense_copies: bool = False) -> None:
         """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
         with few rows on a GPU by trying. Call it before anything is captured.
 
-        dense_copies: see select.prepare.
+        dense_copies: see select_product.prepare.
         """
-        select.prepare(self._products(), self._dtype, dense_copies=dense_copies)
+        select_product.prepare(self._products(), self._dtype, dense_copies=dense_copies)
         for linear in self._linears():
             linear.register_weights()
 

@@ -13,8 +13,8 @@ from minisgl.errors import ConfigError, MinisglError
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
+from minisgl.server.http.certificate import check_certificate
 from minisgl.server.process import ENDING, bind
-from minisgl.server.tls import check_certificate
 
 logger = logging.getLogger(__name__)
 

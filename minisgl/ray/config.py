@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 
-GROUP = "Ray"
+ray_option = partial(option, group="Ray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     """The options as the user gave them; raises ConfigError for an invalid value."""
 
-    ray: bool = option(
+    ray: bool = ray_option(
         False,
         "Run the engines and the router on a Ray cluster: that of RAY_ADDRESS, or of this machine.",
-        group=GROUP,
     )
-    ray_max_replicas: int | None = option(
+    ray_max_replicas: int | None = ray_option(
         None,
         "Number of engines up to which Ray starts more under load, from --replicas on (with "
         "--roles of each kind); none if not given.",
-        group=GROUP,
     )
-    ray_target_requests: int = option(
-        64, "Open requests of an engine from which on Ray starts another.", group=GROUP
+    ray_target_requests: int = ray_option(
+        64, "Open requests of an engine from which on Ray starts another."
     )
 
     def __post_init__(self) -> None:

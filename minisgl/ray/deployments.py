@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray import serve
@@ -24,24 +23,24 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.config import EngineConfig, refuse
+from minisgl.distributed.addresses import Address
+from minisgl.distributed.cluster_token import OPTION, VARIABLE, read_token
 from minisgl.errors import ConfigError
 from minisgl.ray.config import RayConfig
-from minisgl.ray.engine import EngineReplica
-from minisgl.ray.exchange import Answer, HTTPRequest
-from minisgl.ray.ingress import EngineLostError, create_ingress_app
+from minisgl.ray.engine import Answer, EngineReplica
+from minisgl.ray.ingress import create_ingress_app
 from minisgl.ray.routing import PrefixRouter
 from minisgl.router.config import RouterConfig
+from minisgl.router.exchange import EngineLostError, HTTPRequest
 from minisgl.router.policies import DECODE, PREFILL
 from minisgl.router.process import with_pages_shared
-from minisgl.runner.nodes.token import OPTION, VARIABLE, read_token
-from minisgl.runner.page_wire import Address
 from minisgl.server import with_all_keys
+from minisgl.server.answers.handover import Handover
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.handover import Handover, SharingEngine
-from minisgl.server.hosts import Hosts, is_loopback
+from minisgl.server.http.hosts import Hosts, allowed_names, is_loopback
+from minisgl.server.http.request_ids import HEADER
 from minisgl.server.process import start_engine
-from minisgl.server.request_ids import HEADER
 
 ENGINE, INGRESS = "engine", "ingress"  # and PREFILL
 # Of the address, which is the cluster's.
@@ -72,7 +71,7 @@ def build(
     if engine.nnodes > 1:
         refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
     server = with_all_keys(server)
-    hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
+    hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
     inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
     if router.roles:  # what does not go with them is refused before anything starts
@@ -124,13 +123,6 @@ def _engines(
         **_scaling(number, options),
     )
     return engines.bind(engine, server, role, router.replicas)
-
-
-def _hosts(server: ServerConfig, *, on_loopback: bool) -> tuple[str, ...]:
-    """The names that requests may be addressed to, as of one server; empty: any."""
-    if not server.allowed_host and (server.api_key or not on_loopback):
-        return ()
-    return (*server.allowed_host, server.host, socket.gethostname())
 
 
 def _num_gpus(engine: EngineConfig) -> int:
@@ -190,13 +182,12 @@ class EngineDeployment(EngineReplica):
         else:
             address = _pages_address(engine)
             started = await start_engine(with_pages_shared(engine, num_engines))
-            sharing = cast("SharingEngine", started)
             try:
-                address = await sharing.share_pages(address, always_load=role == DECODE)
+                address = await started.share_pages(address, always_load=role == DECODE)
             except BaseException:
                 await started.close()
                 raise
-            around = Handover(sharing, address).around
+            around = Handover(started, address).around
             super().__init__(started, config, around, _own_name())
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
@@ -244,16 +235,14 @@ class RayEngines:
     def has_prefill(self) -> bool:
         return self._prefills is not None
 
-    def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
-        return self._ask(self._answers, key, request)
+    def ask(self, request: HTTPRequest) -> Answer:
+        return self._ask(self._answers, request)
 
-    def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
-        return self._ask(self._prefills, key, request)
+    def ask_prefill(self, request: HTTPRequest) -> Answer:
+        return self._ask(self._prefills, request)
 
-    async def _ask(
-        self, answers: DeploymentHandle, key: bytes | None, request: HTTPRequest
-    ) -> Answer:
-        answer = answers.remote(key, request)
+    async def _ask(self, answers: DeploymentHandle, request: HTTPRequest) -> Answer:
+        answer = answers.remote(request)
         try:
             async for part in answer:
                 yield part

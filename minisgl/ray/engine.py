@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from minisgl.ray.exchange import Answer, HTTPRequest, answer
+from starlette.types import ASGIApp, Message
+
+from minisgl.router.exchange import Head, HTTPRequest
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import Around, EngineState
 from minisgl.server.served_engine import ServedEngine
+
+Answer = AsyncGenerator[Head | bytes, None]
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -25,8 +31,8 @@ class EngineReplica:
         around: Around | None = None,
         name: str = "",
     ) -> None:
-        """around: what is done for a request before it is answered, see server/handover.py. name:
-        in the ids of the responses that it keeps."""
+        """around: what is done for a request before it is answered (server/answers/handover.py).
+        name: in the ids of the responses that it keeps."""
         self._engine = engine
         state = EngineState(config)
         state.replica = name
@@ -34,23 +40,17 @@ class EngineReplica:
         state.start(engine)
         self._app = create_app(state)
 
-    async def answer(self, key: bytes | None, request: HTTPRequest) -> Answer:
-        """Yield the answer to `request`: a Head, then pieces of the body.
-
-        key: by which the request was routed here, see router/keys.py.
-        """
-        parts = answer(self._app, request)
-        try:
+    async def answer(self, request: HTTPRequest) -> Answer:
+        """Yield the answer to `request`: a Head, then pieces of the body."""
+        async with aclosing(_answer(self._app, request)) as parts:
             async for part in parts:
                 yield part
-        finally:
-            await parts.aclose()
 
-    async def prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+    async def prefill(self, request: HTTPRequest) -> Answer:
         """As `answer`, but before all else yield an empty part, which says that this engine has
         the request."""
         yield b""
-        async with aclosing(self.answer(key, request)) as parts:
+        async with aclosing(self.answer(request)) as parts:
             async for part in parts:
                 yield part
 
@@ -64,7 +64,46 @@ class EngineReplica:
     async def metrics(self) -> bytes:
         """The engine's page of metrics."""
         scrape = HTTPRequest("GET", "/metrics", b"", [], b"")
-        return b"".join([part async for part in answer(self._app, scrape) if type(part) is bytes])
+        return b"".join([part async for part in _answer(self._app, scrape) if type(part) is bytes])
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+async def _answer(app: ASGIApp, request: HTTPRequest) -> Answer:
+    """Yield the answer of `app`: the head, then pieces of the body.
+
+    What has come meanwhile is one piece. Closing the generator tells the application that the
+    client has left, and waits until it has ended.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    has_left = asyncio.Event()
+    unread = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if unread:
+            return unread.pop()
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    running = asyncio.ensure_future(app(request.scope(), receive, messages.put))
+    running.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        head = await messages.get()
+        if head is not None:
+            yield Head(head["status"], [*head["headers"]])
+        is_complete = head is None
+        while not is_complete:
+            piece = bytearray()
+            message = await messages.get()
+            while message is not None:
+                piece += message.get("body", b"")
+                if messages.empty():
+                    break
+                message = messages.get_nowait()
+            is_complete = message is None
+            if piece:
+                yield bytes(piece)
+    finally:
+        has_left.set()
+        await running

@@ -1,4 +1,4 @@
-"""Prompts that engines of one deployment compute for those of another; see server/handover.py."""
+"""Prompts that engines compute for others of their deployment (server/answers/handover.py)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from contextlib import aclosing
 from time import monotonic
 from typing import Protocol
 
-import msgspec
-
-from minisgl.ray.exchange import Answer, Head, HTTPRequest
+from minisgl.ray.engine import Answer
+from minisgl.router.exchange import Head, HTTPRequest
 from minisgl.router.fleet import MIN_PREFILL_BYTES
-from minisgl.router.forward import PREFILL_S
+from minisgl.router.relay import PREFILL_S
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
-from minisgl.server.handover import PREFILL, PREFILLED, Offered
+from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class PrefillEngines(Protocol):
         """Whether there are such engines."""
         ...
 
-    def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+    def ask_prefill(self, request: HTTPRequest) -> Answer:
         """Yield one engine's answer, and before it an empty part, when it has the request."""
         ...
 
@@ -46,11 +45,12 @@ class Prefills:
         self._accepts = True  # an engine took the last prompt
         self._paused_until = 0.0
 
-    async def hand_over(self, key: bytes | None, request: HTTPRequest) -> HTTPRequest:
+    async def hand_over(self, request: HTTPRequest) -> HTTPRequest:
         """The request for the engine that answers, after another one has computed its prompt.
 
         It is unchanged if none has, or if the engines that answer were sent most of it before.
         """
+        key = request.key
         if key is None or not self._engines.has_prefill:
             return request
         known = self._sent.matches(key, [ANSWERING])[ANSWERING]
@@ -61,18 +61,18 @@ class Prefills:
         if not self._accepts:  # this request tries, and no other
             self._pause()
         try:
-            address = await self._prefill(key, request.with_header(PREFILL, b"1"))
+            address = await self._prefill(request.with_header(PREFILL, b"1"))
         except Exception as error:  # whatever it is, the engine that answers can do without
             logger.warning("A prompt is computed where it is answered: %s", type(error).__name__)
             return request
         return request.with_header(PREFILLED, address.encode()) if address else request
 
-    async def _prefill(self, key: bytes, request: HTTPRequest) -> str:
+    async def _prefill(self, request: HTTPRequest) -> str:
         """Have an engine compute the prompt; returns where its pages are, empty if there are none.
 
         Raises whatever goes wrong there.
         """
-        async with aclosing(self._engines.ask_prefill(key, request)) as answer:
+        async with aclosing(self._engines.ask_prefill(request)) as answer:
             try:
                 async with asyncio.timeout(ACCEPT_S):
                     await anext(answer)
@@ -83,11 +83,10 @@ class Prefills:
             self._accepts, self._paused_until = True, 0.0
             async with asyncio.timeout(PREFILL_S):
                 head, *pieces = [part async for part in answer]
-        if not isinstance(head, Head) or head.status != 200:
-            return ""  # the engine that answers says what is wrong with it
-        body = b"".join(piece for piece in pieces if isinstance(piece, bytes))
-        offered = msgspec.json.decode(body, type=Offered)
-        return offered.address if offered.offered else ""
+        assert isinstance(head, Head)
+        return offered_address(
+            head.status, b"".join(each for each in pieces if type(each) is bytes)
+        )
 
     def _pause(self) -> None:
         self._paused_until = monotonic() + PAUSE_S

@@ -6,13 +6,13 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from minisgl.ray.exchange import HTTPRequest
+from minisgl.router.exchange import HTTPRequest
 from minisgl.router.policies import CACHE
 from minisgl.router.table import RouteTable
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses the engine for each call of EngineReplica.answer by its first argument, the key.
+    """Chooses the engine for each call of EngineReplica.answer by the key of its request.
 
     Each process that sends calls has one, which knows what that process has sent. Loads are what
     the engines report with each answer, so they count the calls of all processes.
@@ -34,9 +34,9 @@ class PrefixRouter(RequestRouter):
         by_id = {each.replica_id: each for each in candidates}
         # A load that was not heard of for seconds counts as none; the next answer tells it.
         loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in by_id}
-        key = _key(pending_request)
-        holder = _holder(pending_request)
-        holders = [id for id in by_id if id.unique_id == holder]
+        asked = _asked(pending_request)
+        key = asked.key if asked else None
+        holders = [id for id in by_id if asked and id.unique_id == asked.holder]
         if holders:
             [chosen] = holders
         elif key is None:
@@ -50,9 +50,9 @@ class PrefixRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Called when a replica has accepted a request."""
-        key = _key(pending_request)
-        if key is not None:
-            self._table.sent(key, replica_id)
+        asked = _asked(pending_request)
+        if asked is not None and asked.key is not None:
+            self._table.sent(asked.key, replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called with all replicas when some have come or gone."""
@@ -66,12 +66,7 @@ class PrefixRouter(RequestRouter):
         self._table.gone(replica_id)
 
 
-def _key(request: PendingRequest | None) -> bytes | None:
-    key = request.args[0] if request is not None and request.args else None
-    return key if isinstance(key, bytes) else None
-
-
-def _holder(request: PendingRequest | None) -> str:
-    """The name of the engine that has a stored response which the request needs, if it does."""
-    asked = request.args[1] if request is not None and len(request.args) > 1 else None
-    return asked.holder if isinstance(asked, HTTPRequest) else ""
+def _asked(request: PendingRequest | None) -> HTTPRequest | None:
+    """What the call is about; None for a call of another method."""
+    asked = request.args[0] if request is not None and request.args else None
+    return asked if isinstance(asked, HTTPRequest) else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 
@@ -13,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minisgl.router.exchange import EngineLostError
 from minisgl.router.fleet import Fleet, Peer
-from minisgl.router.forward import Forward
+from minisgl.router.forward import Engines, Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
-from minisgl.router.upstream import UpstreamLostError
-from minisgl.server import schemas
+from minisgl.router.relay import Relay
+from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import application, middleware_of
 from minisgl.server.config import ServerConfig
-from minisgl.server.error_responses import (
-    json_response,
-)
-from minisgl.server.hosts import Hosts
+from minisgl.server.http.access_log import Answered
+from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE
 from minisgl.server.pages import page_routes
 
@@ -34,6 +35,37 @@ class RouterHealth(Struct):
     status: str
     replicas: int
     ready: int
+
+
+def forwarding_app(
+    engines: Engines,
+    config: ServerConfig,
+    hosts: Hosts | None,
+    responses: Counter[Answered],
+    health: Callable[[Request], Awaitable[Response]],
+    metrics: Callable[[Request], Awaitable[bytes]],
+) -> Starlette:
+    """An application that forwards all requests but those about the processes themselves.
+
+    responses: counts them. metrics: the page.
+    """
+
+    async def version(request: Request) -> Response:
+        return json_response(answer_types.Version(metadata.version("minisgl")))
+
+    async def metrics_page(request: Request) -> Response:
+        return Response(await metrics(request), headers={"content-type": CONTENT_TYPE})
+
+    return application(
+        [
+            Route("/health", health),
+            Route("/version", version),
+            Route("/metrics", metrics_page),
+            *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
+            Route("/{path:path}", Forward(engines)),
+        ],
+        middleware_of(config, responses, hosts),
+    )
 
 
 def create_router_app(
@@ -51,18 +83,13 @@ def create_router_app(
     """
     own_places = [(router.path, None) for router in routers if router.index == index]
     metrics = RouterMetrics(fleet)
-    forward = Forward(fleet)
 
     async def health(request: Request) -> Response:
         ready = fleet.check_ready()
         return json_response(RouterHealth("ready", len(fleet.replicas), len(ready)))
 
-    async def version(request: Request) -> Response:
-        return json_response(schemas.Version(metadata.version("minisgl")))
-
-    async def joined_metrics(request: Request) -> Response:
-        page = await join() if request.scope["server"] not in own_places else metrics.render()
-        return Response(page, headers={"content-type": CONTENT_TYPE})
+    async def joined_metrics(request: Request) -> bytes:
+        return metrics.render() if request.scope["server"] in own_places else await join()
 
     async def join() -> bytes:
         started = [replica for replica in fleet.replicas if replica.state.start]
@@ -73,23 +100,14 @@ def create_router_app(
         of_routers[str(index)] = metrics.render()
         return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
 
-    return application(
-        [
-            Route("/health", health),
-            Route("/version", version),
-            Route("/metrics", joined_metrics),
-            *([] if config.no_ui else page_routes()),  # there while no replica is ready, too
-            Route("/{path:path}", forward),
-        ],
-        middleware_of(config, metrics.responses, hosts),
-    )
+    return forwarding_app(Relay(fleet), config, hosts, metrics.responses, health, joined_metrics)
 
 
 async def _metrics_pages(peers: Sequence[Peer]) -> dict[str, bytes]:
     """The metrics of each peer that answers, by its index."""
 
     async def page(peer: Peer) -> bytes | None:
-        with suppress(UpstreamLostError, TimeoutError):
+        with suppress(EngineLostError, TimeoutError):
             async with asyncio.timeout(METRICS_SECONDS):
                 status, content = await peer.get("/metrics")
                 return content if status == 200 else None

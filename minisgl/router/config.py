@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import one_of
 from minisgl.router.policies import CACHE, POLICIES, ROLES
 
-GROUP = "Replicas"
+router_option = partial(option, group="Replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """The options as the user gave them; raises ConfigError for an invalid value."""
 
-    replicas: int = option(
-        1, "Number of engines behind the address, each with --tp GPUs of its own.", group=GROUP
+    replicas: int = router_option(
+        1, "Number of engines behind the address, each with --tp GPUs of its own."
     )
-    router_policy: str = option(
+    router_policy: str = router_option(
         CACHE,
         "Which replica gets a request: cache (the one with its longest cached prefix, unless its "
         "load is uneven), least-loaded or round-robin.",
-        group=GROUP,
     )
-    roles: str = option(
+    roles: str = router_option(
         "",
         "What each replica does, as in prefill,decode: some compute prompts, and hand them over to "
         "those that generate. Empty: all do both.",
-        group=GROUP,
     )
-    router_processes: int = option(
-        1, "Number of processes that route, where one is not enough.", group=GROUP
+    router_processes: int = router_option(
+        1, "Number of processes that route, where one is not enough."
     )
 
     def __post_init__(self) -> None:

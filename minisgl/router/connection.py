@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Scope
 
 from minisgl.router.upstream import Upstream
-from minisgl.server.connection import ServerConnection
+from minisgl.server.http.connection import ServerConnection
 
 KEY = "minisgl.connection"  # in the state of a scope
 

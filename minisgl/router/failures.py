@@ -8,12 +8,12 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from minisgl.errors import EngineStoppedError
-from minisgl.router.keys import RESPONSES
-from minisgl.server.access_log import request_id
-from minisgl.server.encoding import DONE, error_body, event, typed_event
-from minisgl.server.messages_api import errors
-from minisgl.server.messages_api.paths import is_of_messages
-from minisgl.server.root_path import route_path
+from minisgl.router.route_keys import RESPONSES
+from minisgl.server.http.encoding import DONE, event, typed_event
+from minisgl.server.http.error_bodies import error_body, messages_error_body
+from minisgl.server.http.messages_paths import is_of_messages
+from minisgl.server.http.request_ids import request_id
+from minisgl.server.http.root_path import route_path
 
 # At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
@@ -44,7 +44,7 @@ def last_events(scope: Scope, error: Exception, sent: bytes) -> bytes:
     sent: what the client got before, or the end of it, to the end of an event.
     """
     if is_of_messages(scope):
-        return typed_event(errors.error_body(error, request_id(scope)))
+        return typed_event(messages_error_body(error, request_id(scope)))
     body = error_body(error)
     if route_path(scope) == RESPONSES:
         details = body.error

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minisgl.router.exchange import EngineLostError
 from minisgl.router.policies import DECODE, PREFILL
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
-from minisgl.router.upstream import Upstream, UpstreamLostError
+from minisgl.router.upstream import Upstream
 from minisgl.server.engine_state import NotReadyError
 
 MAX_IDLE = 256  # connections to a peer
@@ -42,7 +43,7 @@ class Peer:
     idle: list[Upstream] = field(default_factory=list)
 
     async def connect(self) -> Upstream:
-        """A connection that may be asked; raises UpstreamLostError."""
+        """A connection that may be asked; raises EngineLostError."""
         while self.idle:
             upstream = self.idle.pop()
             if upstream.is_free:
@@ -56,10 +57,10 @@ class Peer:
                 if error.errno != errno.EAGAIN:  # so many connections at once wait there
                     break
                 await asyncio.sleep(PAUSE_S)
-        raise UpstreamLostError
+        raise EngineLostError
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of a document; raises UpstreamLostError."""
+        """Status and body of a document; raises EngineLostError."""
         upstream = await self.connect()
         try:
             request = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
@@ -85,6 +86,15 @@ class Replica(Peer):
     num_open: int = 0  # requests
     unanswered: set[Upstream] = field(default_factory=set)  # those of requests without an answer
     role: str = ""  # one of ROLES; empty: it does whole requests, as all others
+
+    async def connect(self) -> Upstream:
+        upstream = await Peer.connect(self)
+        self.unanswered.add(upstream)
+        return upstream
+
+    def give_back(self, upstream: Upstream) -> None:
+        self.unanswered.discard(upstream)
+        Peer.give_back(self, upstream)
 
 
 class Route(NamedTuple):
@@ -151,7 +161,7 @@ class Fleet:
             raise NotReadyError(code, f"{why} (ready: 0 of {count} replicas).")
         return ready
 
-    def choose(self, key: bytes | None, avoided: Collection[Replica] = ()) -> Route:
+    def choose(self, key: bytes | None, avoided: Collection[object] = ()) -> Route:
         """The way of a request, not to one of `avoided` if there are others.
 
         key: None if the request neither reads nor fills a cache. Raises NotReadyError.
@@ -168,7 +178,7 @@ class Fleet:
         news_to = [replica for replica in asked if self._table.sent(key, replica.index)]
         return Route(chosen, prefill, tuple(news_to))
 
-    def holding(self, name: str, avoided: Collection[Replica] = ()) -> Route | None:
+    def holding(self, name: str, avoided: Collection[object] = ()) -> Route | None:
         """The way to the replica that keeps responses under this name, if it takes requests.
 
         It computes the prompt itself: no other one knows what the request goes on from.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -17,10 +16,17 @@ from minisgl.router.app import create_router_app
 from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
 from minisgl.router.gossip import Gossip
-from minisgl.router.lifeline import end_with_parent, hear, remove_sockets, start_child, tell
+from minisgl.router.lifeline import (
+    end_children,
+    end_with_parent,
+    hear,
+    remove_sockets,
+    start_child,
+    tell,
+)
 from minisgl.server.config import ServerConfig
-from minisgl.server.connection import room_for_connections
-from minisgl.server.hosts import hosts_of
+from minisgl.server.http.connection import room_for_connections
+from minisgl.server.http.hosts import hosts_of
 from minisgl.server.process import Server, bind, http_settings, new_event_loop
 
 logger = logging.getLogger(__name__)
@@ -61,12 +67,6 @@ class Front(Protocol):
         ...
 
 
-class Immortal:
-    """A router does not end with an engine."""
-
-    dead = False
-
-
 class OwnFront:
     """Routes in this process."""
 
@@ -79,11 +79,11 @@ class OwnFront:
         )
         room = room_for_connections(0) // 2  # each may have one to a replica
         public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, RelayConnection)
-        self._servers = [Server(public, Immortal(), room)]
+        self._servers = [Server(public, max_connections=room)]
         self._listeners = [listener]
         if spec.router_paths:
             private = http_settings(app, connection=RelayConnection)
-            self._servers.append(Server(private, Immortal(), room))
+            self._servers.append(Server(private, max_connections=room))
             self._listeners.append(bind(ServerConfig(uds=spec.router_paths[spec.index])))
         self._told_paths = [path + TOLD for path in spec.router_paths]
         self._index = spec.index
@@ -138,17 +138,7 @@ class FrontProcesses:
 
     async def close(self) -> None:
         self._closing.set()
-        children = [*self._children.values()]
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
-        waiting = [asyncio.ensure_future(child.wait()) for child in children]
-        if waiting:
-            await asyncio.wait(waiting, timeout=CLOSE_S)
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-        await asyncio.gather(*waiting)
+        await end_children([*self._children.values()], CLOSE_S)
 
     async def _keep(self, spec: FrontSpec) -> None:
         """Run a process, and start it again if it ends. Connections wait for it meanwhile."""

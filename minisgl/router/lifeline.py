@@ -41,6 +41,20 @@ async def start_child(
     )
 
 
+async def end_children(children: Sequence[asyncio.subprocess.Process], seconds: float) -> None:
+    """Ask all of them to end, and kill those that have not after so long."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
+    waiting = [asyncio.ensure_future(child.wait()) for child in children]
+    if waiting:
+        await asyncio.wait(waiting, timeout=seconds)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+    await asyncio.gather(*waiting)
+
+
 def tell(child: asyncio.subprocess.Process, message: Any) -> None:
     """Send a message of any type that msgspec encodes. A child that has ended misses it."""
     assert child.stdin is not None

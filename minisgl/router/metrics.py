@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from minisgl.router.fleet import DONE, FAILED, Fleet
-from minisgl.server.metrics import MetricsPage
+from minisgl.server.metrics import MetricsPage, counter, gauge
 
 
 @dataclass(slots=True)
@@ -65,32 +65,28 @@ class RouterMetrics(MetricsPage):
             "minisgl_router_responses",
             "HTTP responses that the router has started; status 499: the client left before.",
         )
-        sent = CounterMetricFamily(
-            "minisgl_router_requests", "Requests sent to a replica.", labels=["replica"]
+        names = {str(replica.index): replica for replica in fleet.replicas}
+        yield counter(
+            "minisgl_router_requests",
+            "Requests sent to a replica.",
+            *("replica", {name: fleet.num_sent[each.index] for name, each in names.items()}),
         )
-        ready = GaugeMetricFamily(
-            "minisgl_router_replica_ready", "1 if a replica takes requests.", labels=["replica"]
+        yield gauge(
+            "minisgl_router_replica_ready",
+            "1 if a replica takes requests.",
+            *("replica", {name: each.state.is_ready for name, each in names.items()}),
         )
-        starts = CounterMetricFamily(
+        yield counter(
             "minisgl_router_replica_starts",
             "Number of times that a replica was started.",
-            labels=["replica"],
+            *("replica", {name: each.state.start for name, each in names.items()}),
         )
-        for replica in fleet.replicas:
-            name = str(replica.index)
-            sent.add_metric([name], fleet.num_sent[replica.index])
-            ready.add_metric([name], replica.state.is_ready)
-            starts.add_metric([name], replica.state.start)
-        yield from (sent, ready, starts)
         if any(replica.role for replica in fleet.replicas):
-            prefills = CounterMetricFamily(
+            yield counter(
                 "minisgl_router_prefills",
                 "Prompts that one replica should compute for another, by what became of them.",
-                labels=["result"],
+                *("result", {result: fleet.num_prefills[result] for result in (DONE, FAILED)}),
             )
-            for result in (DONE, FAILED):
-                prefills.add_metric([result], fleet.num_prefills[result])
-            yield prefills
         yield CounterMetricFamily(
             "minisgl_router_resent_requests",
             "Requests sent to another replica because one ended before it answered.",

@@ -21,6 +21,8 @@ from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, 
 from minisgl.router.placement import shares, usable_cores, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server.config import ServerConfig
+from minisgl.server.http.certificate import check_certificate
+from minisgl.server.http.unix_socket import OwnPath
 from minisgl.server.process import (
     bind,
     check_file_limit,
@@ -28,8 +30,6 @@ from minisgl.server.process import (
     log_demo_note,
     new_event_loop,
 )
-from minisgl.server.tls import check_certificate
-from minisgl.server.unix_socket import OwnPath
 from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)

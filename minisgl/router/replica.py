@@ -7,15 +7,14 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
 
 from minisgl.config import EngineConfig
+from minisgl.distributed.addresses import Address
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
 from minisgl.router.policies import DECODE
 from minisgl.router.replicas import ReplicaSpec
-from minisgl.runner.page_wire import Address
-from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
-from minisgl.server.handover import Handover, SharingEngine
+from minisgl.server.answers.handover import Handover
+from minisgl.server.http.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.welcome import Welcome
@@ -51,10 +50,9 @@ class ReplicaProcess(ServerProcess):
     async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         spec = self._spec
         if spec.pages_path:
-            sharing = cast("SharingEngine", engine)
             path = spec.pages_path
-            await sharing.share_pages(path, always_load=spec.role == DECODE)
-            self._state.around = Handover(sharing, path).around
+            await engine.share_pages(path, always_load=spec.role == DECODE)
+            self._state.around = Handover(engine, path).around
         await super()._begin(engine, welcome)
 
     def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
+from minisgl.router.exchange import EngineLostError
 from minisgl.router.fleet import Peer, ReplicaState
-from minisgl.router.lifeline import start_child, tell
+from minisgl.router.lifeline import end_children, start_child, tell
 from minisgl.router.placement import Share
-from minisgl.router.upstream import UpstreamLostError
 from minisgl.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -106,16 +106,7 @@ class Supervisor:
         """Let the replicas finish their requests for so long, and end all of them."""
         self._stopping.set()
         processes = [running.process for running in self._all if running.process is not None]
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        waiting = [asyncio.ensure_future(process.wait()) for process in processes]
-        if waiting:
-            await asyncio.wait(waiting, timeout=seconds + CLOSE_S)
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        await asyncio.gather(*waiting)
+        await end_children(processes, seconds + CLOSE_S)
 
     def states(self) -> list[ReplicaState]:
         return [running.state for running in self._all]
@@ -196,5 +187,5 @@ class Supervisor:
             async with asyncio.timeout(PROBE_S):
                 status, _ = await peer.get("/health")
                 return status == 200
-        except (UpstreamLostError, TimeoutError):
+        except (EngineLostError, TimeoutError):
             return None

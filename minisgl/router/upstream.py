@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import httptools
+
+from minisgl.router.exchange import EngineLostError, Head, Headers
 
 END_OF_EVENT = b"\n\n"
 # What a chunk of events ends with, and what follows the last one.
@@ -22,12 +23,6 @@ LAST_CHUNK = b"0\r\n\r\n"
 EVENT_STREAM = b"text/event-stream"
 # Received and not read yet, before reading is paused.
 MAX_UNREAD_BYTES = 64 << 10
-
-Headers = list[tuple[bytes, bytes]]
-
-
-class UpstreamLostError(Exception):
-    """The replica has closed the connection before the end of its answer, or cannot be reached."""
 
 
 class Flow(Protocol):
@@ -44,13 +39,6 @@ class Client(Protocol):
     def transport(self) -> asyncio.Transport: ...
     @property
     def flow(self) -> Flow: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    status: int
-    headers: Headers  # names in lower case
-    is_stream: bool  # of events, in chunks
 
 
 class Upstream(asyncio.Protocol):
@@ -77,7 +65,7 @@ class Upstream(asyncio.Protocol):
         return self._complete and self._keep_alive and not self._closed
 
     def ask(self, request: bytes, *, relays: bool, has_body: bool = True) -> asyncio.Future[Head]:
-        """Send a request; the head of the answer fails with UpstreamLostError.
+        """Send a request; the head of the answer fails with EngineLostError.
 
         relays: a stream of events will be taken by `relay`. has_body: false for HEAD.
         """
@@ -98,7 +86,7 @@ class Upstream(asyncio.Protocol):
         return self._head
 
     def relay(self, client: Client) -> asyncio.Future[None]:
-        """Write the stream to `client`; ends with it, or fails with UpstreamLostError.
+        """Write the stream to `client`; ends with it, or fails with EngineLostError.
 
         Everything but the last chunk is written, which is the caller's.
         """
@@ -111,7 +99,7 @@ class Upstream(asyncio.Protocol):
         return self._end
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body; raises UpstreamLostError."""
+        """Yield the body; raises EngineLostError."""
         while True:
             self._news.clear()
             pieces, self._pieces = self._pieces, []
@@ -252,7 +240,7 @@ class Upstream(asyncio.Protocol):
         self._release()
         for future in (self._head, self._end):
             if not future.done():
-                future.set_exception(UpstreamLostError())
+                future.set_exception(EngineLostError())
                 future.exception()  # mark as retrieved: there may be no waiter
 
     def _release(self) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl.config import KVSpec, ResolvedConfig
+from minisgl.config import LayerSpec, ResolvedConfig, page_bytes
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import DeviceMemoryError
-from minisgl.models.transformer import CausalLM
-from minisgl.runner.memory import GIB, free_bytes, page_bytes
+from minisgl.models.decoder import Decoder
+from minisgl.runner.memory import GIB, free_bytes, state_bytes
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_model(
     config: ResolvedConfig,
-    model: CausalLM,
-    layers: Sequence[KVSpec],
+    model: Decoder,
+    layers: Sequence[LayerSpec],
     pipeline: Pipeline,
     device: torch.device,
     free_at_start: int,
@@ -31,7 +31,7 @@ def prepare_model(
     """
     num_bytes, share = model.dense_copy_bytes, config.dense_copies_share
     room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
-    room -= config.num_pages * page_bytes(layers, config.page_size)
+    room -= config.num_pages * page_bytes(layers, config.page_size) + state_bytes(config, layers)
     keeps = bool(pipeline.host_min(int(keeps_copies(num_bytes, share, room))))
     try:
         model.prepare(dense_copies=keeps)

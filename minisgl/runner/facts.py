@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from minisgl.attention.backends import available_backends, flash_page_multiple
+from minisgl.attention.backends import available_backends
 from minisgl.config import DeviceFacts, ModelFacts, memory_bytes
 from minisgl.kernels.dispatch import runs_triton
 
@@ -29,6 +29,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
             has_cuda=False,
             free_cpu_bytes=free_cpu_bytes,
             cpu_bytes=cpu_bytes,
+            backends=found.backends,
             missing_backends=found.missing,
         )
     missing = dict(found.missing)
@@ -40,10 +41,8 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
         compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
         cpu_bytes=cpu_bytes,
-        prefill_backends=tuple(name for name in found.prefill if name not in missing),
-        decode_backends=tuple(name for name in found.decode if name not in missing),
+        backends=found.backends,
         missing_backends=missing,
-        flash_page_multiple=flash_page_multiple(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class GraphKey:
     """The shape and the sampling variant of a captured step.
 
     A masked step, for any variant, is captured in two halves: up to the logits, and from there on.
+    Any other is captured as a whole.
     """
 
     shape: StepShape
@@ -39,15 +40,16 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
+    """A step of which each half is one replay, or both together are."""
+
     key: GraphKey
     chunks: Tensor | None  # packed by SlotTables.upload_chunks; must be filled before each replay
-    replay: Callable[[], None]
-    # The second halves of a masked step, by variant; `replay` is its first.
-    samplers: Mapping[SamplingVariant, Callable[[], None]] = field(default_factory=dict)
+    forward: Callable[[], None] | None  # None: sampling replays the forward pass, too
+    samplers: Mapping[SamplingVariant, Callable[[], None]]  # none if the stage does not sample
 
-    def sampler(self, variant: SamplingVariant) -> Callable[[], None]:
+    def sample(self, variant: SamplingVariant) -> None:
         # A single rank captures no BASIC steps.
-        return self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED]
+        (self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED])()
 
 
 def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[GraphKey]:
@@ -68,7 +70,7 @@ def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[
     keys = [GraphKey(StepShape(n), variant) for n in sizes if n <= max_batch for variant in plain]
     keys += [GraphKey(StepShape(size), SamplingVariant.FULL) for size in powers]
     keys += [
-        GraphKey(StepShape(size, rows, MAX_CHUNKS))
+        GraphKey(mixed_shape(size, rows))
         for size in {*MIXED_BATCHES, max_batch}
         for smaller, rows in pairwise((0, *CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows
@@ -77,12 +79,17 @@ def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[
     return sorted(keys, key=_num_rows, reverse=True)
 
 
+def mixed_shape(num_decodes: int, num_chunk_rows: int) -> StepShape:
+    """The shape of a captured step with chunks, each of which may be sampled."""
+    return StepShape(num_decodes, num_chunk_rows, MAX_CHUNKS, MAX_CHUNKS)
+
+
 def _masked_shapes(max_batch: int, max_chunk_rows: int) -> list[StepShape]:
     powers = [1 << bit for bit in range(max_batch.bit_length())]
     quarters = [3 * size // 4 for size in (*powers, 2 * powers[-1])]
     sizes = {*powers, *(size for size in quarters if size >= MASKED_QUARTERS_FROM), max_batch}
     return [StepShape(size) for size in sizes if size <= max_batch] + [
-        StepShape(size, rows, MAX_CHUNKS)
+        mixed_shape(size, rows)
         for size in {*MASKED_MIXED_BATCHES, max_batch}
         for smaller, rows in pairwise((0, *MASKED_CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows
@@ -120,6 +127,8 @@ class StepGraphs:
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
+        if plan.max_run > 1:  # captured steps have one row for each decoded request
+            return None
         if plan.masked_slots:
             return None if _scores(plan) else _smallest(self._masked, plan)
         if not plan.chunks:

@@ -10,36 +10,38 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention.backends import make_attention
-from minisgl.attention.base import Attention, AttentionShape
+from minisgl.attention.backends import make_attention, make_captured_attention
+from minisgl.attention.base import AttentionShape
 from minisgl.config import Capacity, ModelFacts, ResolvedConfig
+from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
-from minisgl.models.transformer import CausalLM
+from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
-from minisgl.runner.disk_cache import open_store
 from minisgl.runner.graphs import graph_keys
-from minisgl.runner.host_cache import HostCache, staging_bytes
-from minisgl.runner.lanes import Lanes
 from minisgl.runner.memory import (
     GIB,
     MemoryUse,
-    allocate_kv,
+    allocate_states,
     fit_num_pages,
     free_bytes,
     page_table_bytes,
 )
 from minisgl.runner.model_fingerprint import model_fingerprint
-from minisgl.runner.page_files import PageFiles
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.stage import Stage
 from minisgl.runner.stage_times import StageTimes
 from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
+from minisgl.tiers.disk.disk_cache import open_store
+from minisgl.tiers.disk.page_files import PageFiles
+from minisgl.tiers.host.host_copies import staging_bytes
+from minisgl.tiers.tiers import Tiers
 
 NO_ROOM_FOR_GRAPHS = (
     "The CUDA graphs do not fit into memory beside the KV cache: lower --memory-ratio, "
@@ -82,8 +84,8 @@ def load_runner(
     facts = model_config.facts().on_rank(config.tp).on_stage(layers)
     model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
     report("tuning GEMMs", 0.0)
-    kv_specs = facts.kv_specs(config.kv_dtype)
-    copy_bytes = prepare_model(config, model, kv_specs, pipeline, device, free_at_start)
+    layer_specs = model.layer_specs(config.kv_dtype)
+    copy_bytes = prepare_model(config, model, layer_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
@@ -94,8 +96,8 @@ def load_runner(
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
-        # Excluding weights and KV cache: activations, sampling tables and slot tables.
-        step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
+        # Excluding weights and states: activations, sampling tables and slot tables.
+        step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.state_bytes
         graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
         if config.num_host_pages:
             report("timing prefill", 0.0)
@@ -106,15 +108,15 @@ def load_runner(
         trial.close()
     del trial
     if config.num_host_pages:
-        step_bytes += staging_bytes(kv_specs, config.page_size, config.num_host_pages)
+        step_bytes += staging_bytes(layer_specs, config.page_size, config.num_host_pages)
     if config.disk_cache:
         report("reading the disk cache", 0.0)
         fingerprint = model_fingerprint(config, model_config, folder)
         rank = pipeline.stage * config.tp + ranks.rank
-        build.disk = open_store(config, kv_specs, fingerprint, rank), fingerprint
+        build.disk = open_store(config, layer_specs, fingerprint, rank), fingerprint
     num_pages = config.num_pages or fit_num_pages(
         config,
-        kv_specs,
+        layer_specs,
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
@@ -153,7 +155,7 @@ def _load_model(
     free_at_start: int,
     ranks: Communicator,
     layers: range,
-) -> CausalLM:
+) -> Decoder:
     report("loading weights", 0.0)
     try:
         return load_model(
@@ -186,7 +188,7 @@ class _Builder:
         self,
         config: ResolvedConfig,
         facts: ModelFacts,
-        model: CausalLM,
+        model: Decoder,
         lanes: Lanes,
         ranks: Communicator,
         stage: Stage,
@@ -211,10 +213,10 @@ class _Builder:
         )
         self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         self._captured_attention = self._attention
-        if config.device == "cuda" and config.cuda_graph_max_bs and config.attn_prefill != "triton":
-            # The only backend that reads the shape of chunks from the device, as a graph requires.
-            prefill = make_attention("triton", "triton", shape).prefill_backend
-            self._captured_attention = Attention(prefill, self._attention.decode_backend)
+        if config.device == "cuda" and config.cuda_graph_max_bs:
+            self._captured_attention = make_captured_attention(
+                self._attention, config.attn_prefill, shape
+            )
 
     def __call__(
         self, num_pages: int, prefill_s: float | None = None, report: Report | None = None
@@ -222,20 +224,21 @@ class _Builder:
         """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
         host cache."""
         config = self._config
-        kv = allocate_kv(
-            self._facts.kv_specs(config.kv_dtype),
+        states = allocate_states(
+            self._model.layer_specs(config.kv_dtype),
             num_pages=num_pages,
             page_size=config.page_size,
+            num_slots=config.max_running_requests,
             device=self._lanes.device,
         )
-        host_cache: HostCache | None = None
+        tiers: Tiers | None = None
         load_rule = ALWAYS
         disk: Disk | None = None
         if prefill_s is not None and config.num_host_pages:
             assert report is not None
             store, fingerprint = self.disk or (None, b"")
-            host_cache = HostCache(
-                kv,
+            tiers = Tiers(
+                states,
                 config.num_host_pages,
                 self._lanes,
                 store=store,
@@ -243,25 +246,24 @@ class _Builder:
             )
             self._lanes.synchronize()
             load_rule = slowest_rule(
-                host_cache.measure(prefill_s * config.page_size), self._stage.pipeline
+                tiers.copies.measure(prefill_s * config.page_size), self._stage.pipeline
             )
             if store is not None:
                 report("timing the disk", 0.0)
-                disk = Disk(store, fingerprint, host_cache.measure_disk(load_rule))
-        runner = ModelRunner(
+                disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
+        capacity = Capacity.of(config, num_pages)
+        computation = Computation(
             model=self._model,
-            kv=kv,
-            capacity=Capacity.of(config, num_pages),
+            states=states,
+            capacity=capacity,
             vocab_size=self._facts.vocab_size,
             attention=self._attention,
             captured_attention=self._captured_attention,
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
-            host_cache=host_cache,
-            load_rule=load_rule,
-            disk=disk,
         )
+        runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner

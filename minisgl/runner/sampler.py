@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.device.lanes import pack
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.sampling.order import ids_of as token_ids_of
@@ -31,19 +33,16 @@ from minisgl.kernels.sampling.reference import (
     top_logprobs,
 )
 from minisgl.kernels.sampling.tables import (
-    NUM_PROMPT_TOKENS,
     RECORD_WORDS,
     SamplingTables,
     bias_of,
-    floats_of,
+    column_of,
     ids_of,
-    integers_of,
     masked_of,
     pack_edits,
     pack_record,
 )
 from minisgl.request import TokenLogprobs
-from minisgl.runner.lanes import pack
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
@@ -146,7 +145,7 @@ class Sampler:
     @property
     def num_prompt_tokens(self) -> Tensor:
         """[num_slots + 1] int64, a view. The position of a token minus this is its output index."""
-        return integers_of(self.tables.records)[:, NUM_PROMPT_TOKENS]
+        return column_of(self.tables.records, "num_prompt_tokens")
 
     def allocate_history(self) -> None:
         """Allocate the token counts for penalties: 5 bytes per slot and token of the vocabulary.
@@ -209,7 +208,7 @@ class Sampler:
     def features(self, slots_host: Sequence[int]) -> SamplingFeatures:
         """The union of the features of these slots; it changes when a slot is joined."""
         distinct = {id(used): used for used in map(self._features.__getitem__, slots_host)}
-        return SamplingFeatures(*map(max, zip(*distinct.values(), strict=True)))
+        return reduce(or_, distinct.values(), SamplingFeatures())
 
     def logprobs_wanted(self, slots_host: Sequence[int]) -> list[int | None]:
         """The number of top logprobs that each slot's request wants; None for no logprobs."""
@@ -244,7 +243,7 @@ class Sampler:
                 self._count(slots, token_ids)
         else:
             rows = logits, slots, output_index
-            top_p, masked = features.top_p, features.masked
+            top_p, masked = "top_p" in features.filters, features.masked
             if not features.full:
                 sampled = self._triton.sample(*rows, top_p=top_p, masked=masked)
                 return SampledRows(sampled, None)
@@ -288,30 +287,34 @@ class Sampler:
             return logits
         slots = slots.long()
         records = self.tables.records[slots]
-        temperature, top_p, min_p, *penalties = floats_of(records).unbind(dim=1)
-        seed, top_k, min_tokens, num_edits, _ = integers_of(records).unbind(dim=1)
         if features.num_edits:
             columns = torch.arange(features.num_edits, device=self.device)
             edits = self.tables.edits[slots, : features.num_edits]
             bias = bias_of(edits)
-            over = bias.isneginf() & (output_index >= min_tokens)[:, None]
-            bias = bias.masked_fill(over | (columns >= num_edits[:, None]), 0.0)
+            over = bias.isneginf() & (output_index >= column_of(records, "min_tokens"))[:, None]
+            unused = columns >= column_of(records, "num_edits")[:, None]
+            bias = bias.masked_fill(over | unused, 0.0)
             logits = add_bias(logits, ids_of(edits), bias)
         seen, counts = self.tables.prompt_seen, self.tables.output_counts
         if features.penalties and seen is not None and counts is not None:
-            logits = penalize(logits, seen[slots], counts[slots], *penalties)
+            logits = penalize(
+                logits,
+                seen[slots],
+                counts[slots],
+                repetition=column_of(records, "repetition_penalty"),
+                frequency=column_of(records, "frequency_penalty"),
+                presence=column_of(records, "presence_penalty"),
+            )
         if features.masked:
             words = self.tables.masks[slots].masked_fill(~masked_of(records)[:, None], -1)
             logits = mask_tokens(logits, words, first_id)
         if not features.random:
             return logits
         rows = SamplingRows(
-            temperature=temperature,
-            seed=seed,
+            temperature=column_of(records, "temperature"),
+            seed=column_of(records, "seed"),
             output_index=output_index,
-            min_p=min_p if features.min_p else None,
-            top_k=top_k if features.top_k else None,
-            top_p=top_p if features.top_p else None,
+            filters={name: column_of(records, name) for name in features.filters},
         )
         return perturb(logits, rows, first_id)
 

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Set
 from typing import NamedTuple
 
-from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
+from minisgl.parameters import Role
+from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SAMPLED, SamplingParams
+
+
+def _with_role(*roles: Role) -> Set[str]:
+    return frozenset(parameter.name for parameter in SAMPLED if parameter.role in roles)
+
+
+COMMON_FILTERS = _with_role(Role.FILTER)
+FILTERS = _with_role(Role.FILTER, Role.RARE_FILTER)
+PENALTIES = _with_role(Role.PENALTY)
 
 
 class SamplingVariant(enum.IntEnum):
     """The sampling of a captured step. Each variant includes the ones before it."""
 
     BASIC = 0  # greedy or with a temperature; captured only with several ranks
-    FILTERED = 1  # plus top_k, top_p, min_p
-    FULL = 2  # plus penalties, logit bias, logprobs
+    FILTERED = 1  # plus COMMON_FILTERS
+    FULL = 2  # plus the other filters, penalties, logit bias, logprobs
 
 
 class SamplingFeatures(NamedTuple):
-    """The sampling features of a request; those of a batch are the maximum of each field."""
+    """The sampling features of a request, or of all requests of a batch."""
 
     random: bool = False
-    min_p: bool = False
-    top_k: bool = False
-    top_p: bool = False
+    filters: Set[str] = frozenset()  # names of FILTERS
     penalties: bool = False
     num_edits: int = 0
     num_logprobs: int = -1  # top logprobs; 0: the sampled token only, -1: none
@@ -34,27 +43,40 @@ class SamplingFeatures(NamedTuple):
     ) -> SamplingFeatures:
         """num_edits: number of entries of logit_bias and of tokens masked by min_tokens."""
         random = not params.greedy
+        used = {
+            parameter.name
+            for parameter in SAMPLED
+            if parameter.stored(getattr(params, parameter.name)) != parameter.default
+        }
         return cls(
             random=random,
-            min_p=random and params.min_p > 0,
-            top_k=random and params.top_k > 0,
-            top_p=random and params.top_p < 1,
-            penalties=params.repetition_penalty != 1
-            or params.frequency_penalty != 0
-            or params.presence_penalty != 0,
+            filters=FILTERS & used if random else frozenset(),
+            penalties=not PENALTIES.isdisjoint(used),
             num_edits=num_edits,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             masked=masked,
         )
 
-    @property
-    def filters(self) -> bool:
-        return self.min_p or self.top_k or self.top_p
+    def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
+        """The features of both, as the sampler needs them for one batch."""
+        return SamplingFeatures(
+            random=self.random or other.random,
+            filters=self.filters | other.filters,
+            penalties=self.penalties or other.penalties,
+            num_edits=max(self.num_edits, other.num_edits),
+            num_logprobs=max(self.num_logprobs, other.num_logprobs),
+            masked=self.masked or other.masked,
+        )
 
     @property
     def full(self) -> bool:
         """True if only variant FULL supports these features."""
-        return self.penalties or self.num_edits > 0 or self.num_logprobs >= 0
+        return (
+            self.penalties
+            or self.num_edits > 0
+            or self.num_logprobs >= 0
+            or not self.filters <= COMMON_FILTERS
+        )
 
     @property
     def variant(self) -> SamplingVariant:
@@ -64,13 +86,9 @@ class SamplingFeatures(NamedTuple):
         return SamplingVariant.FILTERED if self.filters else SamplingVariant.BASIC
 
 
-_BASIC = SamplingFeatures(random=True)
-_FILTERED = _BASIC._replace(min_p=True, top_k=True, top_p=True)
-_FULL = _FILTERED._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
-
 # The features that a captured step computes, for each variant.
 VARIANT_FEATURES = {
-    SamplingVariant.BASIC: _BASIC,
-    SamplingVariant.FILTERED: _FILTERED,
-    SamplingVariant.FULL: _FULL,
+    SamplingVariant.BASIC: SamplingFeatures(random=True),
+    SamplingVariant.FILTERED: SamplingFeatures(random=True, filters=COMMON_FILTERS),
+    SamplingVariant.FULL: SamplingFeatures(True, FILTERS, True, MAX_EDITS, MAX_LOGPROBS),
 }

@@ -51,6 +51,10 @@ class Stage:
             self.inbox = self.inbox.new_empty((num_rows, self.inbox.shape[1]))
             self.outbox = torch.empty_like(self.inbox)
 
+    def boxed_rows(self, num_rows: int) -> Tensor | None:
+        """The rows of the inbox that a captured step reads; None on the first stage."""
+        return None if self.is_first else self.inbox[:num_rows]
+
     def begin(self, plan: StepPlan, last_tokens: Tensor) -> None:
         """On the first stage, wait for the tokens that the plan needs, in `last_tokens`
         [num_slots + 1]."""
@@ -60,12 +64,12 @@ class Stage:
         """The rows that the stage before has computed: [num_rows, hidden_size], in the inbox if the
         step is captured. None on the first stage, and if the plan has no rows. What follows is the
         step's work."""
-        rows: Tensor | None = None
         if not plan.num_tokens:
-            return rows
-        if not self.is_first:
-            shape = num_rows, self.inbox.shape[1]
-            rows = self.inbox[:num_rows] if captured else self.inbox.new_empty(shape)
+            return None
+        rows = self.boxed_rows(num_rows)
+        if rows is not None:
+            if not captured:
+                rows = self.inbox.new_empty((num_rows, self.inbox.shape[1]))
             self.pipeline.receive(rows)
         if self._times is not None:
             self._times.began(plan.step)

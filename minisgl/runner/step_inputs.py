@@ -17,10 +17,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, ForwardBatch, PrefillBatch
-from minisgl.kernels.slots.dispatch import read_slots
-from minisgl.kernels.slots.state import SlotRows, SlotState, slot_mapping_of
-from minisgl.runner.lanes import Lanes
+from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.device.lanes import Lanes
+from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
+from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -30,21 +30,30 @@ class StepShape(NamedTuple):
     num_decodes: int
     num_chunk_rows: int = 0
     num_chunks: int = 0
+    num_chunk_samples: int = 0  # chunks whose last row is sampled
+    run: int = 1  # rows of each decoded request
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self.num_decodes * self.run
 
     @property
     def num_rows(self) -> int:
-        return self.num_decodes + self.num_chunk_rows
+        return self.num_decode_rows + self.num_chunk_rows
 
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
         num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        return StepShape(len(plan.decode_slots), num_chunk_rows, len(plan.chunks))
+        num_decodes, num_chunks = len(plan.decode_slots), len(plan.chunks)
+        samples = plan.num_chunk_samples
+        return StepShape(num_decodes, num_chunk_rows, num_chunks, samples, plan.max_run)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """The rows of a step whose logits are sampled, in the order of StepPlan."""
 
+    shape: StepShape
     rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
     slots: Tensor  # [num_samples] int64
     output_index: Tensor  # [num_samples] int64, of the token to sample
@@ -60,15 +69,15 @@ class ChunkTensors:
     row_starts: Tensor  # [num_chunks + 1]
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
-    sample_rows: Tensor  # [num_samples]: indices of the sampled rows among the chunk rows
-    sample_slots: Tensor  # [num_samples]
-    sample_ends: Tensor  # [num_samples]
+    sample_rows: Tensor  # [num_chunk_samples]: the sampled rows, counted from the first chunk row
+    sample_slots: Tensor  # [num_chunk_samples]
+    sample_ends: Tensor  # [num_chunk_samples]
 
     @staticmethod
-    def split(packed: Tensor, shape: StepShape, num_samples: int) -> ChunkTensors:
+    def split(packed: Tensor, shape: StepShape) -> ChunkTensors:
         """Split the tensor that `_pack_chunks` made into views."""
         tokens, chunks = shape.num_chunk_rows, shape.num_chunks
-        sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [num_samples] * 3
+        sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [shape.num_chunk_samples] * 3
         return ChunkTensors(*packed.split(sizes))
 
 
@@ -88,8 +97,10 @@ class SlotTables:
         page_size: int,
         prompt_lengths: Tensor,
         lanes: Lanes,
+        max_run: int = 1,
     ) -> None:
-        """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller."""
+        """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
+        of all plans."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
@@ -100,6 +111,7 @@ class SlotTables:
             page_table=page_table.view(num_slots + 1, max_pages),
             lengths=lengths,
             last_tokens=last_tokens,
+            drafts=last_tokens.new_zeros((num_slots + 1, max_run - 1)),
             prompt_lengths=prompt_lengths,
             page_size=page_size,
         )
@@ -107,13 +119,18 @@ class SlotTables:
         self._decode_slots = decode_slots.fill_(num_slots)
         self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
-        self._rows = SlotRows.allocate(num_slots, max_pages, lanes.device)
-        # True if the host counts the lengths of the slots, too. Requires that no step is captured.
-        self.counts_lengths = True
+        self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
+        self._max_run = max_run
+        # True if the host counts the lengths of the slots, too. Requires that no step is captured,
+        # and that runs have one token.
+        self.counts_lengths = max_run == 1
         self._lengths_host = [0] * num_slots
 
     def update(self, plan: StepPlan) -> None:
         """Apply the page grants and the decode slots of a plan. Runs on the compute lane."""
+        if self._max_run > 1 and plan.joins:  # a run ends where a slot has no page
+            (joined,) = self._lanes.upload([[join.slot for join in plan.joins]])
+            self.state.page_table.index_fill_(0, joined, 0)
         places, values = self._changes(plan)
         if places:
             device_places, device_values = self._lanes.upload([places, values])
@@ -134,13 +151,12 @@ class SlotTables:
             values += [self.scratch_slot] * (num_rows - len(plan.decode_slots))
         return places, values
 
-    def upload_chunks(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Tensor:
+    def upload_chunks(self, plan: StepPlan, shape: StepShape) -> Tensor | None:
         """Upload the chunks of a plan, padded to `shape`, as one int64 tensor for
-        `ChunkTensors.split`.
-
-        num_samples: number of sampled rows, of which padding belongs to the scratch slot.
-        """
-        return self._lanes.upload([_pack_chunks(plan, shape, num_samples, self.scratch_slot)])[0]
+        `ChunkTensors.split`; None if the shape has no room for chunks."""
+        if not shape.num_chunks:
+            return None
+        return self._lanes.upload([_pack_chunks(plan, shape, self.scratch_slot)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
@@ -171,16 +187,18 @@ class SlotTables:
             starts = tuple(chunk.start for chunk in plan.chunks)
             lengths = tuple(len(chunk.token_ids) for chunk in plan.chunks)
             width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
-        rows = self._rows.first(shape.num_decodes, width)
-        read_slots(self._decode_slots[: shape.num_decodes], self.state, rows)
-        decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host)
+        rows = self._rows.first(shape.num_decode_rows, width)
+        read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
+        decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
+        decode_slots = rows.slots[:: shape.run]
         if chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
+            slots = BatchSlots(decode_slots, rows.slots[:0])
             inputs = ForwardBatch(
-                rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks
+                rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
-            return inputs, SampleRows(None, rows.slots, rows.output_index)
+            return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
         state = self.state
         state.lengths[chunks.slots] = chunks.ends.int()
@@ -200,11 +218,13 @@ class SlotTables:
                 starts=starts,
                 lengths=lengths,
             ),
+            slots=BatchSlots(decode_slots, chunks.slots),
         )
-        decode_rows = torch.arange(shape.num_decodes, device=slot_mapping.device)
+        decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
         return inputs, SampleRows(
-            rows=torch.cat((decode_rows, chunks.sample_rows + shape.num_decodes)),
+            shape=shape,
+            rows=torch.cat((decode_rows, chunks.sample_rows + shape.num_decode_rows)),
             slots=torch.cat((rows.slots, chunks.sample_slots)),
             output_index=torch.cat((rows.output_index, output_index)),
         )
@@ -213,9 +233,7 @@ class SlotTables:
         return -(-num_tokens // self.state.page_size)
 
 
-def _pack_chunks(
-    plan: StepPlan, shape: StepShape, num_samples: int, scratch_slot: int
-) -> NDArray[np.int64]:
+def _pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> NDArray[np.int64]:
     """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
     Works on whole arrays: a loop over thousands of tokens would block the event loop.
@@ -226,7 +244,7 @@ def _pack_chunks(
     slots = [chunk.slot for chunk in chunks]
     ends = [chunk.end for chunk in chunks]
     sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
-    room, num_chunks = shape.num_chunk_rows, shape.num_chunks
+    _, room, num_chunks, num_samples, _ = shape
     parts: tuple[tuple[Sequence[ArrayLike], int, int], ...] = (  # content, size, padding
         ([chunk.token_ids for chunk in chunks], room, 0),
         ([np.arange(chunk.start, chunk.end) for chunk in chunks], room, 0),

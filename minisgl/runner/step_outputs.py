@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.dispatch import feed_slots
-from minisgl.kernels.slots.state import OutputRing, SlotState
+from minisgl.kernels.slots.slot_state import OutputRing, SlotState
+from minisgl.kernels.slots.slot_updates import feed_slots, settle_runs
 from minisgl.request import MAX_LOGPROBS
+from minisgl.runner.sampler import SampledRows
+from minisgl.runner.step_inputs import SampleRows
 
 # Must exceed the number of steps queued and not yet collected.
 RING_SIZE = 8
@@ -33,11 +34,17 @@ class StepOutputs:
         self._entry, self._next_entry = self._next_entry, (self._next_entry + 1) % self._size
         return self._entry
 
-    def send(
-        self, slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState
-    ) -> None:
+    def send(self, samples: SampleRows, sampled: SampledRows, state: SlotState) -> None:
         """Queue the end of a step: write its tokens into the slot tables and the ring."""
-        feed_slots(slots, token_ids, scores, state, self._ring, self._entry)
+        slots, token_ids, shape = samples.slots, sampled.token_ids, samples.shape
+        feed_slots(slots, token_ids, sampled.scores, state, self._ring, self._entry)
+        if shape.run > 1:
+            of_runs = shape.num_decodes, shape.run
+            slots, token_ids = (
+                each[: shape.num_decode_rows].view(of_runs) for each in (slots, token_ids)
+            )
+            lengths = self._ring.run_lengths[self._entry, : shape.num_decodes]
+            settle_runs(slots, token_ids, state, lengths)
 
     def recount(self) -> None:
         """Reset the device's index after a failed step, which may have advanced it. Runs on the
@@ -48,6 +55,11 @@ class StepOutputs:
         """The tokens of batch rows `part` in ring entry `entry`; the step must be done."""
         ids: list[int] = self._token_ids[entry, part.start : part.stop].tolist()
         return ids
+
+    def run_lengths(self, entry: int, num_runs: int) -> list[int]:
+        """The number of tokens that count in each run of more than one row."""
+        lengths: list[int] = self._ring.run_lengths[entry, :num_runs].tolist()
+        return lengths
 
     def scores(self, entry: int, part: range) -> TokenScores:
         """The logprobs of the same tokens; undefined if the step computed none."""

@@ -1,43 +1,197 @@
-"""Estimates how many tokens running requests will still generate, to reserve pages for them."""
+"""Admission: which waiting requests get a slot, and pages for the tokens that they know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice, takewhile
 
-from minisgl.request import Request
+from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.request import RequestStatus
+from minisgl.scheduler.draft import Draft
+from minisgl.scheduler.new_token_ratio import NewTokenRatio
+from minisgl.scheduler.queue import WaitingQueue
+from minisgl.scheduler.slots import Slots
+from minisgl.scheduler.state import Running, Waiting
 
-# Upper bound on the future tokens counted for one request: the default max_tokens is all of the
-# remaining context, and would otherwise reserve the whole cache.
-MAX_FUTURE_TOKENS = 4096
-
-# SGLang's values: assume at first that requests use 70 % of their max_tokens, and decay to 14 % of
-# that over 600 steps without a retraction.
-INITIAL_RATIO = 0.7
-LOWEST_FRACTION = 0.14
-DECAY_STEPS = 600
+LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
+MAX_PASSED = 32  # a request that was passed over this many times goes first
+MAX_PUT_OFF = 32  # requests whose loads must wait, which others may pass in a plan
 
 
-class NewTokenRatio:
-    """The fraction of max_tokens that requests are expected to use, adapted at retractions."""
+class Admission:
+    """Takes requests from the queue, in turns, as long as there is room for them."""
 
-    def __init__(self, conservativeness: float) -> None:
-        self._initial = min(INITIAL_RATIO * conservativeness, 1.0)
-        self._lowest = self._initial * LOWEST_FRACTION
-        self._decay = (self._initial - self._lowest) / DECAY_STEPS
-        self.value = self._initial
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        slots: Slots,
+        conservativeness: float,
+        policy: str,
+    ) -> None:
+        self.ratio = NewTokenRatio(conservativeness)
+        self._kv = kv
+        self._waiting = waiting
+        self._slots = slots
+        self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
 
-    def step(self) -> None:
-        self.value = max(self.value - self._decay, self._lowest)
+    def admit(self, draft: Draft) -> list[Running]:
+        """Let waiting requests join a plan, while it has a budget; returns them."""
+        joined: list[Running] = []
+        if not draft.budget or self._slots.are_full:
+            return joined
+        admitted: list[Waiting] = []
+        put_off: list[Waiting] = []
+        reserved = sum(self.ratio.expected(running.request) for running in self._slots.running)
+        num_granted = sum(len(grant.pages) for grant in draft.grants)
+        # Clients that may have no more admitted.
+        held = set(filter(self._slots.has_its_share, self._waiting.clients))
+        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, held):
+            if not draft.budget or self._slots.are_full:
+                break
+            if self._slots.has_its_share(waiting.client):
+                held.add(waiting.client)
+                continue
+            if self._kv.has_disk and not waiting.sought and self._fetch(waiting):
+                continue
+            lease: Lease | None = None
+            if not self._is_put_off(waiting):
+                lease = self._take_pages(waiting, reserved, num_granted, draft, held)
+            if lease is None:
+                if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
+                    put_off.append(waiting)
+                    continue  # it takes no room from the others, who need not wait
+                if waiting.client in held:
+                    continue
+                break
+            admitted.append(waiting)
+            reserved += self.ratio.expected(waiting.request)
+            joined.append(self._join(waiting, lease, draft))
+        if admitted:
+            self._waiting.admitted(admitted, put_off)
+        return joined
 
-    def retracted(self, requests: Iterable[Request]) -> None:
-        """Raise the ratio to at least what the running `requests` show, because pages ran out."""
-        generated = wanted = 0
-        for request in requests:
-            generated += request.num_output_tokens
-            wanted += min(request.max_tokens, MAX_FUTURE_TOKENS)
-        observed = generated / wanted if wanted else 0.0
-        self.value = min(1.0, max(self._initial, observed))
+    def _take_pages(
+        self,
+        waiting: Waiting,
+        reserved: float,
+        num_granted: int,
+        draft: Draft,
+        held: set[str],
+    ) -> Lease | None:
+        """Take pages for the known tokens of a request; None if there are too few, or it is put
+        off.
 
-    def expected(self, request: Request) -> float:
-        """The expected number of tokens that `request` will still generate."""
-        return self.value * min(request.max_len - len(request.token_ids), MAX_FUTURE_TOKENS)
+        reserved: tokens that the running requests are expected to need. num_granted: pages that
+        the draft grants to decode rows.
+        """
+        request, key = waiting.request, waiting.pack()
+        num_known = len(request.token_ids)
+        reuse = not request.wants_prompt_logprobs
+        lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
+        waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
+        if not self._is_put_off(waiting) and self._has_room(waiting, lease, reserved, held):
+            num_beside = self._num_beside_rows(lease, num_known, draft)
+            pages = self._kv.reserve(
+                lease, num_known, num_beside=num_beside, num_granted=num_granted
+            )
+            if pages is not None:
+                return lease
+        self._kv.close(lease)
+        return None
+
+    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, held: set[str]) -> bool:
+        """Whether a request fits beside those that run, and what they still need."""
+        kv = self._kv
+        if not self._slots.running:
+            return True  # `submit` checks that any request fits if no other runs
+        num_cached = len(lease.pages) * kv.page_size
+        expected = reserved + self.ratio.expected(waiting.request)
+        wanted = len(waiting.request.token_ids) - num_cached + expected
+        kept = self._slots.num_kept(waiting.client, (kv.num_pages - 1) * kv.page_size)
+        if wanted + kept <= kv.num_available * kv.page_size:
+            return True
+        if kept:  # the others need not wait for what this client must leave to them
+            held.add(waiting.client)
+        return False
+
+    def _num_beside_rows(self, lease: Lease, num_known: int, draft: Draft) -> int | None:
+        """Number of tokens of prompts that the plan computes beside decode rows if a request joins
+        it; None if nobody decodes."""
+        if not any(running.decoding for running in self._slots.running):
+            return None
+        if lease.num_to_load or self._kv.is_loading(lease):
+            return draft.num_computed
+        own = num_known - lease.num_committed * self._kv.page_size
+        return draft.num_computed + min(draft.budget, own)
+
+    def _join(self, waiting: Waiting, lease: Lease, draft: Draft) -> Running:
+        """Let a request with pages run."""
+        request, page_size = waiting.request, self._kv.page_size
+        num_cached = lease.num_committed * page_size
+        if not waiting.retracted:
+            request.num_cached_tokens = num_cached
+            loaded, fetched = lease.loaded, waiting.fetched
+            both = range(max(loaded.start, fetched.start), min(loaded.stop, fetched.stop))
+            request.num_disk_tokens = len(both) * page_size
+            request.num_host_tokens = (len(loaded) - len(both)) * page_size
+        request.status = RequestStatus.RUNNING
+        running = Running(
+            request=request,
+            arrival=waiting.arrival,
+            slot=self._slots.take(),
+            lease=lease,
+            key=waiting.pack(),
+            num_known=len(request.token_ids),
+            num_scheduled=num_cached,
+            last_scheduled=request.max_len - 1,
+            num_room=len(lease.pages) * page_size,
+            resumed=waiting.retracted,
+            loading=self._kv.is_loading(lease),
+        )
+        self._slots.join(running)
+        draft.join(running)
+        return running
+
+    # -- order -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
+        able = (other for other in waiting if not other.fetching)
+        return takewhile(lambda other: other.ready, able)
+
+    def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
+        def sort_key(waiting: Waiting) -> tuple[bool, int]:
+            request, matched = waiting.request, 0
+            if not request.wants_prompt_logprobs:  # these must compute the whole prompt
+                num_tokens = len(request.token_ids)
+                matched = self._kv.match(waiting.pack(), num_tokens, request.namespace)
+            return waiting.num_passed < MAX_PASSED, -matched
+
+        # Sorting is stable: in order of arrival among equals.
+        able = (other for other in islice(waiting, window) if other.ready and not other.fetching)
+        return sorted(able, key=sort_key)
+
+    def _is_put_off(self, waiting: Waiting) -> bool:
+        """Whether a request waits because others are loading. Its load would only queue up behind
+        theirs, and to launch many with one plan would hold up the next. It is looked at again when
+        another load has begun, which may bring its pages."""
+        wants_load = waiting.wants_load and waiting.num_loads == self._kv.loads.num_begun
+        return wants_load and self._kv.loads.is_lane_busy
+
+    # -- pages from disk ---------------------------------------------------------------------------
+
+    def _fetch(self, waiting: Waiting) -> bool:
+        """Whether a request has to wait because the disk has more of its prefix."""
+        waiting.sought = True
+        request = waiting.request
+        if request.wants_prompt_logprobs:
+            return False
+
+        def fetched(pages: range) -> None:
+            waiting.fetched, waiting.fetching = pages, False
+
+        waiting.fetching = self._kv.fetch(
+            waiting.pack(), len(request.token_ids), request.namespace, fetched=fetched
+        )
+        return waiting.fetching

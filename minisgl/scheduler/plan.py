@@ -15,12 +15,13 @@ from minisgl.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SlotJoin:
-    """The assignment of a slot to a request, applied before anything else in its plan."""
+    """The assignment of a slot to a request, applied after the copies of its plan, before its
+    rows."""
 
     slot: int
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]  # EOS included; masked until min_tokens outputs exist
+    stop_token_ids: frozenset[int]  # EOS included; not sampled until min_tokens outputs exist
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # empty unless the request resumes after retraction
     masked: bool = False  # every token of the slot is sampled under a mask
@@ -83,8 +84,8 @@ class StepPlan:
     # One of these masks depends on a token that is not settled: the step is launched without its
     # sampling, which follows once the masks are known.
     deferred: bool = False
-    # The inputs of decode rows were sampled by steps up to `step - lag`: in a pipeline, where steps
-    # in flight are in different stages, as many steps before.
+    # The inputs of decode rows were sampled by steps up to `step - lag`: 1 without a
+    # pipeline, and up to the number of stages with one.
     lag: int = 1
     # Between the tiers of the KV cache, before anything else of the step, which may have no rows.
     copies: Copies | None = None
@@ -95,7 +96,16 @@ class StepPlan:
 
     @property
     def num_samples(self) -> int:
-        return len(self.decode_slots) + sum(chunk.samples for chunk in self.chunks)
+        return len(self.decode_slots) + self.num_chunk_samples
+
+    @property
+    def num_chunk_samples(self) -> int:
+        return sum(chunk.samples for chunk in self.chunks)
+
+    @property
+    def sampled_slots(self) -> tuple[int, ...]:
+        """The slots of the sampled rows, in their order."""
+        return self.decode_slots + tuple(chunk.slot for chunk in self.chunks if chunk.samples)
 
 
 @dataclass(frozen=True, slots=True)

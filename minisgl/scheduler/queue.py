@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
+from operator import attrgetter
 from typing import TypeAlias
 
 from minisgl.scheduler.state import Waiting
@@ -151,7 +152,21 @@ class WaitingQueue(Turns):
     """All waiting requests; clients take turns, and so do the users of each client."""
 
     def __init__(self) -> None:
-        super().__init__(_client, lambda: Turns(_user, Line))
+        super().__init__(attrgetter("client"), lambda: Turns(_user, Line))
+        self.by_id: dict[str, Waiting] = {}  # by request id
+
+    def put(self, waiting: Waiting) -> None:
+        super().put(waiting)
+        self.by_id[waiting.request.id] = waiting
+
+    def remove(self, waiting: Waiting) -> None:
+        super().remove(waiting)
+        del self.by_id[waiting.request.id]
+
+    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
+        super().admitted(requests, put_off)
+        for waiting in requests:
+            del self.by_id[waiting.request.id]
 
     @property
     def clients(self) -> Collection[str]:
@@ -169,13 +184,13 @@ class WaitingQueue(Turns):
         num_clients = len(self._parts.keys() | {client})
         return self.num_of(client) >= max(1, limit // num_clients)
 
+    def check(self) -> list[Waiting]:
+        found = super().check()
+        assert set(found) == set(self.by_id.values()), "the queue and its index disagree"
+        return found
 
-def _arrival(waiting: Waiting) -> int:
-    return waiting.arrival
 
-
-def _client(waiting: Waiting) -> str:
-    return waiting.request.tenant.client
+_arrival = attrgetter("arrival")
 
 
 def _user(waiting: Waiting) -> str:

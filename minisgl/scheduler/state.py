@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import Request
-from minisgl.scheduler.plan import PageGrant
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +26,10 @@ class Waiting:
     fetching: bool = False  # pages of its prefix are on their way from the disk
     fetched: range = range(0)  # pages of its prefix that came from there
     _key: bytes = b""
+
+    @property
+    def client(self) -> str:
+        return self.request.tenant.client
 
     @property
     def ready(self) -> bool:
@@ -72,6 +74,10 @@ class Running:
     # or the last token may be sampled.
     milestone: int = 0
 
+    @property
+    def client(self) -> str:
+        return self.request.tenant.client
+
     def set_milestone(self, max_run: int) -> None:
         if self.num_room >= self.last_scheduled:
             self.milestone = self.last_scheduled
@@ -87,18 +93,3 @@ class DecodeGroup:
     slots: tuple[int, ...] = ()
     changed: bool = False  # some of `rows` have left
     step: int = 0  # the last plan that decoded it
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A plan in flight, and the requests of its rows."""
-
-    step: int
-    decoding: list[Running]  # rows of decode_slots; never changed after the launch
-    chunks: list[Running]
-    sampling_chunks: list[Running]  # of the chunks that have a sampled row
-    completed_prompts: list[Running]  # requests without output whose prompt ends here
-    max_run: int  # of the plan
-    masked: Sequence[Running] = ()  # of the plan's masked_slots
-    loading: Sequence[Running] = ()  # requests that join with pages on their way
-    grants: Sequence[PageGrant] = ()  # in a pipeline also to requests without a row

@@ -5,53 +5,50 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec import Struct
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 
-from minisgl.errors import MinisglError
-from minisgl.server.access_log import Observe
-from minisgl.server.auth import RequireKey
-from minisgl.server.bodies import BodyBudget
+from minisgl.server.apis.messages import request_types as messages
+from minisgl.server.apis.responses import request_types as responses
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.error_responses import (
-    answer_disconnect,
-    answer_error,
-    answer_http_exception,
-    error_response,
-)
-from minisgl.server.faults import AnswerFaults
-from minisgl.server.hosts import CheckHost, Hosts
-from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
-from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.http.access_log import Answered, Observe
+from minisgl.server.http.auth import Keys
+from minisgl.server.http.bodies import BodyBudget
+from minisgl.server.http.exception_handlers import HANDLERS
+from minisgl.server.http.faults import Checks, raise_fault
+from minisgl.server.http.hosts import Hosts
+from minisgl.server.http.messages_paths import COUNT_TOKENS, MESSAGES
+from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
+from minisgl.server.http.root_path import RootPath
+from minisgl.server.http.trailing_slash import TrailingSlash
+from minisgl.server.metrics import Metrics
 from minisgl.server.pages import page_routes
-from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
-from minisgl.server.root_path import RootPath
+from minisgl.server.requests import chat_messages, constraint_types, request_types, tools
 from minisgl.server.routes import IGNORED_HEADER, Routes
-from minisgl.server.trailing_slash import TrailingSlash
+
+# Names of fields that may be logged.
+FIELD_NAMES = frozenset(
+    name
+    for module in (request_types, chat_messages, tools, constraint_types, messages, responses)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Struct)
+    for name in kind.__struct_fields__
+)
 
 
 def middleware_of(
     config: ServerConfig, responses: Counter[Answered], hosts: Hosts | None
 ) -> list[Middleware]:
     """What every request passes, outermost first: ids, counting, and who may ask."""
-    middleware = [
-        Middleware(Observe, responses=responses, error_response=error_response),
-        Middleware(AnswerFaults, error_response=error_response),
-    ]
-    if hosts is not None:
-        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=error_response))
-    if config.api_key:
-        middleware.append(
-            Middleware(RequireKey, keys=config.api_key, error_response=error_response)
-        )
+    middleware = [Middleware(RootPath, prefix=config.root_path)] if config.root_path else []
+    middleware += [Middleware(TrailingSlash), Middleware(RequestIds)]
     if config.cors_origin:
-        # Outermost, because browsers send preflights without a key, and hide errors without
-        # these headers from the page.
+        # Browsers send preflights without a key, and hide errors without these headers from the
+        # page.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
@@ -59,12 +56,17 @@ def middleware_of(
             allow_headers=["*"],
             expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
-        middleware.insert(0, cors)
-    middleware.insert(0, Middleware(RequestIds))
-    middleware.insert(0, Middleware(TrailingSlash))
-    if config.root_path:
-        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
-    return middleware
+        middleware.append(cors)
+    checks = [raise_fault]
+    if hosts is not None:
+        checks.append(hosts.check)
+    if config.api_key:
+        checks.append(Keys(config.api_key).check)
+    return [
+        *middleware,
+        Middleware(Observe, responses=responses),
+        Middleware(Checks, checks=checks),
+    ]
 
 
 def application(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
@@ -72,13 +74,10 @@ def application(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
+        exception_handlers=HANDLERS,
     )
     app.state.bodies = BodyBudget()
+    app.state.field_names = FIELD_NAMES
     return app
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 from minisgl.keys import check_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
-GROUP = "Server"
+server_option = partial(option, group="Server")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 BOTH = "both"
 IMAGES = ("refuse", "placeholder")
@@ -33,84 +34,69 @@ def check_utf8(option: str, name: str, hint: str = "") -> None:
 class ServerConfig:
     """The options as the user gave them; raises ConfigError for an invalid value."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
-    port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
-    uds: str = option(
-        "", "Path of a Unix socket to listen on, instead of an address and a port.", group=GROUP
+    host: str = server_option("127.0.0.1", "Address to listen on.")
+    port: int = server_option(1919, "Port to listen on; 0 takes a free one.")
+    uds: str = server_option(
+        "", "Path of a Unix socket to listen on, instead of an address and a port."
     )
-    ssl_certfile: str = option(
-        "", "Certificate (PEM, with its chain); turns on HTTPS.", group=GROUP
+    ssl_certfile: str = server_option("", "Certificate (PEM, with its chain); turns on HTTPS.")
+    ssl_keyfile: str = server_option(
+        "", "Private key of the certificate (PEM), if it is not in the same file."
     )
-    ssl_keyfile: str = option(
-        "", "Private key of the certificate (PEM), if it is not in the same file.", group=GROUP
+    root_path: str = server_option(
+        "", "Path prefix under which a proxy serves this server, such as /llm."
     )
-    root_path: str = option(
-        "", "Path prefix under which a proxy serves this server, such as /llm.", group=GROUP
+    allowed_host: tuple[str, ...] = server_option(
+        (), "Additional host name that requests may be addressed to, *.NAME or *; repeatable."
     )
-    allowed_host: tuple[str, ...] = option(
-        (),
-        "Additional host name that requests may be addressed to, *.NAME or *; repeatable.",
-        group=GROUP,
-    )
-    api_key: tuple[str, ...] = option(
+    api_key: tuple[str, ...] = server_option(
         (),
         "Key that requests must send as bearer token; repeat for several clients.",
-        group=GROUP,
         secret=True,
     )
-    api_key_file: str | None = option(
-        None,
-        "File with more keys, one per line; lines that begin with # are comments.",
-        group=GROUP,
+    api_key_file: str | None = server_option(
+        None, "File with more keys, one per line; lines that begin with # are comments."
     )
-    served_model_name: tuple[str, ...] = option(
-        (), "Name of the model in requests and answers; repeat for aliases.", group=GROUP
+    served_model_name: tuple[str, ...] = server_option(
+        (), "Name of the model in requests and answers; repeat for aliases."
     )
-    drain_timeout: float = option(
-        30.0, "Seconds that running requests have to finish when the server stops.", group=GROUP
+    drain_timeout: float = server_option(
+        30.0, "Seconds that running requests have to finish when the server stops."
     )
-    cors_origin: tuple[str, ...] = option(
-        (), "Origin whose web pages may call the server (CORS), or *; repeatable.", group=GROUP
+    cors_origin: tuple[str, ...] = server_option(
+        (), "Origin whose web pages may call the server (CORS), or *; repeatable."
     )
-    clamp_max_tokens: bool = option(
-        False, "Shorten max_tokens to the room left instead of rejecting the request.", group=GROUP
+    clamp_max_tokens: bool = server_option(
+        False, "Shorten max_tokens to the room left instead of rejecting the request."
     )
-    strict_fields: bool = option(False, "Reject unknown request fields.", group=GROUP)
-    control_tokens_in_text: bool = option(
-        False,
-        "Read control tokens that users and results of tools spell; otherwise they are text.",
-        group=GROUP,
+    strict_fields: bool = server_option(False, "Reject unknown request fields.")
+    control_tokens_in_text: bool = server_option(
+        False, "Read control tokens that users and results of tools spell; otherwise they are text."
     )
-    images: str = option(
+    images: str = server_option(
         "refuse",
         "What becomes of images: refuse (the request is a 400) or placeholder (a text says so).",
-        group=GROUP,
     )
-    tool_parser: str = option(
+    tool_parser: str = server_option(
         AUTO,
         "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
         "llama3_json, pythonic, mistral, xlam, functionary_v3_1, functionary_v3_2, "
         "deepseek_v3 or none.",
-        group=GROUP,
     )
-    reasoning_parser: str = option(
-        AUTO,
-        "Format of the model's reasoning: auto (by its chat template), think or none.",
-        group=GROUP,
+    reasoning_parser: str = server_option(
+        AUTO, "Format of the model's reasoning: auto (by its chat template), think or none."
     )
-    reasoning_field: str = option(
+    reasoning_field: str = server_option(
         "reasoning_content",
         "Member of messages that has the reasoning: reasoning_content, reasoning or both.",
-        group=GROUP,
     )
-    response_store: int = option(
+    response_store: int = server_option(
         64,
         "Megabytes for answers of the Responses API that clients go on from by their ids, for a "
         "day; 0 keeps none.",
-        group=GROUP,
     )
-    no_ui: bool = option(False, "Serve the API only: no page at / and none at /docs.", group=GROUP)
-    open: bool = option(False, "Open the page in a browser, which shows the loading.", group=GROUP)
+    no_ui: bool = server_option(False, "Serve the API only: no page at / and none at /docs.")
+    open: bool = server_option(False, "Open the page in a browser, which shows the loading.")
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Scope
 
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
+from minisgl.server.answers.reply import Reply
 from minisgl.server.config import ServerConfig
-from minisgl.server.replies import Reply
 from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
@@ -57,7 +57,9 @@ class EngineState:
         self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
         self.replica = ""  # its name among several, in the ids of responses that it keeps
-        self.around: Around | None = None  # see handover.py; None: the engine does whole requests
+        self.around: Around | None = (
+            None  # see answers/handover.py; None: the engine does whole requests
+        )
 
     def load(self, phase: str, fraction: float) -> None:
         """Report that `fraction` of a phase of loading is done, 0 to 1; 0 if that is unknown.

@@ -6,10 +6,9 @@ prometheus_client runs only during a scrape, so metrics cost nothing per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,16 +22,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from minisgl.engine.stats import EngineStats, Histogram, HostStats, TransferStats
-from minisgl.server.engine_state import EngineState, Loading
+from minisgl.server.engine_state import EngineState
+from minisgl.server.http.access_log import Answered
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Answered(NamedTuple):
-    """The labels by which HTTP responses are counted."""
-
-    route: str
-    status: int
 
 
 class MetricsPage(Collector):
@@ -80,7 +73,12 @@ class Metrics(MetricsPage):
             "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
         )
         if (loading := self._state.loading) is not None:
-            yield _loading(loading)
+            yield gauge(
+                "minisgl_loading_ratio",
+                "While the model loads: how much of the phase is done, 0 to 1; 0 if that is "
+                "unknown.",
+                *("phase", {loading.phase: loading.fraction}),
+            )
         stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)
@@ -99,13 +97,19 @@ class Metrics(MetricsPage):
         return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
 
 
-def _loading(loading: Loading) -> Metric:
-    family = GaugeMetricFamily(
-        "minisgl_loading_ratio",
-        "While the model loads: how much of the phase is done, 0 to 1; 0 if that is unknown.",
-        labels=["phase"],
-    )
-    family.add_metric([loading.phase], loading.fraction)
+def counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A counter with one label, whose values are the keys of `values`."""
+    return _filled(CounterMetricFamily(name, documentation, labels=[label]), values)
+
+
+def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A gauge with one label, whose values are the keys of `values`."""
+    return _filled(GaugeMetricFamily(name, documentation, labels=[label]), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
     return family
 
 
@@ -154,78 +158,67 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "Tokens that were sampled under a mask of a grammar.",
         totals.num_masked_rows,
     )
-    finished = CounterMetricFamily(
-        "minisgl_requests_finished", "Requests that have ended.", labels=["reason"]
-    )
-    for reason, count in totals.num_finished.items():
-        finished.add_metric([reason.value], count)
-    yield finished
+    finished = {reason.value: count for reason, count in totals.num_finished.items()}
+    yield counter("minisgl_requests_finished", "Requests that have ended.", "reason", finished)
 
 
 def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
     """Where the KV cache is, for an engine with more than one tier."""
     counters, traffic = stats.counters, host.traffic
-    held = GaugeMetricFamily(
-        "minisgl_tier_tokens", "Tokens that a tier of the KV cache holds.", labels=["tier"]
-    )
-    held.add_metric(["device"], (stats.num_pages - stats.num_free_pages) * host.page_size)
-    held.add_metric(["host"], host.num_used_pages * host.page_size)
-    yield held
-    hits = CounterMetricFamily(
+    held = {
+        "device": (stats.num_pages - stats.num_free_pages) * host.page_size,
+        "host": host.num_used_pages * host.page_size,
+    }
+    yield gauge("minisgl_tier_tokens", "Tokens that a tier of the KV cache holds.", "tier", held)
+    num_elsewhere = counters.num_host_tokens + counters.num_disk_tokens
+    hits = {
+        "device": counters.num_cached_tokens - num_elsewhere,
+        "host": counters.num_host_tokens,
+    }
+    copies = {"offload": traffic.offloads, "load": traffic.loads}
+    if host.has_disk:
+        hits["disk"] = counters.num_disk_tokens
+        copies |= {"write": traffic.writes, "read": traffic.reads}
+    yield counter(
         "minisgl_tier_hit_tokens",
         "Prompt tokens found in the prefix cache, by the tier that held them.",
-        labels=["tier"],
+        *("tier", hits),
     )
-    num_elsewhere = counters.num_host_tokens + counters.num_disk_tokens
-    hits.add_metric(["device"], counters.num_cached_tokens - num_elsewhere)
-    hits.add_metric(["host"], counters.num_host_tokens)
-    if host.has_disk:
-        hits.add_metric(["disk"], counters.num_disk_tokens)
-    yield hits
-    moved = CounterMetricFamily(
+    yield counter(
         "minisgl_tier_copied_bytes",
         "Bytes of KV copied between device, host memory and disk, on one rank.",
-        labels=["direction"],
+        *("direction", {direction: each.num_bytes for direction, each in copies.items()}),
     )
-    busy = CounterMetricFamily(
+    yield counter(
         "minisgl_tier_copy_seconds",
         "Time in which such copies were under way, on one rank.",
-        labels=["direction"],
+        *("direction", {direction: each.seconds for direction, each in copies.items()}),
     )
-    directions = {"offload": traffic.offloads, "load": traffic.loads}
-    if host.has_disk:
-        directions |= {"write": traffic.writes, "read": traffic.reads}
-    for direction, copies in directions.items():
-        moved.add_metric([direction], copies.num_bytes)
-        busy.add_metric([direction], copies.seconds)
-    yield moved
-    yield busy
 
 
 def _transfers(stats: TransferStats) -> Iterator[Metric]:
     """The prefixes that engines have sent each other."""
-    transfers = CounterMetricFamily(
+    sent, received = stats.sent, stats.received
+    yield counter(
         "minisgl_kv_transfers",
         "Prefixes sent to other engines, and received from them.",
-        labels=["direction"],
+        *("direction", {"sent": sent.num_transfers, "received": received.num_transfers}),
     )
-    direct = CounterMetricFamily(
+    yield counter(
         "minisgl_kv_transfers_direct",
         "Of these, prefixes that went from device to device.",
-        labels=["direction"],
+        *("direction", {"sent": sent.num_direct, "received": received.num_direct}),
     )
-    moved = CounterMetricFamily(
-        "minisgl_kv_transfer_bytes", "Bytes of KV in such transfers.", labels=["direction"]
+    yield counter(
+        "minisgl_kv_transfer_bytes",
+        "Bytes of KV in such transfers.",
+        *("direction", {"sent": sent.num_bytes, "received": received.num_bytes}),
     )
-    busy = CounterMetricFamily(
-        "minisgl_kv_transfer_seconds", "Time that such transfers took.", labels=["direction"]
+    yield counter(
+        "minisgl_kv_transfer_seconds",
+        "Time that such transfers took.",
+        *("direction", {"sent": sent.seconds, "received": received.seconds}),
     )
-    for direction, totals in (("sent", stats.sent), ("received", stats.received)):
-        transfers.add_metric([direction], totals.num_transfers)
-        direct.add_metric([direction], totals.num_direct)
-        moved.add_metric([direction], totals.num_bytes)
-        busy.add_metric([direction], totals.seconds)
-    yield from (transfers, direct, moved, busy)
     yield CounterMetricFamily(
         "minisgl_kv_transfer_fallbacks",
         "Prefixes that this engine computed, or their ends, because they did not come.",

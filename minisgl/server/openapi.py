@@ -11,23 +11,19 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
-from minisgl.server import schemas
-from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
-from minisgl.server.messages_api.protocol import CountTokensRequest, MessagesRequest
-from minisgl.server.messages_api.schemas import (
-    MessageAnswer,
-    MessageEvent,
-    MessagesError,
-    TokenCount,
-)
-from minisgl.server.protocol import (
+from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
+from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
+from minisgl.server.apis.openai import answer_types
+from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
+from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.http.error_bodies import Error, MessagesError
+from minisgl.server.http.messages_paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from minisgl.server.responses_api.protocol import ResponsesRequest
-from minisgl.server.responses_api.schemas import AnyEvent, DeletedResponse, Response
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -56,35 +52,36 @@ class Operation:
     """The types of a route's request and answer; None for what is not JSON."""
 
     summary: str
-    method: str = "get"
+    is_deletion: bool = False
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
     chunk: Any = None  # the type of the events, if it can stream
     errors: tuple[int, ...] = ()
-    error: type[Struct] = schemas.Error
+    error: type[Struct] = Error
     named_events: bool = False  # each has the name of its type, and none but these marks the end
+
+    @property
+    def method(self) -> str:
+        return "delete" if self.is_deletion else "get" if self.body is None else "post"
 
 
 OPERATIONS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation(
         summary="Answer a conversation.",
-        method="post",
         body=ChatRequest,
-        answer=schemas.ChatCompletion,
-        chunk=schemas.ChatCompletionChunk,
+        answer=answer_types.ChatCompletion,
+        chunk=answer_types.ChatCompletionChunk,
         errors=READING,
     ),
     "/v1/completions": Operation(
         summary="Continue one or more prompts.",
-        method="post",
         body=CompletionRequest,
-        answer=schemas.Completion,
-        chunk=schemas.CompletionChunk,
+        answer=answer_types.Completion,
+        chunk=answer_types.CompletionChunk,
         errors=READING,
     ),
     "/v1/responses": Operation(
         summary="Answer a conversation, as the Responses API has it.",
-        method="post",
         body=ResponsesRequest,
         answer=Response,
         chunk=AnyEvent,
@@ -96,7 +93,6 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     MESSAGES: Operation(
         summary="Answer a conversation, as Anthropic's API does.",
-        method="post",
         body=MessagesRequest,
         answer=MessageAnswer,
         chunk=MessageEvent,
@@ -106,42 +102,41 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     COUNT_TOKENS: Operation(
         summary="The number of tokens of a conversation.",
-        method="post",
         body=CountTokensRequest,
         answer=TokenCount,
         errors=AS_ANTHROPIC,
         error=MessagesError,
     ),
     "/v1/models": Operation(
-        summary="The model, under each of its names.", answer=schemas.ModelList, errors=(503,)
+        summary="The model, under each of its names.", answer=answer_types.ModelList, errors=(503,)
     ),
-    "/v1/models/{name}": Operation(summary="The model.", answer=schemas.Model, errors=(404, 503)),
+    "/v1/models/{name}": Operation(
+        summary="The model.", answer=answer_types.Model, errors=(404, 503)
+    ),
     "/tokenize": Operation(
         summary="The token ids of a text or of a conversation.",
-        method="post",
         body=TokenizeRequest,
-        answer=schemas.Tokens,
+        answer=answer_types.Tokens,
         errors=READING,
     ),
     "/detokenize": Operation(
         summary="The text of token ids.",
-        method="post",
         body=DetokenizeRequest,
-        answer=schemas.Text,
+        answer=answer_types.Text,
         errors=READING,
     ),
     "/health": Operation(
-        summary="Whether requests are taken.", answer=schemas.Health, errors=(503,)
+        summary="Whether requests are taken.", answer=answer_types.Health, errors=(503,)
     ),
     "/metrics": Operation(summary="Figures for Prometheus."),
-    "/version": Operation(summary="The version of the server.", answer=schemas.Version),
+    "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
     "/openapi.json": Operation(summary="This description."),
 }
 # Further ones on the same paths.
 DELETIONS: Mapping[str, Operation] = {
     "/v1/responses/{id}": Operation(
         summary="Delete a response that is stored.",
-        method="delete",
+        is_deletion=True,
         answer=DeletedResponse,
         errors=(404,),
     ),

@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,7 +22,9 @@ from minisgl.errors import ConfigError
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
-from minisgl.server.connection import (
+from minisgl.server.engine_state import EngineState
+from minisgl.server.http.certificate import check_certificate
+from minisgl.server.http.connection import (
     KEEP_ALIVE_SECONDS,
     OWN_FILES,
     WANTED_FILES,
@@ -32,13 +34,11 @@ from minisgl.server.connection import (
     raise_file_limit,
     room_for_connections,
 )
-from minisgl.server.engine_state import EngineState
-from minisgl.server.hosts import hosts_of
+from minisgl.server.http.hosts import hosts_of
+from minisgl.server.http.tls_server import TLSServer
+from minisgl.server.http.unix_socket import OwnPath, bind_unix
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.stats_log import log_stats
-from minisgl.server.tls import check_certificate
-from minisgl.server.tls_server import TLSServer
-from minisgl.server.unix_socket import OwnPath, bind_unix
 from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)
@@ -196,15 +196,8 @@ def http_settings(
     )
 
 
-class Mortal(Protocol):
-    """What a server stops without: its engine."""
-
-    @property
-    def dead(self) -> bool: ...
-
-
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves signals to its process.
+    """uvicorn that stops when its engine is dead, and leaves signals to its process.
 
     uvicorn's own handlers would close connections before they are drained.
     """
@@ -212,8 +205,12 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, state: Mortal, max_connections: int = WANTED_FILES
+        self,
+        config: uvicorn.Config,
+        state: EngineState | None = None,
+        max_connections: int = WANTED_FILES,
     ) -> None:
+        """state: of the engine behind it; None for a router, which no engine ends."""
         super().__init__(config)
         self.server_state = Connections(max_connections)
         self._state = state
@@ -235,7 +232,8 @@ class Server(uvicorn.Server):
         """Called ten times per second; True stops the server."""
         if counter % 10 == 0:
             self.server_state.sweep()
-        return await super().on_tick(counter) or self._state.dead
+        is_dead = self._state is not None and self._state.dead
+        return await super().on_tick(counter) or is_dead
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

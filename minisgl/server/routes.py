@@ -6,74 +6,58 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
-from minisgl.server import schemas
-from minisgl.server.access_log import request_id
-from minisgl.server.answer_plan import (
-    AnswerPlan,
-    ChatPlanner,
-    plan_completion,
-    read_conversation,
-)
-from minisgl.server.auth import OPEN_PATHS, client_of
-from minisgl.server.bodies import read_body
-from minisgl.server.chat_reply import ChatReply
-from minisgl.server.chunked_replies import ChunkedReply
-from minisgl.server.completion_reply import CompletionReply
+from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
+from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
+from minisgl.server.answers.plan import AnswerPlan, ChatPlanner, plan_completion, read_conversation
+from minisgl.server.answers.reply import Reply
+from minisgl.server.apis.messages.answer_types import TokenCount
+from minisgl.server.apis.messages.reply import MessageReply, MessageStyle
+from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
+from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
+from minisgl.server.apis.messages.translation import translated
+from minisgl.server.apis.openai import answer_types
+from minisgl.server.apis.openai.chat_reply import ChatReply
+from minisgl.server.apis.openai.chunked_reply import ChunkedReply
+from minisgl.server.apis.openai.completion_reply import CompletionReply
+from minisgl.server.apis.openai.parsed_reply import ParsedReply
+from minisgl.server.apis.responses.answer_types import DeletedResponse
+from minisgl.server.apis.responses.conversation import NAMES as RESPONSES_NAMES
+from minisgl.server.apis.responses.conversation import chat_of
+from minisgl.server.apis.responses.history import History, has_late_system
+from minisgl.server.apis.responses.ids import new_response_id
+from minisgl.server.apis.responses.reply import ResponsesReply
+from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
+from minisgl.server.apis.responses.store import ResponseStore
+from minisgl.server.apis.responses.tool_box import ToolBox
+from minisgl.server.apis.responses.truncation import shortened
 from minisgl.server.engine_state import EngineState, NotReadyError
-from minisgl.server.error_responses import json_response
-from minisgl.server.jobs import GenerationJob, jobs_of
-from minisgl.server.leaving import while_waited_for
-from minisgl.server.messages import Images, Reading
-from minisgl.server.messages_api.protocol import (
-    CountTokensRequest,
-    MessagesRequest,
-    Prompt,
-    StrictCountTokensRequest,
-    StrictMessagesRequest,
-)
-from minisgl.server.messages_api.reply import MessageReply, MessageStyle
-from minisgl.server.messages_api.schemas import TokenCount
-from minisgl.server.messages_api.translation import Translation, translated
+from minisgl.server.http.auth import OPEN_PATHS, client_of
+from minisgl.server.http.bodies import read_body
+from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.leaving import while_waited_for
+from minisgl.server.http.request_ids import reply_id, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
-from minisgl.server.parsed_reply import ParsedReply
-from minisgl.server.protocol import (
+from minisgl.server.requests.chat_messages import Images
+from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    StrictChatRequest,
-    StrictCompletionRequest,
-    StrictDetokenizeRequest,
-    StrictTokenizeRequest,
     TokenizeRequest,
 )
-from minisgl.server.replies import Reply
-from minisgl.server.request_ids import reply_id
-from minisgl.server.responses import StreamedResponse, WholeResponse
-from minisgl.server.responses_api import conversation as responses_conversation
-from minisgl.server.responses_api.conversation import LIMIT_FIELD, chat_of
-from minisgl.server.responses_api.history import History, has_late_system
-from minisgl.server.responses_api.ids import new_response_id
-from minisgl.server.responses_api.protocol import (
-    HOSTED,
-    ResponsesRequest,
-    StrictResponsesRequest,
-)
-from minisgl.server.responses_api.reply import ResponsesReply
-from minisgl.server.responses_api.schemas import DeletedResponse
-from minisgl.server.responses_api.store import ResponseStore
-from minisgl.server.responses_api.truncation import shortened
+from minisgl.server.requests.templating import Reading
+from minisgl.server.requests.translation import TranslatedChat
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,48 +69,64 @@ MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 Put = TypeVar("Put")
 
 
+Body = TypeVar(
+    "Body",
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[Body]):
+    """A request whose body has been read, and the engine that it is for."""
+
+    scope: Scope
+    engine: ServedEngine
+    body: Body
+    model: str  # by the name that the answer has
+
+    @property
+    def id(self) -> str:
+        """The id in the log."""
+        return request_id(self.scope)
+
+    @property
+    def client(self) -> str:
+        return client_of(self.scope)
+
+
 class Routes:
     """The handlers. Each request reads the engine state again, because its phase changes."""
 
     def __init__(self, state: EngineState, metrics: Metrics) -> None:
         self._state = state
         self._metrics = metrics
-        strict = state.config.strict_fields
-        self._chat_request = StrictChatRequest if strict else ChatRequest
-        self._completion_request = StrictCompletionRequest if strict else CompletionRequest
-        self._responses_request = StrictResponsesRequest if strict else ResponsesRequest
-        self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
-        self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
-        self._messages_request = StrictMessagesRequest if strict else MessagesRequest
-        self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
         self._store = ResponseStore(state.config.response_store * MEGABYTE)
         self._reading = Reading(
             control_tokens_in_text=state.config.control_tokens_in_text,
             images=cast("Images", state.config.images),  # which checks it
         )
         self._since = int(time.time())
+        self._clamps = state.config.clamp_max_tokens
 
     @while_waited_for
     async def chat_completions(self, request: Request) -> ASGIApp:
-        engine = self._state.engine()
-        body = await read_body(request, self._chat_request)
-        model = self._state.model_name(body.model)
-        plan, jobs = await self._chat_jobs(request, engine, body)
-        echo = body.echoed
-        for job in jobs:
-            job.echo = echo
-        for job in jobs[1:]:  # the prompt is reported once
-            job.params = replace(job.params, prompt_logprobs=None)
+        asked = await self._read(request, ChatRequest)
+        plan, jobs = await self._chat_jobs(asked, asked.body)
         kind = ChatReply if plan.style is None else ParsedReply
-        return self._answer(request, engine, body, model, kind, jobs, plan)
+        return self._answer(asked, kind, jobs, plan)
 
     @while_waited_for
     async def completions(self, request: Request) -> ASGIApp:
-        engine = self._state.engine()
-        body = await read_body(request, self._completion_request)
-        model = self._state.model_name(body.model)
+        asked = await self._read(request, CompletionRequest)
+        engine, body = asked.engine, asked.body
         prompts = body.prompts()
-        plan = await plan_completion(body, partial(engine.compile, client=client_of(request.scope)))
+        plan = await plan_completion(body, partial(engine.compile, client=asked.client))
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
         token_ids = []
@@ -137,63 +137,60 @@ class Routes:
                 )
                 await asyncio.sleep(0)  # short texts are encoded on the loop, and there may be many
             else:
-                if (
-                    len(prompts) > 1
-                ):  # the engine checks each prompt too, but does not know its index
+                if len(prompts) > 1:  # the engine checks each, too, but does not know its index
                     of = f" of prompt {index}"
                     check_token_ids("prompt", prompt, engine.vocab_size, of=of)
                 token_ids.append(prompt)
-        jobs = self._jobs(request, engine, body, token_ids, plan)
+        fitting = fitted_prompts(engine, body, token_ids, clamp=self._clamps)
+        echoes: list[str | None] = [None] * len(prompts)
         if body.echo:
             shown = _visible_text if body.skip_special_tokens is not False else _full_text
-            for start, prompt in enumerate(prompts):
-                first, *others = jobs[start * body.num_choices :][: body.num_choices]
-                ids = first.prompt_token_ids
-                if isinstance(prompt, str) and len(ids) == len(token_ids[start]):
-                    first.echo = prompt
+            for index, (prompt, fitted) in enumerate(zip(prompts, fitting, strict=True)):
+                is_cut = len(fitted.token_ids) < len(token_ids[index])
+                if isinstance(prompt, str) and not is_cut:
+                    echoes[index] = prompt
                 else:
-                    first.echo = await _text(engine, shown, ids)
-                for job in others:
-                    job.echo = first.echo
-        return self._answer(request, engine, body, model, CompletionReply, jobs, plan)
+                    echoes[index] = await _text(engine, shown, fitted.token_ids)
+        jobs = jobs_of(body, fitting, echoes, body.tenant(asked.client), plan)
+        return self._answer(asked, CompletionReply, jobs, plan)
 
     @while_waited_for
     async def responses(self, request: Request) -> ASGIApp:
-        engine = self._state.engine()
-        with responses_conversation.fields_named():
-            body = await read_body(request, self._responses_request)
-            model = self._state.model_name(body.model)
+        with RESPONSES_NAMES.used():
+            asked = await self._read(request, ResponsesRequest)
+            engine, body = asked.engine, asked.body
             history = self._history(request)
             items = history.conversation(body)
-            anywhere = False
-            if has_late_system(items):
-                anywhere = (await engine.template_facts()).system_anywhere
-            images = body.images or self._reading.images
-            chat = chat_of(body, items, system_anywhere=anywhere, images=images)
-        if left_out := chat.tools.left_out:
+            tools = ToolBox(body.tools or ())
+            chat = chat_of(
+                body,
+                items,
+                tools,
+                system_anywhere=await _takes_system_anywhere(engine, has_late_system(items)),
+                images=body.images or self._reading.images,
+            )
+        if left_out := chat.left_out:
             kinds = {kind if kind in HOSTED else "others" for kind in left_out}
             logger.info(
                 "request %s: left out tools that this server does not run: %s",
-                *(request_id(request.scope), ", ".join(sorted(kinds))),
+                *(asked.id, ", ".join(sorted(kinds))),
             )
         with chat.fields_named():
             if body.truncation == "auto":
                 chat = await shortened(chat, engine, self._reading)
-            plan, (job,) = await self._chat_jobs(request, engine, chat.body)
+            plan, (job,) = await self._chat_jobs(asked, chat.body)
         keeps = self._store.is_on and body.store is not False
         reply = ResponsesReply(
             job,
             body,
-            model=model,
+            model=asked.model,
             tokenizer=engine.tokenizer,
-            spaced=chat.tools.spaced,
+            spaced=tools.spaced,
             id=reply_id(request.scope),
             response_id=new_response_id(self._state.replica),
             keep=partial(history.keep, body) if keeps else None,
         )
-        return self._response(
-            request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD
-        )
+        return self._response(asked, reply, plan, RESPONSES_NAMES.limit_field)
 
     async def stored_response(self, request: Request) -> Response:
         """Show a response that is kept, or delete it."""
@@ -207,38 +204,33 @@ class Routes:
 
     @while_waited_for
     async def messages(self, request: Request) -> ASGIApp:
-        engine = self._state.engine()
-        body = await read_body(request, self._messages_request)
-        model = self._state.model_name(body.model)
-        chat = await self._translated(request, engine, body)
+        asked = await self._read(request, MessagesRequest)
+        body = asked.body
+        chat = await self._translated(asked, body)
         with chat.fields_named():
-            plan, (job,) = await self._chat_jobs(request, engine, chat.request, clamp=True)
+            plan, (job,) = await self._chat_jobs(asked, chat.body, clamp=True)
         style = MessageStyle(
             id=f"msg_{reply_id(request.scope)}",
-            model=model,
+            model=asked.model,
             max_tokens=body.max_tokens,
             thinking=body.shown_thinking,
         )
-        reply = MessageReply(job, style, request_id(request.scope))
-        return self._response(
-            request, engine, reply, plan, stream=body.stream, limit_field="max_tokens"
-        )
+        reply = MessageReply(job, style, asked.id)
+        return self._response(asked, reply, plan, MESSAGES_NAMES.limit_field)
 
     @while_waited_for
     async def count_tokens(self, request: Request) -> Response:
-        engine = self._state.engine()
-        body = await read_body(request, self._count_request)
-        self._state.model_name(body.model)
-        chat = await self._translated(request, engine, body)
+        asked = await self._read(request, CountTokensRequest)
+        chat = await self._translated(asked, asked.body)
         with chat.fields_named():
             conversation = await read_conversation(
-                engine, chat.request, self._reading, any_length=True
+                asked.engine, chat.body, self._reading, any_length=True
             )
         return json_response(TokenCount(len(conversation.prompt_token_ids)))
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._state.model_names()]
-        return json_response(schemas.ModelList(object="list", data=data))
+        return json_response(answer_types.ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -250,9 +242,8 @@ class Routes:
 
     @while_waited_for
     async def tokenize(self, request: Request) -> Response:
-        engine = self._state.engine()
-        body = await read_body(request, self._tokenize_request)
-        self._state.model_name(body.model)
+        asked = await self._read(request, TokenizeRequest)
+        engine, body = asked.engine, asked.body
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             token_ids = await engine.encode(
@@ -261,20 +252,19 @@ class Routes:
         else:
             conversation = await read_conversation(engine, body, self._reading, any_length=True)
             token_ids = conversation.prompt_token_ids
-        answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
+        answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
             answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        engine = self._state.engine()
-        body = await read_body(request, self._detokenize_request)
-        self._state.model_name(body.model)
+        asked = await self._read(request, DetokenizeRequest)
+        engine, body = asked.engine, asked.body
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
         check_token_ids("tokens", body.tokens, engine.vocab_size)
         text = await _put_together(_full_text, engine.tokenizer, body.tokens)
-        return json_response(schemas.Text(text))
+        return json_response(answer_types.Text(text))
 
     async def hint(self, request: Request) -> Response:
         """Answers at / where there is no page, for people and for probes."""
@@ -287,10 +277,10 @@ class Routes:
         stalled = self._state.engine().stalled
         if stalled is not None:
             raise NotReadyError("stalled", stalled)
-        return json_response(schemas.Health(status="ready"))
+        return json_response(answer_types.Health(status="ready"))
 
     async def version(self, request: Request) -> Response:
-        return json_response(schemas.Version(metadata.version("minisgl")))
+        return json_response(answer_types.Version(metadata.version("minisgl")))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -303,9 +293,15 @@ class Routes:
             describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
         )
 
-    def _model(self, name: str) -> schemas.Model:
+    async def _read(self, request: Request, kind: type[Body]) -> Asked[Body]:
+        """Read a request; raises NotReadyError, CallerError or BodiesFullError."""
         engine = self._state.engine()
-        return schemas.Model(
+        body = await read_body(request, kind, strict=self._state.config.strict_fields)
+        return Asked(request.scope, engine, body, self._state.model_name(body.model))
+
+    def _model(self, name: str) -> answer_types.Model:
+        engine = self._state.engine()
+        return answer_types.Model(
             id=name,
             object="model",
             created=self._since,
@@ -317,44 +313,29 @@ class Routes:
     def _history(self, request: Request) -> History:
         return History(self._store, client_of(request.scope))
 
-    def _planner(self) -> ChatPlanner:
-        config = self._state.config
-        return ChatPlanner(
-            form=self._state.answer_format(),
-            tool_parser=config.tool_parser,
-            reasoning_fields=config.reasoning_fields,
-            count_call=self._metrics.count_tool_call,
-        )
-
-    async def _translated(
-        self, request: Request, engine: ServedEngine, body: Prompt
-    ) -> Translation:
+    async def _translated(self, asked: Asked[Any], body: Prompt) -> TranslatedChat:
         """The chat request that one to the Messages API stands for."""
-        anywhere = False
-        if body.has_late_system:
-            anywhere = (await engine.template_facts()).system_anywhere
-        can_think = self._state.answer_format().reasoning is not None
         chat = translated(
             body,
-            system_anywhere=anywhere,
-            can_think=can_think,
+            system_anywhere=await _takes_system_anywhere(asked.engine, body.has_late_system),
+            can_think=self._state.answer_format().reasoning is not None,
             images=body.images or self._reading.images,
         )
-        if chat.num_server_tools:
+        if chat.left_out:
             logger.info(
                 "request %s: %d tools that this server does not run are left out",
-                request_id(request.scope),
-                chat.num_server_tools,
+                *(asked.id, len(chat.left_out)),
             )
         return chat
 
     async def _chat_jobs(
-        self, request: Request, engine: ServedEngine, body: ChatRequest, *, clamp: bool = False
+        self, asked: Asked[Any], body: ChatRequest, *, clamp: bool = False
     ) -> tuple[AnswerPlan, list[GenerationJob]]:
         """What the answers to a conversation have in common, and the job of each.
 
         clamp: shorten max_tokens to the room left, whatever the option says.
         """
+        engine, config = asked.engine, self._state.config
         conversation = await read_conversation(
             engine,
             body,
@@ -362,71 +343,55 @@ class Routes:
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )
-        plan = await self._planner().plan(
-            engine, body, conversation, partial(engine.compile, client=client_of(request.scope))
+        planner = ChatPlanner(
+            form=self._state.answer_format(),
+            tool_parser=config.tool_parser,
+            reasoning_fields=config.reasoning_fields,
+            count_call=self._metrics.count_tool_call,
         )
-        prompt = conversation.prompt_token_ids
-        return plan, self._jobs(request, engine, body, [prompt], plan, clamp=clamp)
-
-    def _jobs(
-        self,
-        request: Request,
-        engine: ServedEngine,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        plan: AnswerPlan,
-        *,
-        clamp: bool = False,
-    ) -> list[GenerationJob]:
-        tenant = body.tenant(client_of(request.scope))
-        clamp = clamp or self._state.config.clamp_max_tokens
-        return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp, plan=plan)
+        compile = partial(engine.compile, client=asked.client)
+        plan = await planner.plan(engine, body, conversation, compile)
+        prompts = [conversation.prompt_token_ids]
+        fitting = fitted_prompts(engine, body, prompts, clamp=clamp or self._clamps)
+        return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan)
 
     def _answer(
         self,
-        request: Request,
-        engine: ServedEngine,
-        body: ChatRequest | CompletionRequest,
-        model: str,
+        asked: Asked[ChatRequest] | Asked[CompletionRequest],
         kind: type[ChunkedReply[Any]],
         jobs: Sequence[GenerationJob],
         plan: AnswerPlan,
     ) -> ASGIApp:
+        body = asked.body
         reply = kind(
             jobs,
-            model=model,
-            tokenizer=engine.tokenizer,
+            model=asked.model,
+            tokenizer=asked.engine.tokenizer,
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             fingerprint=self._state.fingerprint,
-            id=reply_id(request.scope),
+            id=reply_id(asked.scope),
         )
-        return self._response(
-            request, engine, reply, plan, stream=body.stream, limit_field=body.limit_field
-        )
+        return self._response(asked, reply, plan, body.limit_field)
 
     def _response(
-        self,
-        request: Request,
-        engine: ServedEngine,
-        reply: Reply,
-        plan: AnswerPlan,
-        *,
-        stream: bool | None,
-        limit_field: str,
+        self, asked: Asked[Any], reply: Reply, plan: AnswerPlan, limit_field: str
     ) -> ASGIApp:
         """The response that generates `reply`."""
-        answer = StreamedResponse if stream else WholeResponse
+        answer = StreamedResponse if asked.body.stream else WholeResponse
         headers = []
         if ignored := plan.ignored_keywords:
             names = ", ".join(ignored)
-            logger.info(
-                "request %s: not enforced in its schema: %s", request_id(request.scope), names
-            )
+            logger.info("request %s: not enforced in its schema: %s", asked.id, names)
             headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-        app = answer(engine, reply, limit_field=limit_field, headers=headers)
+        app = answer(asked.engine, reply, limit_field=limit_field, headers=headers)
         around = self._state.around
-        return app if around is None else around(request.scope, reply, app)
+        return app if around is None else around(asked.scope, reply, app)
+
+
+async def _takes_system_anywhere(engine: ServedEngine, is_late: bool) -> bool:
+    """Whether a conversation with a late system message may keep it where it is."""
+    return is_late and (await engine.template_facts()).system_anywhere
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:

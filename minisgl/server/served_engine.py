@@ -86,3 +86,22 @@ class ServedEngine(Protocol):
     def warm(self) -> None: ...
     async def drain(self, seconds: float, /) -> None: ...
     async def close(self) -> None: ...
+
+    # Pages of others, see handover.py.
+    async def share_pages(self, address: str, *, always_load: bool) -> str: ...
+    async def offer_pages(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool: ...
+    async def fetch_pages(
+        self,
+        address: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool: ...

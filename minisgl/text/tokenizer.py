@@ -20,8 +20,8 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
+from minisgl.text.longest_token import longest_token
 from minisgl.text.rendering import SPELLINGS, Call, render
-from minisgl.text.vocabulary import longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # The arguments of `apply_chat_template` that callers may set; other options become variables of the

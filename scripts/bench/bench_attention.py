@@ -25,30 +25,32 @@ import argparse
 import contextlib
 import itertools
 import os
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from graph_timer import graph_s, median_s
 from torch import Tensor
 
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionShape,
+    BatchSlots,
     DecodeBatch,
     ForwardBatch,
-    LayerKV,
     PrefillBatch,
 )
+from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
     from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 # Of an H200, by its data sheet.
@@ -203,14 +205,14 @@ KV_DTYPES = {"bf16": DTYPE, "fp8": torch.float8_e4m3fn}
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[LayerKV], Tensor]:
+def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[PagedKV], Tensor]:
     """Caches of as many layers, and the page table, whose pages are scattered."""
     pages_per_row = -(-case.context // case.page_size)
     num_pages = 1 + case.num_rows * pages_per_row
     table = 1 + torch.randperm(num_pages - 1, device=DEVICE)
     size = (num_pages, case.page_size, case.heads.num_kv_heads, case.heads.head_dim)
     layers = [
-        LayerKV(
+        PagedKV(
             *(torch.randn(size, dtype=DTYPE, device=DEVICE).to(case.heads.kv_dtype) for _ in "kv")
         )
         for _ in range(num_layers)
@@ -226,7 +228,9 @@ def random_queries(case: AttentionCase, num_rows: int) -> Tensor:
 def begin(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) -> None:
     """Let the backends plan, of which they need the rows alone."""
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks))
+    attention.prepare(
+        ForwardBatch(nothing, nothing, nothing, decodes, chunks, BatchSlots(nothing, nothing))
+    )
 
 
 def no_decodes() -> DecodeBatch:
@@ -239,31 +243,6 @@ def no_chunks() -> PrefillBatch:
 
 
 # -- clocks ----------------------------------------------------------------------------------------
-
-
-def median_s(work: Callable[[], object], replays: int) -> float:
-    """Seconds on the device that `work` takes, whose host time stays in front of it."""
-    times: list[float] = []
-    for _ in range(3):
-        work()
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def replayed_s(step: Callable[[], None], replays: int) -> float:
-    """The same of a graph of `step`."""
-    step()  # compiles, and allocates what outlives the graph
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return median_s(graph.replay, replays)
 
 
 class DecodeClock:
@@ -281,11 +260,9 @@ class DecodeClock:
     def seconds(self, attention: Attention) -> float:
         begin(attention, self._rows, no_chunks())
 
-        def step() -> None:
-            for layer in self._layers:
-                attention.decode_backend.decode(self._q, layer, self._rows, self._case.spec)
-
-        return replayed_s(step, self._replays) / len(self._layers)
+        decode, spec = attention.decode_backend.decode, self._case.spec
+        calls = [partial(decode, self._q, layer, self._rows, spec) for layer in self._layers]
+        return graph_s(calls, rounds=self._replays)
 
 
 class PrefillClock:
@@ -300,7 +277,8 @@ class PrefillClock:
     def seconds(self, attention: Attention) -> float:
         begin(attention, no_decodes(), self._rows)
         prefill, spec = attention.prefill_backend.prefill, self._case.spec
-        return median_s(lambda: prefill(self._q, self._layer, self._rows, spec), self._replays)
+        work = partial(prefill, self._q, self._layer, self._rows, spec)
+        return median_s(work, rounds=self._replays)
 
 
 class ChunkClock:
@@ -327,11 +305,9 @@ class ChunkClock:
         self._q = random_queries(case.cached, num_rows)
 
     def seconds(self, attention: Attention) -> float:
-        def step() -> None:
-            for layer in self._layers:
-                attention.prefill_backend.prefill(self._q, layer, self._rows, self._spec)
-
-        return replayed_s(step, self._replays) / len(self._layers)
+        prefill, spec = attention.prefill_backend.prefill, self._spec
+        calls = [partial(prefill, self._q, layer, self._rows, spec) for layer in self._layers]
+        return graph_s(calls, rounds=self._replays)
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -367,14 +343,14 @@ def report_chunks(cases: list[ChunkCase], splits: list[str]) -> None:
 
 
 def split_backend(case: ChunkCase, splits: str) -> TritonAttention:
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     tiles = tiles_in_use(case)
     return TritonAttention(prefill=replace(tiles, programs_per_sm=0) if splits == "1" else None)
 
 
 def tiles_in_use(case: ChunkCase) -> PrefillTiles:
-    from minisgl.attention.triton_backend import prefill_tiles
+    from minisgl.attention.triton_attention import prefill_tiles
     from minisgl.kernels.tuning import tuning_of
 
     return prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
@@ -400,7 +376,7 @@ def describe_prefill(case: AttentionCase, seconds: float) -> str:
 
 def tune_decode(cases: list[AttentionCase], jobs: int) -> None:
     """One way of working for each number of splits that a case can come to."""
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     candidates = decode_candidates()
     alike = {(tiles.block_n, tiles.num_warps, tiles.num_stages): tiles for tiles in candidates}
@@ -459,7 +435,7 @@ def num_splits(case: AttentionCase, tiles: DecodeTiles, num_sms: int) -> int:
 
 
 def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     heads, page_size, tiles = kind
     # What is used now has one way of working for few rows and one for many.
@@ -473,7 +449,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
 
 
 def tune_prefill(cases: list[AttentionCase], jobs: int) -> None:
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     candidates = prefill_candidates()
     heads = dict.fromkeys(case.heads for case in cases)
@@ -509,7 +485,7 @@ def prefill_candidates() -> list[PrefillTiles]:
 
 
 def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     heads, tiles = kind
     case = AttentionCase(1, 16, heads, 16)
@@ -522,7 +498,7 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
 
 def tune_splits(cases: list[ChunkCase]) -> None:
     """One kernel serves all ways to split."""
-    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.attention.triton_attention import TritonAttention
 
     for case in cases:
         clock = ChunkClock(case, REPLAYS_IN_TUNING)

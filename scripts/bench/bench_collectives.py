@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from graph_timer import graph_s
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import FileStore
@@ -111,25 +113,8 @@ def time_maxima(way: Communicator, num_rows: int, nccl: GroupCommunicator) -> fl
 
 
 def time_graph(work: Callable[[], None], nccl: GroupCommunicator) -> float:
-    """µs of a replay, the median of five rounds of five."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
-        times: list[float] = []
-        for _ in range(6):
-            nccl.host_min(0)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(5):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / 5)
-    return sorted(times[1:])[2]
+    """µs of a replay; all ranks begin a round together."""
+    return 1e6 * graph_s([work], rounds=5, replays=5, before=partial(nccl.host_min, 0))
 
 
 if __name__ == "__main__":

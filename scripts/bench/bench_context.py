@@ -15,16 +15,17 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from script_runner import above_zero, engine_config, make_parser, run_script
+
 from minisgl.bench.config import Sizes, Span
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
+from minisgl.bench.figures import Figures
 from minisgl.bench.latency import GREEDY, BatchRecord, check_room, print_latencies
 from minisgl.bench.offline_run import run_offline, run_streaming
 from minisgl.bench.peak import engine_peak
-from minisgl.bench.report.figures import Figures
 from minisgl.bench.report.output import make_console
 from minisgl.bench.roofline import DecodeStep
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_workload
 
 

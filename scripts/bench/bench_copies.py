@@ -16,10 +16,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from minisgl.bench.report.figures import Distribution
+from minisgl.bench.figures import Distribution
 from minisgl.bench.report.output import make_console
-from minisgl.runner.host_cache import PIECE_BYTES
-from minisgl.runner.slabs import SLAB_BYTES, Slabs
+from minisgl.tiers.host.host_copies import PIECE_BYTES
+from minisgl.tiers.host.slabs import SLAB_BYTES, Slabs
 
 LOAD_BYTES = 1 << 30
 UPLOAD_BYTES = 4 << 10

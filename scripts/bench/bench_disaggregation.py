@@ -28,10 +28,10 @@ from urllib.parse import urlsplit
 from bench_replicas import serving
 from rich.console import Console
 from rich.table import Table
+from script_runner import above_zero
 
-from minisgl.bench.report.figures import percentile
+from minisgl.bench.figures import percentile
 from minisgl.bench.report.output import make_console
-from minisgl.bench.script import above_zero
 
 FIRST_TOKEN, LAST_TOKEN = 100, 1900  # ids in prompts, which every vocabulary has
 WARM_UP_PROMPTS = 2

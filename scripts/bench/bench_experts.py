@@ -13,21 +13,19 @@ larger.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
+from graph_timer import graph_s
+from linear_cases import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, compile_all, random
 from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
-from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
@@ -72,18 +70,16 @@ class ExpertsProblem:
         return max(num_bytes / BYTES_PER_S, operations / rate)
 
     def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
-        from minisgl.kernels.moe import launch
-        from minisgl.kernels.moe.fp8 import launch as fp8
-        from minisgl.kernels.moe.int4 import launch as int4
+        from minisgl.kernels.moe import fp8_experts, fused_experts, int4_experts
 
         if isinstance(self.weights, Int4Experts):
-            return int4.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+            return int4_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
         if isinstance(self.weights, Fp8Experts):
-            return fp8.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
-        return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+            return fp8_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+        return fused_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
-        return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
+        return graph_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
     def time_of(self, how: FewTiles | ManyTiles | None) -> float:
         return self.time_s(partial(self.fused_experts, how=how))
@@ -125,17 +121,15 @@ def int4_weights(n: int, k: int) -> Int4Weights:
 
 
 def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
-    from minisgl.kernels.moe import config
-    from minisgl.kernels.moe.fp8 import config as fp8
-    from minisgl.kernels.moe.int4 import config as int4
+    from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles, choose_int4_tiles, choose_tiles
     from minisgl.kernels.tuning import tuning_of
 
     tuning = tuning_of(DEVICE)
     if isinstance(weights, Fp8Experts):
-        return fp8.choose_tiles(num_rows, weights, ROUTING, tuning)
+        return choose_fp8_tiles(num_rows, weights, ROUTING, tuning)
     if isinstance(weights, Int4Experts):
-        return int4.choose_tiles(num_rows, weights, ROUTING, torch.bfloat16, tuning)
-    return config.choose_tiles(num_rows, weights, ROUTING, tuning)
+        return choose_int4_tiles(num_rows, weights, ROUTING, torch.bfloat16, tuning)
+    return choose_tiles(num_rows, weights, ROUTING, tuning)
 
 
 # -- the tuner -------------------------------------------------------------------------------------
@@ -187,17 +181,9 @@ def many_variants(num_rows: int, weights: Weights, format: str) -> list[ManyTile
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
 
 
-def compile_variant(how: FewTiles | ManyTiles, format: str) -> str:
-    """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    try:
-        problem = ExpertsProblem(
-            make_weights(format), [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)]
-        )
-        problem.fused_experts(problem.rows[0], problem.logits[0], how)
-        torch.cuda.synchronize()
-    except Exception as error:  # too much shared memory, most likely; the case is left out
-        return f"{how}: {str(error)[:100]}"
-    return ""
+def launch(how: FewTiles | ManyTiles, format: str) -> None:
+    x, logits = random(2, HIDDEN_SIZE), random(2, NUM_EXPERTS)
+    ExpertsProblem(make_weights(format), [x], [logits]).fused_experts(x, logits, how)
 
 
 def tune(all_rows: list[int], format: str) -> None:
@@ -209,13 +195,8 @@ def tune(all_rows: list[int], format: str) -> None:
         ]
         for num_rows in all_rows
     }
-    began = time.monotonic()
     variants = list(dict.fromkeys(how for hows in choices.values() for how in hows))
-    compile = partial(compile_variant, format=format)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(os.sched_getaffinity(0)), 16)) as pool:
-        failures = [text for text in pool.imap_unordered(compile, variants) if text]
-    print(f"{len(variants)} variants compiled in {time.monotonic() - began:.0f} s", *failures)
+    compile_all(partial(launch, format=format), variants)
     for num_rows, hows in choices.items():
         problem = ExpertsProblem.of(num_rows, weights)
         in_use_s, limit_s = problem.time_of(None), problem.limit_s

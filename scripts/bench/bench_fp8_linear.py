@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,17 +22,28 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from bench_linear import ROTATED_BYTES, spelled, time_s
+from graph_timer import graph_s
+from linear_cases import (
+    BYTES_PER_S,
+    DEVICE,
+    DTYPE,
+    NUM_SMS,
+    OPERATIONS_PER_S,
+    ROTATED_BYTES,
+    WORKSPACE_FLOATS,
+    compile_all,
+    make_workspace,
+    random,
+    spelled,
+)
 from torch import Tensor
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
+    from minisgl.kernels.fp8_rows import Fp8Rows
     from minisgl.kernels.linear.quantized import Fp8Weights
-    from minisgl.kernels.rows import Fp8Rows
+    from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
 
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 1600e12, 132
-WORKSPACE_FLOATS = 64 << 20
+FP8_OPERATIONS_PER_S = 2 * OPERATIONS_PER_S
 MODELS = {  # n, k
     "Qwen3-14B": {
         "qkv": (7168, 5120),
@@ -68,7 +76,7 @@ BLOCKS = {"channel": None, "block": (128, 128)}
 def random_weights(n: int, k: int, block: tuple[int, int] | None) -> Fp8Weights:
     from minisgl.kernels.linear.quantized import Fp8Weights
 
-    data = torch.randn((n, k), device=DEVICE, dtype=DTYPE).mul_(64).to(torch.float8_e4m3fn)
+    data = random(n, k).mul_(64).to(torch.float8_e4m3fn)
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     return Fp8Weights(data, torch.rand(shape, device=DEVICE) / (64 * k**0.5), block)
 
@@ -76,18 +84,9 @@ def random_weights(n: int, k: int, block: tuple[int, int] | None) -> Fp8Weights:
 def rounded(m: int, k: int, group: int | None) -> Fp8Rows:
     from minisgl.kernels.elementwise.quantize import quantize
 
-    x = torch.randn((m, k), device=DEVICE, dtype=DTYPE)
+    x = random(m, k)
     torch.cuda.synchronize()
     return quantize(x, group)
-
-
-def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.linear.config import LinearWorkspace
-
-    return LinearWorkspace(
-        partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
-        semaphores=torch.zeros(1 << 20, dtype=torch.int32, device=DEVICE),
-    )
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,10 @@ class Case:
 
     def time_s(self, call: Callable[[Fp8Weights], object]) -> float:
         count = max(len(self.weights), 6)
-        return time_s([partial(call, self.weights[i % len(self.weights)]) for i in range(count)])
+        return graph_s([partial(call, self.weights[i % len(self.weights)]) for i in range(count)])
 
     def ours(self, weights: Fp8Weights, how: LinearTiles | None = None) -> Tensor:
-        from minisgl.kernels.linear.fp8.launch import linear
+        from minisgl.kernels.linear.fp8.fp8_gemm import linear
 
         return linear(self.x, weights, None, workspace=self.workspace, tiles=how)
 
@@ -140,14 +139,14 @@ class Case:
 
 def compare(name: str, n: int, k: int, kind: str, rows: list[int]) -> None:
     from minisgl.kernels.linear.fp8 import scaled_mm
-    from minisgl.kernels.linear.fp8.config import choose_tiles
+    from minisgl.kernels.linear.fp8.fp8_tiles import choose_tiles
     from minisgl.kernels.tuning import tuning_of
 
     block, workspace = BLOCKS[kind], make_workspace()
     weights = [random_weights(n, k, block) for _ in range(math.ceil(ROTATED_BYTES / (n * k)))]
     for m in rows:
         case = Case(weights, rounded(m, k, weights[0].group), workspace)
-        limit_s = max(case.num_bytes / BYTES_PER_S, 2 * m * n * k / OPERATIONS_PER_S)
+        limit_s = max(case.num_bytes / BYTES_PER_S, 2 * m * n * k / FP8_OPERATIONS_PER_S)
         line = f"{name:>7} {n}x{k} {kind:7} m={m:<5} limit {limit_s * 1e6:7.2f}"
         expected = case.expected()
         how = choose_tiles(m, n, k, tuning_of(DEVICE), group=weights[0].group)
@@ -163,10 +162,10 @@ def compare(name: str, n: int, k: int, kind: str, rows: list[int]) -> None:
 
 def compare_half(name: str, n: int, k: int, rows: list[int]) -> None:
     count = math.ceil(ROTATED_BYTES / (2 * n * k))
-    weights = [torch.randn((n, k), device=DEVICE, dtype=DTYPE) for _ in range(count)]
+    weights = [random(n, k) for _ in range(count)]
     for m in rows:
-        x = torch.randn((m, k), device=DEVICE, dtype=DTYPE)
-        took_s = time_s([partial(F.linear, x, weights[i % count]) for i in range(max(count, 6))])
+        x = random(m, k)
+        took_s = graph_s([partial(F.linear, x, weights[i % count]) for i in range(max(count, 6))])
         print(f"{name:>7} {n}x{k} bf16 m={m:<5} F.linear {took_s * 1e6:8.2f} µs", flush=True)
 
 
@@ -175,8 +174,8 @@ def compare_half(name: str, n: int, k: int, rows: list[int]) -> None:
 
 def candidates(m: int, n: int, k: int, group: int | None) -> list[LinearTiles]:
     """Candidate tiles; those in use come first."""
-    from minisgl.kernels.linear.config import LinearTiles, split_k, workspace_size
-    from minisgl.kernels.linear.fp8.config import choose_tiles
+    from minisgl.kernels.linear.fp8.fp8_tiles import choose_tiles
+    from minisgl.kernels.linear.tiles import LinearTiles, split_k, workspace_size
     from minisgl.kernels.tuning import tuning_of
 
     found = [choose_tiles(m, n, k, tuning_of(DEVICE), group=group)]
@@ -208,22 +207,15 @@ def candidates(m: int, n: int, k: int, group: int | None) -> list[LinearTiles]:
     ]
 
 
-def compile_one(key: tuple[LinearTiles, bool, bool]) -> str:
-    """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    from minisgl.kernels.linear.fp8.launch import linear
+def launch(key: tuple[LinearTiles, bool, bool]) -> None:
+    from minisgl.kernels.linear.fp8.fp8_gemm import linear
 
     how, blocks, split = key
     block, k = ((128, how.block_k), how.block_k * 16) if blocks else (None, how.block_k * 16)
     n = how.block_n * 4 if not blocks else max(how.block_n * 4, 256)
     weights = random_weights(n, k, block)
-    try:
-        x = rounded(16, k, weights.group)
-        how = replace(how, splits=2 if split else 1)
-        linear(x, weights, None, workspace=make_workspace(), tiles=how)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{spelled(how)}: {str(error)[:100]}"
-    return ""
+    x, how = rounded(16, k, weights.group), replace(how, splits=2 if split else 1)
+    linear(x, weights, None, workspace=make_workspace(), tiles=how)
 
 
 def tune(shapes: dict[str, tuple[int, int]], kinds: list[str], rows: list[int]) -> None:
@@ -234,13 +226,7 @@ def tune(shapes: dict[str, tuple[int, int]], kinds: list[str], rows: list[int]) 
         for m in rows
         for how in candidates(m, n, k, None if kind == "channel" else 128)
     }
-    began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(os.sched_getaffinity(0)), 16)) as pool:
-        for text in pool.imap_unordered(compile_one, sorted(keys, key=str)):
-            if text:
-                print("  not:", text)
-    print(f"{len(keys)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    compile_all(launch, sorted(keys, key=str))
     workspace = make_workspace()
     for name, (n, k) in shapes.items():
         for kind in kinds:
@@ -277,9 +263,9 @@ def chain(model: str, kind: str, rows: list[int]) -> None:
     from types import SimpleNamespace
 
     from minisgl.config import Activations
-    from minisgl.kernels.linear.dense import DenseProduct
-    from minisgl.kernels.linear.dense import share_kernels as share_dense
-    from minisgl.kernels.linear.fp8.product import TensorCoreProduct, share_kernels
+    from minisgl.kernels.linear.dense_product import DenseProduct
+    from minisgl.kernels.linear.dense_product import share_kernels as share_dense
+    from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct, share_kernels
     from minisgl.kernels.linear.product import Product
     from minisgl.kernels.residual import Residual
 
@@ -296,10 +282,7 @@ def chain(model: str, kind: str, rows: list[int]) -> None:
         for _ in range(num_layers)
     ]
     half = [
-        {
-            name: DenseProduct(torch.randn((n, k), device=DEVICE, dtype=DTYPE) / k**0.5)
-            for name, (n, k) in shapes.items()
-        }
+        {name: DenseProduct(random(n, k) / k**0.5) for name, (n, k) in shapes.items()}
         for _ in range(num_layers)
     ]
     share_kernels([product for layer in fp8 for product in layer.values()])
@@ -317,12 +300,11 @@ def chain(model: str, kind: str, rows: list[int]) -> None:
     limit_us = layer_bytes / BYTES_PER_S * 1e6
     print(f"{model} {kind}: a layer of {limit_us:.2f} µs at least")
     for m in rows:
-        x, attended = (
-            torch.randn((m, width), device=DEVICE, dtype=DTYPE) for width in (size, inner)
-        )
+        x, attended = (random(m, width) for width in (size, inner))
         torch.cuda.synchronize()
         fp8_us, half_us = (
-            time_s([partial(run, layers, x, attended)]) / num_layers * 1e6 for layers in (fp8, half)
+            graph_s([partial(run, layers, x, attended)]) / num_layers * 1e6
+            for layers in (fp8, half)
         )
         print(f"  m={m}: FP8 {fp8_us:.2f} bf16 {half_us:.2f} µs a layer", flush=True)
 
@@ -335,8 +317,8 @@ def round_rows(rows: list[int]) -> None:
     size, inner = 5120, 17408
     weight = torch.randn(size, device=DEVICE, dtype=DTYPE)
     for m in rows:
-        x, delta = (torch.randn((m, size), device=DEVICE, dtype=DTYPE) for _ in range(2))
-        gate_up = torch.randn((m, 2 * inner), device=DEVICE, dtype=DTYPE)
+        x, delta = (random(m, size) for _ in range(2))
+        gate_up = random(m, 2 * inner)
         torch.cuda.synchronize()
         line = f"m={m:<5}"
         calls: dict[str, Callable[[], object]] = {
@@ -348,7 +330,7 @@ def round_rows(rows: list[int]) -> None:
             calls[f"silu {name}"] = partial(q.silu_mul_quantize, gate_up, group)
             calls[f"alone {name}"] = partial(q.quantize, x, group)
         for name, call in calls.items():
-            line += f" {name} {time_s([call] * 20) * 1e6:.2f}"
+            line += f" {name} {graph_s([call] * 20) * 1e6:.2f}"
         print(line, "µs", flush=True)
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minisgl.grammar.compiler import Grammars
 from minisgl.grammar.matching import GrammarMatcher
-from minisgl.grammar.tools import Tool, tool_calls
+from minisgl.grammar.tool_grammars import Tool, tool_calls
 from minisgl.matcher import WORD_BITS, mask_words
 from minisgl.request import StructuredOutput
 from minisgl.text.parsing.formats import HERMES

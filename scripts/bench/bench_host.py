@@ -21,8 +21,8 @@ from typing import Any
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.ranks.processes.plan_codec import PlanDecoder, PlanEncoder
 from minisgl.request import Request, SamplingParams
-from minisgl.runner.parallel.plan_codec import PlanDecoder, PlanEncoder
 from minisgl.scheduler.plan import PageGrant, StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
 

@@ -14,38 +14,36 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from bench_linear import time_s
+from graph_timer import graph_s
+from linear_cases import (
+    BYTES_PER_S,
+    DEVICE,
+    DTYPE,
+    NUM_SMS,
+    OPERATIONS_PER_S,
+    ROTATED_BYTES,
+    WORKSPACE_FLOATS,
+    Shape,
+    compile_all,
+    make_workspace,
+    random,
+    spelled,
+)
 from torch import Tensor
 
+from minisgl.kernels.linear.epilogue import Epilogue
+
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
+    from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
     from minisgl.kernels.linear.weight_only.weights import WeightWords
 
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 800e12, 132
-ROTATED_BYTES = 320 << 20
 MIN_CALLS = 12
-WORKSPACE_FLOATS = 64 << 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One product of a model. n counts both halves of a gated one."""
-
-    name: str
-    n: int
-    k: int
-    gated: bool = False
-
-
 SHAPES = {
     "Qwen3-14B": [
         Shape("qkv", 7168, 5120),
@@ -86,20 +84,11 @@ class Weights:
             if self.zeros:
                 zero = torch.randint(0, 16, (groups, n), device=DEVICE, dtype=torch.uint8)
             return int4_words(data, scale, zero, DTYPE)
-        data = torch.randn(n, k, device=DEVICE, dtype=DTYPE).to(torch.float8_e4m3fn)
+        data = random(n, k).to(torch.float8_e4m3fn)
         scale = (torch.rand(-(-n // 128), groups, device=DEVICE) + 0.5) / k**0.5
         words = e4m3_words(data, scale, (128, self.group), DTYPE)
         assert words is not None
         return words
-
-
-def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.linear.config import LinearWorkspace
-
-    return LinearWorkspace(
-        partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
-        semaphores=torch.zeros(1 << 20, dtype=torch.int32, device=DEVICE),
-    )
 
 
 def rotated(items: list[Any], num_bytes: float) -> list[Any]:
@@ -110,16 +99,15 @@ def rotated(items: list[Any], num_bytes: float) -> list[Any]:
 def run(
     shape: Shape, x: Tensor, words: WeightWords, workspace: LinearWorkspace, how: LinearTiles | None
 ) -> Tensor:
-    from minisgl.kernels.linear.weight_only.launch import linear, linear_silu_mul
+    from minisgl.kernels.linear.weight_only.weight_only_gemm import linear
 
-    function = linear_silu_mul if shape.gated else linear
-    return function(x, words, workspace=workspace, tiles=how)
+    return linear(x, words, epilogue=Epilogue(shape.gated), workspace=workspace, tiles=how)
 
 
 def candidates(shape: Shape, m: int, span: int, bits: int) -> list[LinearTiles]:
     """Candidate tiles; those in use come first."""
-    from minisgl.kernels.linear.config import LinearTiles, workspace_size
-    from minisgl.kernels.linear.weight_only.config import choose_tiles
+    from minisgl.kernels.linear.tiles import LinearTiles, workspace_size
+    from minisgl.kernels.linear.weight_only.weight_only_tiles import choose_tiles
     from minisgl.kernels.tuning import tuning_of
 
     halves = 2 if shape.gated else 1
@@ -160,37 +148,16 @@ def candidates(shape: Shape, m: int, span: int, bits: int) -> list[LinearTiles]:
     return [how for how in dict.fromkeys(found) if fits(how)]
 
 
-def compile_variant(job: tuple[Weights, LinearTiles, bool]) -> str:
-    """Runs in a process of its own; what it compiles stays in Triton's cache."""
+def launch(job: tuple[Weights, LinearTiles, bool]) -> None:
     weights, how, gated = job
     shape = Shape("", how.block_n * (4 if gated else 2), how.block_k * 16, gated)
-    try:
-        x = torch.randn(16, shape.k, device=DEVICE, dtype=DTYPE)
-        run(shape, x, weights.random(shape), make_workspace(), how)
-        torch.cuda.synchronize()
-    except Exception as error:  # too much shared memory, most likely; the case is left out
-        return f"{spelled(how)}: {str(error)[:100]}"
-    return ""
-
-
-def compile_all(jobs: set[tuple[Weights, LinearTiles, bool]]) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(os.sched_getaffinity(0)), 12)) as pool:
-        for failure in filter(None, pool.imap_unordered(compile_variant, sorted(jobs, key=str))):
-            print("not:", failure)
-
-
-def spelled(how: LinearTiles) -> str:
-    return (
-        f"{how.block_n}x{how.block_m}x{how.block_k} s{how.splits} w{how.num_warps}"
-        f" st{how.num_stages} p{how.prefetch}"
-    )
+    run(shape, random(16, shape.k), weights.random(shape), make_workspace(), how)
 
 
 def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) -> None:
     from minisgl.kernels.elementwise.activation import silu_mul
-    from minisgl.kernels.linear import launch as dense
-    from minisgl.kernels.linear.weight_only.launch import dequantize
+    from minisgl.kernels.linear.dense_gemm import linear as dense_linear
+    from minisgl.kernels.linear.weight_only.weight_only_gemm import dequantize
     from minisgl.kernels.linear.weight_only.weights import values
 
     num_bytes = weights.bytes_of(shape)
@@ -205,16 +172,14 @@ def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) 
         return silu_mul(y) if shape.gated else y
 
     def stream(x: Tensor, weight: Tensor) -> Tensor:
-        function = dense.linear_silu_mul if shape.gated else dense.linear
-        return function(x, weight, workspace=workspace)
+        return dense_linear(x, weight, epilogue=Epilogue(shape.gated), workspace=workspace)
 
     def dequantised(x: Tensor, words: WeightWords) -> Tensor:
         return cublas(x, dequantize(words, room))
 
     for m in all_rows:
-        x = torch.randn(m, shape.k, device=DEVICE, dtype=DTYPE)
-        outputs = shape.n // (2 if shape.gated else 1)
-        moved = num_bytes + 2 * m * (shape.k + outputs)
+        x = random(m, shape.k)
+        moved = num_bytes + 2 * m * (shape.k + shape.num_outputs)
         limit_s = max(moved / BYTES_PER_S, 2 * m * shape.n * shape.k / OPERATIONS_PER_S)
         expected = cublas(x, exact)
 
@@ -228,7 +193,7 @@ def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) 
                 if not error < 0.01:
                     print("wrong:", how and spelled(how), error)
                     return None
-                return time_s(
+                return graph_s(
                     [partial(run, shape, x, words, workspace, how) for words in rotated(every, 0)]
                 )
             except Exception as failure:
@@ -240,13 +205,13 @@ def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) 
         if took_s is not None:
             share = limit_s / took_s
             line += f" | ours {took_s * 1e6:7.1f} {moved / took_s / 1e12:4.2f}T {share:4.0%}"
-        dense_s = time_s([partial(cublas, x, weight) for weight in rotated(copies, dense_bytes)])
+        dense_s = graph_s([partial(cublas, x, weight) for weight in rotated(copies, dense_bytes)])
         line += f" | bf16 {dense_s * 1e6:7.1f}"
         if m <= 128:
-            stream_s = time_s([partial(stream, x, w) for w in rotated(copies, dense_bytes)])
+            stream_s = graph_s([partial(stream, x, w) for w in rotated(copies, dense_bytes)])
             line += f" | stream {stream_s * 1e6:7.1f}"
         if m >= 128:
-            twice_s = time_s(
+            twice_s = graph_s(
                 [partial(dequantised, x, words) for words in rotated(every, dense_bytes)]
             )
             line += f" | dequantised {twice_s * 1e6:7.1f}"
@@ -285,15 +250,14 @@ def main() -> None:
     ]
     if args.tune:
         span = max(args.group, 64) if args.bits == 4 else args.group
-        compile_all(
-            {
-                (weights, replace(how, splits=min(how.splits, 2), prefetch=0), shape.gated)
-                for shape in shapes
-                for m in args.rows
-                if m <= 2048
-                for how in candidates(shape, m, span, args.bits)
-            }
-        )
+        jobs = {
+            (weights, replace(how, splits=min(how.splits, 2), prefetch=0), shape.gated)
+            for shape in shapes
+            for m in args.rows
+            if m <= 2048
+            for how in candidates(shape, m, span, args.bits)
+        }
+        compile_all(launch, sorted(jobs, key=str))
     for shape in shapes:
         measure(shape, weights, args.rows, tune=args.tune)
         torch.cuda.empty_cache()

@@ -14,13 +14,13 @@ A kernel is added as a function from `Dimensions` to cases, named in FAMILIES.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from graph_timer import graph_s
 from torch import Tensor
 
 from minisgl.kernels.elementwise import reference
@@ -30,7 +30,7 @@ from minisgl.layers.rope import RotaryEmbedding
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from dummy_config import MODELS
 
-CALLS, REPLAYS, WARM_UP = 20, 25, 3
+CALLS, REPLAYS = 20, 25
 BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
 HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
@@ -150,28 +150,7 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 def time_s(run: Callable[[], object]) -> float:
-    """Seconds of one call: the median over replays, each of a graph of several calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):  # compiles, too
-            run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(CALLS):
-            run()
-    for _ in range(WARM_UP):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CALLS)
-    return statistics.median(times)
+    return graph_s([run] * CALLS, rounds=REPLAYS)
 
 
 def report(case: TimedCall, num_rows: int) -> None:

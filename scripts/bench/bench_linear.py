@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,101 +22,58 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from graph_timer import graph_s
+from linear_cases import (
+    BYTES_PER_S,
+    DEVICE,
+    DTYPE,
+    NUM_SMS,
+    OPERATIONS_PER_S,
+    ROTATED_BYTES,
+    WORKSPACE_FLOATS,
+    Shape,
+    compile_all,
+    make_workspace,
+    random,
+    spelled,
+)
 from torch import Tensor
 
+from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
+
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
+    from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
 
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 800e12, 132
-ROTATED_BYTES = 320 << 20
-REPLAYS, MIN_CALLS = 10, 20
-WORKSPACE_FLOATS = 32 << 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One product of a model. n counts both halves of a gated one."""
-
-    name: str
-    k: int
-    n: int
-    gated: bool = False
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.n * self.k * 2
-
-    def limit_s(self, m: int) -> float:
-        num_bytes = self.weight_bytes + 2 * m * (self.k + self.n // (2 if self.gated else 1))
-        return max(num_bytes / BYTES_PER_S, 2 * m * self.n * self.k / OPERATIONS_PER_S)
-
-
+MIN_CALLS = 20
 SHAPES = {
     "Qwen3-0.6B": [
-        Shape("qkv", 1024, 4096),
-        Shape("o", 2048, 1024),
-        Shape("gate_up", 1024, 6144),
-        Shape("gated", 1024, 6144, gated=True),
-        Shape("down", 3072, 1024),
-        Shape("head", 1024, 151936),
+        Shape("qkv", 4096, 1024),
+        Shape("o", 1024, 2048),
+        Shape("gate_up", 6144, 1024),
+        Shape("gated", 6144, 1024, gated=True),
+        Shape("down", 1024, 3072),
+        Shape("head", 151936, 1024),
     ],
     "Qwen3-14B": [
-        Shape("qkv", 5120, 7168),
+        Shape("qkv", 7168, 5120),
         Shape("o", 5120, 5120),
-        Shape("gate_up", 5120, 34816),
-        Shape("gated", 5120, 34816, gated=True),
-        Shape("down", 17408, 5120),
-        Shape("head", 5120, 151936),
+        Shape("gate_up", 34816, 5120),
+        Shape("gated", 34816, 5120, gated=True),
+        Shape("down", 5120, 17408),
+        Shape("head", 151936, 5120),
     ],
     "Llama-3.1-8B": [
-        Shape("qkv", 4096, 6144),
+        Shape("qkv", 6144, 4096),
         Shape("o", 4096, 4096),
-        Shape("gate_up", 4096, 28672),
-        Shape("gated", 4096, 28672, gated=True),
-        Shape("down", 14336, 4096),
-        Shape("head", 4096, 128256),
+        Shape("gate_up", 28672, 4096),
+        Shape("gated", 28672, 4096, gated=True),
+        Shape("down", 4096, 14336),
+        Shape("head", 128256, 4096),
     ],
 }
 
 
-def spelled(how: LinearTiles) -> str:
-    """Such as 64x16x128 w4 s2 st4 p512."""
-    text = f"{how.block_n}x{how.block_m}x{how.block_k} w{how.num_warps}"
-    text += f" g{how.groups}" if how.groups > 1 else ""
-    if how.burst:
-        return text + " burst"
-    return text + f" s{how.splits} st{how.num_stages} p{how.prefetch}"
-
-
 # -- timing ----------------------------------------------------------------------------------------
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
-
-
-def time_s(calls: list[Callable[[], object]]) -> float:
-    """Seconds of a call in a graph of them all."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()  # compiles, too
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return float(statistics.median(times))
 
 
 @dataclass(frozen=True)
@@ -132,18 +86,18 @@ class Problem:
     workspace: LinearWorkspace
 
     def calls(self, call: Callable[[Tensor, Tensor], object]) -> list[Callable[[], object]]:
-        count = max(len(self.weights), 6 if self.shape.weight_bytes > 100 << 20 else MIN_CALLS)
+        count = max(len(self.weights), 6 if weight_bytes(self.shape) > 100 << 20 else MIN_CALLS)
         weights = [self.weights[i % len(self.weights)] for i in range(count)]
         return [partial(call, self.x, weight) for weight in weights]
 
     def run(self, x: Tensor, weight: Tensor, how: LinearTiles | None, pdl: bool) -> Tensor:
-        from minisgl.kernels.linear.launch import linear, linear_silu_mul
+        from minisgl.kernels.linear.dense_gemm import linear
 
-        function = linear_silu_mul if self.shape.gated else linear
-        return function(x, weight, workspace=self.workspace, tiles=how, pdl=pdl)
+        epilogue = Epilogue(self.shape.gated)
+        return linear(x, weight, epilogue=epilogue, workspace=self.workspace, tiles=how, pdl=pdl)
 
     def time_s(self, how: LinearTiles | None, pdl: bool) -> float:
-        return time_s(self.calls(lambda x, weight: self.run(x, weight, how, pdl)))
+        return graph_s(self.calls(lambda x, weight: self.run(x, weight, how, pdl)))
 
     def cublas(self, x: Tensor, weight: Tensor) -> Tensor:
         from minisgl.kernels.elementwise.activation import silu_mul
@@ -161,31 +115,35 @@ class Problem:
 
 
 def problems(shape: Shape, rows: list[int], workspace: LinearWorkspace) -> Iterator[Problem]:
-    count = math.ceil(ROTATED_BYTES / shape.weight_bytes)
+    count = math.ceil(ROTATED_BYTES / weight_bytes(shape))
     weights = [random(shape.n, shape.k) / shape.k**0.5 for _ in range(count)]
     for m in rows:
         yield Problem(shape, weights, random(m, shape.k), workspace)
 
 
-def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.linear.config import LinearWorkspace
+def weight_bytes(shape: Shape) -> int:
+    return shape.n * shape.k * 2
 
-    return LinearWorkspace(
-        partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
-        semaphores=torch.zeros(1 << 20, dtype=torch.int32, device=DEVICE),
-    )
+
+def moved_bytes(shape: Shape, m: int) -> int:
+    """The weight, the input and the output."""
+    return weight_bytes(shape) + 2 * m * (shape.k + shape.num_outputs)
+
+
+def limit_s(shape: Shape, m: int) -> float:
+    operations = 2 * m * shape.n * shape.k
+    return max(moved_bytes(shape, m) / BYTES_PER_S, operations / OPERATIONS_PER_S)
 
 
 def result(problem: Problem, took_s: float, how: LinearTiles) -> str:
-    m, shape = len(problem.x), problem.shape
-    num_bytes = shape.weight_bytes + 2 * m * (shape.k + shape.n // (2 if shape.gated else 1))
+    num_bytes = moved_bytes(problem.shape, len(problem.x))
     return f"{took_s * 1e6:7.2f} {num_bytes / took_s / 1e12:4.2f}T {spelled(how)}"
 
 
 def start(problem: Problem, cublas_s: float) -> str:
     m, shape = len(problem.x), problem.shape
     line = f"{shape.name:>7} {shape.k}>{shape.n} m={m}"
-    return f"{line:28} limit {shape.limit_s(m) * 1e6:6.2f} cublas {cublas_s * 1e6:6.2f}"
+    return f"{line:28} limit {limit_s(shape, m) * 1e6:6.2f} cublas {cublas_s * 1e6:6.2f}"
 
 
 # -- the tuner -------------------------------------------------------------------------------------
@@ -193,7 +151,8 @@ def start(problem: Problem, cublas_s: float) -> str:
 
 def candidates(shape: Shape, m: int) -> list[LinearTiles]:
     """Candidate tiles; those in use come first."""
-    from minisgl.kernels.linear.config import LinearTiles, choose_tiles, workspace_size
+    from minisgl.kernels.linear.dense_tiles import choose_tiles
+    from minisgl.kernels.linear.tiles import LinearTiles, workspace_size
     from minisgl.kernels.tuning import tuning_of
 
     halves = 2 if shape.gated else 1
@@ -209,7 +168,7 @@ def candidates(shape: Shape, m: int) -> list[LinearTiles]:
             splits = max(1, min(int(wave * NUM_SMS / num_tiles), k // (how.block_k * 2), 16))
             found.append(replace(how, splits=splits))
 
-    if m <= 32 and k <= 6144 and shape.weight_bytes <= 32 << 20:
+    if m <= 32 and k <= 6144 and weight_bytes(shape) <= 32 << 20:
         rows_m = 8 if m <= 8 else block_m
         for block_n, groups in [(16, 8), (32, 8), (16, 16), (32, 16), (64, 16)]:
             for block_k in (1024, 2048) if k > 1024 else (1024,):
@@ -217,7 +176,7 @@ def candidates(shape: Shape, m: int) -> list[LinearTiles]:
                 if (block_n * halves + rows_m) * held * 2 <= groups * 25 << 10:
                     how = LinearTiles(block_n, rows_m, block_k, 1, groups, groups, burst=True)
                     found.append(how)
-    if m <= 64 and shape.weight_bytes <= 40 << 20:
+    if m <= 64 and weight_bytes(shape) <= 40 << 20:
         add(LinearTiles(16, block_m, 256, groups=4, num_warps=4, num_stages=4), 1, 2)
         add(LinearTiles(16, block_m, 512, groups=8, num_warps=8, num_stages=4), 1)
         add(LinearTiles(32, block_m, 256, groups=4, num_warps=4, num_stages=4), 1)
@@ -265,39 +224,20 @@ class Variant:
         return cls(replace(how, splits=min(how.splits, 2), prefetch=0), k, shape.gated)
 
 
-def compile_variant(variant: Variant) -> str:
-    """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    from minisgl.kernels.linear.launch import linear, linear_silu_mul
+def launch(variant: Variant) -> None:
+    from minisgl.kernels.linear.dense_gemm import linear
 
-    function = linear_silu_mul if variant.gated else linear
+    epilogue = Epilogue(variant.gated)
     n = variant.how.block_n * (4 if variant.gated else 2)
-    try:
-        function(
-            random(16, variant.k),
-            random(n, variant.k),
-            workspace=make_workspace(),
-            tiles=variant.how,
-        )
-        torch.cuda.synchronize()
-    except Exception as error:  # too much shared memory, most likely; the case is left out
-        return f"{spelled(variant.how)}: {str(error)[:100]}"
-    return ""
-
-
-def compile_all(variants: list[Variant]) -> None:
-    began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(os.sched_getaffinity(0)), 16)) as pool:
-        failures = [text for text in pool.imap_unordered(compile_variant, variants) if text]
-    print(f"{len(variants)} kernels compiled in {time.monotonic() - began:.0f} s")
-    for failure in failures:
-        print("  not:", failure)
+    x, weight = random(16, variant.k), random(n, variant.k)
+    linear(x, weight, epilogue=epilogue, workspace=make_workspace(), tiles=variant.how)
 
 
 def tune(shapes: list[Shape], rows: list[int]) -> None:
     choices = {(shape, m): candidates(shape, m) for shape in shapes for m in rows}
     variants = {Variant.of(shape, how) for (shape, _), hows in choices.items() for how in hows}
-    compile_all(sorted(variants, key=lambda variant: -variant.how.block_m * variant.how.block_n))
+    by_size = sorted(variants, key=lambda variant: -variant.how.block_m * variant.how.block_n)
+    compile_all(launch, by_size)
     workspace = make_workspace()
     began = time.monotonic()
     for shape in shapes:
@@ -311,7 +251,7 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
                         print("wrong:", spelled(how))
                 except Exception as error:
                     print("not:", spelled(how), str(error)[:80])
-            cublas_s = time_s(problem.calls(problem.cublas))
+            cublas_s = graph_s(problem.calls(problem.cublas))
             in_use_s = times[0][0]
             times.sort(key=lambda pair: pair[0])
             best_how = times[0][1]
@@ -330,8 +270,8 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
 
 
 def compare(shapes: list[Shape], rows: list[int]) -> None:
-    from minisgl.kernels.linear.config import choose_tiles
     from minisgl.kernels.linear.cublaslt import load_products
+    from minisgl.kernels.linear.dense_tiles import choose_tiles
     from minisgl.kernels.tuning import tuning_of
 
     workspace, products = make_workspace(), load_products(DTYPE, DEVICE)
@@ -339,9 +279,9 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
         if products is not None and not shape.gated:
             products.tune(next(problems(shape, rows, workspace)).weights)
         for problem in problems(shape, rows, workspace):
-            line = start(problem, time_s(problem.calls(problem.cublas)))
+            line = start(problem, graph_s(problem.calls(problem.cublas)))
             if products is not None and products(problem.x, problem.weights[0]) is not None:
-                line += f" tuned {time_s(problem.calls(products)) * 1e6:6.2f}"
+                line += f" tuned {graph_s(problem.calls(products)) * 1e6:6.2f}"
             if len(problem.x) <= 256:
                 size = (len(problem.x), shape.n, shape.k)
                 how = choose_tiles(*size, tuning_of(DEVICE), gated=shape.gated)
@@ -359,11 +299,12 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
     from minisgl.kernels.elementwise.reference import NormRope
-    from minisgl.kernels.linear import launch as ours
+    from minisgl.kernels.linear.dense_gemm import linear
+    from minisgl.kernels.linear.dense_tiles import choose_tiles
     from minisgl.kernels.tuning import tuning_of
 
     shapes = {shape.name: shape for shape in SHAPES[model] if shape.name not in ("head", "gate_up")}
-    layer_bytes = sum(shape.weight_bytes for shape in shapes.values())
+    layer_bytes = sum(weight_bytes(shape) for shape in shapes.values())
     num_layers = max(math.ceil(2 * ROTATED_BYTES / layer_bytes), 8)
     layers = [
         {name: random(shape.n, shape.k) / shape.k**0.5 for name, shape in shapes.items()}
@@ -392,35 +333,48 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
         delta = torch.zeros_like(residual)
         for weights in layers:
             x, residual = add_rms_norm(delta, residual, norm, eps)
-            qkv = ours.linear(x, weights["qkv"], workspace=workspace)
-            delta = ours.linear(attend(qkv), weights["o"], workspace=workspace)
+            qkv = linear(x, weights["qkv"], workspace=workspace)
+            delta = linear(attend(qkv), weights["o"], workspace=workspace)
             x, residual = add_rms_norm(delta, residual, norm, eps)
-            x = ours.linear_silu_mul(x, weights["gated"], workspace=workspace)
-            delta = ours.linear(x, weights["down"], workspace=workspace)
+            x = linear(x, weights["gated"], epilogue=GATED, workspace=workspace)
+            delta = linear(x, weights["down"], workspace=workspace)
 
     def fused(residual: Tensor, prefetch: int | None = None) -> None:
         m = len(residual)
         how = {
-            name: ours.choose_tiles(m, shape.n, shape.k, tuning_of(DEVICE), gated=shape.gated)
+            name: choose_tiles(m, shape.n, shape.k, tuning_of(DEVICE), gated=shape.gated)
             for name, shape in shapes.items()
         }
         if prefetch is not None:
             how = {name: replace(tiles, prefetch=prefetch) for name, tiles in how.items()}
         squares = residual.float().square().sum(1, keepdim=True)
         for weights in layers:
-            its_norm = ours.FusedNorm(norm, eps, squares)
-            qkv = ours.linear(
+            its_norm = FusedNorm(norm, eps, squares)
+            qkv = linear(
                 residual, weights["qkv"], norm=its_norm, workspace=workspace, tiles=how["qkv"]
             )
-            squares = ours.linear_add(
-                attend(qkv), weights["o"], None, residual, workspace=workspace, tiles=how["o"]
+            squares = linear(
+                attend(qkv),
+                weights["o"],
+                epilogue=Epilogue(residual=residual),
+                workspace=workspace,
+                tiles=how["o"],
             )
-            its_norm = ours.FusedNorm(norm, eps, squares)
-            x = ours.linear_silu_mul(
-                residual, weights["gated"], norm=its_norm, workspace=workspace, tiles=how["gated"]
+            its_norm = FusedNorm(norm, eps, squares)
+            x = linear(
+                residual,
+                weights["gated"],
+                epilogue=GATED,
+                norm=its_norm,
+                workspace=workspace,
+                tiles=how["gated"],
             )
-            squares = ours.linear_add(
-                x, weights["down"], None, residual, workspace=workspace, tiles=how["down"]
+            squares = linear(
+                x,
+                weights["down"],
+                epilogue=Epilogue(residual=residual),
+                workspace=workspace,
+                tiles=how["down"],
             )
 
     kinds: dict[str, Callable[[Tensor], None]] = {
@@ -437,7 +391,7 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
         torch.cuda.synchronize()
         results = []
         for kind, run in kinds.items():
-            took_s = time_s([partial(lambda run, x: run(x.clone()), run, residual)])
+            took_s = graph_s([partial(lambda run, x: run(x.clone()), run, residual)])
             results.append(f"{kind} {took_s / num_layers * 1e6:.2f}")
         print(f"  m={m}: " + "; ".join(results), flush=True)
 

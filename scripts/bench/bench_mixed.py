@@ -21,16 +21,15 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 
+from minisgl.bench.figures import percentile
 from minisgl.bench.offline_run import gaps, token_times
-from minisgl.bench.report.figures import percentile
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
-from minisgl.errors import ConfigError
 
 MAX_WARM_UP_S = 3.0
 
@@ -56,12 +55,10 @@ class Mixture:
         self._rng = random.Random(arguments.seed)
 
     async def measure(self, seconds: float, *, with_arrivals: bool) -> Measurements:
-        """Rounds that count for `seconds` together."""
+        """Rounds that count for `seconds` together, or for longer until a stream got two tokens."""
         phase = Measurements()
-        while (left := seconds - phase.seconds) > 0:
-            await self._round(phase, left, with_arrivals=with_arrivals)
-        if not phase.gaps_s:
-            raise ConfigError("--seconds", seconds, "no stream got two tokens; allowed: more")
+        while (left := seconds - phase.seconds) > 0 or not phase.gaps_s:
+            await self._round(phase, left if left > 0 else seconds, with_arrivals=with_arrivals)
         return phase
 
     async def _round(self, phase: Measurements, seconds: float, *, with_arrivals: bool) -> None:
@@ -184,6 +181,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.input[0] > arguments.input[1]:
         parser.error("argument --input: LOW is above HIGH")
+    if arguments.steady_output < 2:
+        parser.error("argument --steady-output: allowed: 2 or more")
     return run_script(measure(arguments))
 
 

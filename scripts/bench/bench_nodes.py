@@ -28,7 +28,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minisgl.bench.script import engine_config, make_parser
+from script_runner import engine_config, make_parser
+
 from minisgl.config import EngineConfig, option_names
 
 END_S = 30

@@ -24,11 +24,11 @@ from typing import Any
 
 from bench_serve import HOST, STOP_SECONDS, TEMPERATURE, Load, receive, serve
 from playwright.async_api import async_playwright
+from script_runner import above_zero, engine_config, make_parser, run_script
 
+from minisgl.bench.figures import Distribution
 from minisgl.bench.online.run import run_online
 from minisgl.bench.online.target import Endpoint
-from minisgl.bench.report.figures import Distribution
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import bind, new_event_loop
 

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, Sizes
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_workload
 from minisgl.runner.stage_times import STAGE_TIMES
 

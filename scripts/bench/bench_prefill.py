@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 
+from script_runner import above_zero, engine_config, make_parser, run_script
+
 from minisgl.bench.config import Sizes, Span
 from minisgl.bench.offline_run import run_offline
 from minisgl.bench.peak import engine_operations_per_s
 from minisgl.bench.report.output import make_console
 from minisgl.bench.roofline import prefill_operations
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_workload
 
 REPETITIONS = 2

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from script_runner import above_zero
 
 from minisgl.bench.report.output import make_console
-from minisgl.bench.script import above_zero
 
 PROGRAM = (sys.executable, "-m", "minisgl")
 START_SECONDS = 900

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 
+from minisgl.bench.figures import Distribution
 from minisgl.bench.offline_run import token_times
-from minisgl.bench.report.figures import Distribution
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.kvcache.copies import HostTraffic, Traffic
 

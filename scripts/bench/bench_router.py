@@ -24,14 +24,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rich.table import Table
+from script_runner import above_zero
 
-from minisgl.bench.report.figures import Distribution
+from minisgl.bench.figures import Distribution
 from minisgl.bench.report.output import make_console
-from minisgl.bench.script import above_zero
 from minisgl.router.app import create_router_app
 from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, ReplicaState
-from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind, http_settings, new_event_loop
@@ -108,7 +107,7 @@ def run_router(paths: list[str], connection: Connection) -> None:
         config = ServerConfig(port=0)
         with bind(config) as listener:
             settings = http_settings(create_router_app(fleet, config), connection=RelayConnection)
-            server = Server(settings, Immortal())
+            server = Server(settings)
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             connection.send(listener.getsockname()[1])
             while await asyncio.to_thread(_asked, connection):

@@ -8,20 +8,20 @@ Nearly uniform logits are the worst case (dummy weights); peaked ones resemble a
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Literal
 
 import torch
+from graph_timer import graph_s
 
-from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
+from minisgl.request import SamplingParams
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
 
 # What the runner captures a step for: any mix of requests.
-PLAIN = SamplingFeatures(random=True, min_p=True, top_k=True, top_p=True)
-FULL = PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
+PLAIN = VARIANT_FEATURES[SamplingVariant.FILTERED]
+FULL = VARIANT_FEATURES[SamplingVariant.FULL]
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -33,6 +33,7 @@ CASES = {
     "top_k 50, top_p 0.9": SamplingParams(temperature=0.6, top_k=50, top_p=0.9),
     "top_k 1000, top_p 0.9": SamplingParams(temperature=0.6, top_k=1000, top_p=0.9),
     "full: nothing": SamplingParams(temperature=0.6),
+    "full: top_n_sigma 1.5": SamplingParams(temperature=0.6, top_n_sigma=1.5),
     "full: penalties": SamplingParams(temperature=0.6, frequency_penalty=0.5),
     "full: logprobs": SamplingParams(temperature=0.6, logprobs=20),
     "full: all": SamplingParams(
@@ -49,22 +50,7 @@ INNER = 8  # times a graph samples
 
 
 def microseconds(work: Callable[[], None], repeats: int) -> float:
-    """Microseconds of one call of `work`, inside a CUDA graph; the median."""
-    work()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(INNER):
-            work()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / INNER)
-    return statistics.median(times)
+    return 1e6 * graph_s([work] * INNER, rounds=repeats)
 
 
 def sampling(

@@ -26,15 +26,15 @@ from typing import Any
 
 from paced_engine import start_paced_engine
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, Sizes, Span
+from minisgl.bench.figures import Distribution
 from minisgl.bench.offline_run import run_offline
 from minisgl.bench.online.run import OnlineRun, run_online
 from minisgl.bench.online.target import Endpoint
-from minisgl.bench.report.figures import Distribution
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import OfflineRequest, make_workload
 from minisgl.bench.workload.schedule import ScheduledRequest, schedule_random
 from minisgl.config import EngineConfig

@@ -26,13 +26,13 @@ import torch
 from conversations import STREAM_TOKENS, measure_engine, plain_bandwidth, print_conversations
 from rich.console import Console
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 
 from minisgl.bench.config import Sizes, Span
+from minisgl.bench.figures import Figures
 from minisgl.bench.offline_run import run_offline
-from minisgl.bench.report.figures import Figures
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import (
     OfflineRequest,
     make_offline_request,

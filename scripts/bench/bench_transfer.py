@@ -22,16 +22,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from script_runner import above_zero
 
-from minisgl.bench.script import above_zero
+from minisgl.device.lanes import Lanes
+from minisgl.distributed.addresses import Address
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.kvcache.store import Transfer, Way
-from minisgl.runner import nixl_pages
-from minisgl.runner.device_pages import DevicePages
-from minisgl.runner.lanes import Lanes
-from minisgl.runner.nixl_pages import NixlPages, is_installed
-from minisgl.runner.page_exchange import PageExchange
-from minisgl.runner.page_wire import Address
+from minisgl.kvcache.moves import Move, Place
+from minisgl.tiers.carriers.carrier import Carrier
+from minisgl.tiers.carriers.device_pages import DevicePages
+from minisgl.tiers.carriers.nixl_pages import NixlPages, is_installed
+from minisgl.tiers.carriers.socket_pages import SocketPages
+from minisgl.tiers.peers.page_exchange import PageExchange
 
 NAME = b"name of the transfer"
 LIMIT_S = 120
@@ -41,18 +42,21 @@ NUM_PLANES = 80  # of a page on a device, as of a model with 40 layers
 class Rank:
     """Host pages of one rank, which sends or receives all of them."""
 
+    place = Place.HOST
+
     def __init__(self, address: str, carrier: str, num_pages: int, page_bytes: int) -> None:
         self.memory = np.zeros((num_pages, page_bytes), np.uint8)
         regions = [(self.memory.ctypes.data, self.memory.nbytes)]
-        nixl = None
-        if carrier == "NIXL":
-            nixl_pages.NUM_TRIES = 1 << 60  # it never comes to the other way
+        carriers: list[Carrier[memoryview]] = []
         if carrier != "socket":
             nixl = NixlPages(lambda: regions, True, lambda: None)
             wait_for(nixl)
+            carriers.append(nixl)
+        if carrier != "NIXL":
+            carriers.append(SocketPages())
         views = [page.data for page in self.memory]
         self.exchange = PageExchange(
-            Address.parse(address), b"", 0, lambda pages: views, lambda: None, nixl
+            Address.parse(address), b"", 0, page_bytes, lambda _: views, lambda: None, carriers
         )
         self._ends: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -66,13 +70,18 @@ class Rank:
     def holds(self, value: int) -> bool:
         return bool((self.memory == value).all())
 
-    def transfer(self, way: Way, peer: str = "") -> None:
-        pages = tuple(range(len(self.memory)))
-        self._queue(Transfer(1, way, (), pages, NAME, (peer,)))
+    def send(self) -> None:
+        self._start(Move(1, self.place, Place.ENGINE, self._pages(), name=NAME))
 
-    def _queue(self, transfer: Transfer) -> None:
-        self._wanted = transfer.num_pages
-        self.exchange.queue(transfer, [], lambda _, num_pages: self._ends.put(num_pages))
+    def receive(self, peer: str) -> None:
+        self._start(Move(1, Place.ENGINE, self.place, self._pages(), name=NAME, peers=(peer,)))
+
+    def _pages(self) -> tuple[int, ...]:
+        return tuple(range(len(self.memory)))
+
+    def _start(self, move: Move) -> None:
+        self._wanted = len(move.pages)
+        self.exchange.start(move, [], lambda _, num_pages: self._ends.put(num_pages))
 
     def wait(self) -> None:
         if self._ends.get(timeout=LIMIT_S) != self._wanted:
@@ -81,6 +90,8 @@ class Rank:
 
 class DeviceRank(Rank):
     """The same with pages of a device, but for the scratch page."""
+
+    place = Place.DEVICE
 
     def __init__(self, address: str, gpu: int, num_pages: int, page_bytes: int) -> None:
         """gpu: counted as a list is."""
@@ -93,9 +104,16 @@ class DeviceRank(Rank):
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(NUM_PLANES)
         ]
         lanes.synchronize()
-        pages = DevicePages(Planes.of(self.planes), lanes)
+        planes = Planes.of(self.planes)
         self.exchange = PageExchange(
-            Address.parse(address), b"", 0, lambda _: [], lanes.enter_thread, None, pages
+            Address.parse(address),
+            b"",
+            0,
+            planes.page_bytes,
+            lambda _: [],
+            lanes.enter_thread,
+            [],
+            [DevicePages(planes, lanes)],
         )
         self._lanes = lanes
         self._ends = queue.SimpleQueue()
@@ -112,9 +130,8 @@ class DeviceRank(Rank):
     def holds(self, value: int) -> bool:
         return all(bool((plane[1:] == value).all()) for plane in self.planes)
 
-    def transfer(self, way: Way, peer: str = "") -> None:
-        pages = tuple(range(1, len(self.planes[0])))
-        self._queue(Transfer(1, way, (), (), NAME, (peer,), pages))
+    def _pages(self) -> tuple[int, ...]:
+        return tuple(range(1, len(self.planes[0])))
 
 
 def wait_for(nixl: NixlPages) -> None:
@@ -135,7 +152,7 @@ def send(pipe: Connection, address: str, carrier: str, num_pages: int, page_byte
     rank.fill(7)
     pipe.send(str(rank.exchange.address))
     while pipe.recv():
-        rank.transfer(Way.SEND)
+        rank.send()
         rank.wait()
     rank.exchange.close()
 
@@ -155,7 +172,7 @@ def measure(address: str, carrier: str, arguments: argparse.Namespace) -> list[f
     for _ in range(arguments.rounds + 1):
         pipe.send(True)
         began = time.perf_counter()
-        rank.transfer(Way.RECEIVE, peer)
+        rank.receive(peer)
         rank.wait()
         found.append(rank.num_bytes / (time.perf_counter() - began) / 1e9)
     assert rank.holds(7), "other bytes have come"

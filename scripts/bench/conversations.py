@@ -18,17 +18,17 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
+from script_runner import engine_config
 
+from minisgl.bench.figures import Distribution
 from minisgl.bench.offline_run import gaps, token_times
-from minisgl.bench.report.figures import Distribution
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import engine_config
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.runner.host_cache import PIECE_BYTES
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.tiers.host.host_copies import PIECE_BYTES
 
 SHARE = 3  # the device has room for one in so many conversations
 ROUNDS = 2  # measured, after one that warms up
@@ -133,7 +133,7 @@ class Conversations:
 
     def _traffic(self) -> HostTraffic:
         host = self._engine.stats().host
-        return HostTraffic.none() if host is None else host.traffic
+        return HostTraffic() if host is None else host.traffic
 
     async def itl(self, inside: Sequence[list[int]]) -> Itl:
         outside = [prefix for prefix in self.prefixes if prefix not in inside]

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 from rich.table import Table
+from script_runner import above_zero, engine_config, make_parser, run_script
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.bench.script import above_zero
+from script_runner import above_zero
+
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream

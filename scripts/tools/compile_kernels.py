@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 
 import triton
-from compiled_kernels import (
+from kernel_table import (
     KEPT,
     Compiled,
     Key,

@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from minisgl.device.lanes import EventMark, HostCopy, Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.peers import PeerCommunicator
 from minisgl.matcher import MaskRows
-from minisgl.runner.lanes import EventMark, HostCopy, Lanes
 
 GPU = torch.device("cuda")
 META = torch.device("meta")

@@ -1,5 +1,6 @@
 """Records which Triton kernels the engine launches on a GPU, with their types, constants and
-options, on a machine without one.
+options, on a machine without one: those of the models that are served, and the attention of layers
+that none of these has (ATTENDED).
 
 The engine itself runs on a pretended GPU: it loads models with its own options, captures its steps
 and runs the largest. A launch ends where Triton would compile its kernel. So no list of arguments
@@ -22,17 +23,23 @@ from unittest import mock
 import torch
 from dummy_config import config_of
 from pretended_gpu import GPU, Device, pretended, pretended_ranks
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from minisgl.config import EngineConfig, ResolvedConfig, resolve
-from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
+from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.state import PagedKV
+from minisgl.attention.triton_attention import TritonAttention, prefill_tiles
+from minisgl.config import AttentionSpec, EngineConfig, ResolvedConfig, resolve
+from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.hardware import has_fp8_products
+from minisgl.kernels.tuning import H200, UNTRIED, DeviceTuning
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
-from minisgl.runner.memory import allocate_kv
+from minisgl.runner.memory import allocate_states
 from minisgl.runner.warmup import longest_step
 
 NUM_LAYERS = 2  # the others are like the second
@@ -73,6 +80,29 @@ SERVED = (
     Served("Qwen3-30B-A3B", "fp8-channel", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "int4"),
+)
+
+
+def _attention(num_heads: int, num_kv_heads: int, head_dim: int, **features: Any) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        **features,
+    )
+
+
+# With the width of values and the dtype of the KV cache.
+ATTENDED = (
+    (_attention(32, 8, 128, window=4096), 128, torch.bfloat16),  # Mistral-7B
+    (_attention(64, 8, 64, window=128, sinks=True), 64, torch.bfloat16),  # gpt-oss
+    (_attention(64, 8, 64, window=128, sinks=True), 64, torch.float8_e4m3fn),
+    (_attention(16, 8, 256, window=4096, softcap=50.0), 256, torch.bfloat16),  # Gemma 2
+    (_attention(16, 8, 256, window=1024), 256, torch.bfloat16),  # Gemma 3
+    (_attention(16, 8, 256, window=1024), 256, torch.float8_e4m3fn),
+    (_attention(32, 4, 512), 512, torch.bfloat16),  # Gemma 4
+    (_attention(64, 8, 192, window=128, sinks=True), 128, torch.bfloat16),  # MiMo-V2-Flash
 )
 
 
@@ -155,6 +185,11 @@ def record(device: Device) -> list[Launch]:
         for served in SERVED:
             if served.runs_on(device):
                 _serve(served)
+        for spec, v_head_dim, kv_dtype in ATTENDED:
+            if kv_dtype != torch.float8_e4m3fn or has_fp8_products(device.capability):
+                # As on a real device: the pretended ones take the kernels of all as measured.
+                tuning = H200 if device.capability[0] == 9 else UNTRIED
+                _attend(spec, v_head_dim, kv_dtype, tuning)
     return list(found.values())
 
 
@@ -183,6 +218,38 @@ def _serve(served: Served) -> None:
     _move_pages(config, model, content["num_hidden_layers"])
 
 
+def _attend(
+    spec: AttentionSpec, v_head_dim: int, kv_dtype: torch.dtype, tuning: DeviceTuning
+) -> None:
+    """Decode, with norm and rope where keys and values have one width, and chunks of few rows and
+    of many."""
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    backend = TritonAttention(prefill=prefill_tiles(spec.head_dim, 2, tuning, fp8=fp8))
+    page_size, num_rows, max_pages = 16, 64, 256
+    cache = (num_rows, page_size, spec.num_kv_heads)
+    k, v = (
+        torch.empty((*cache, width), dtype=kv_dtype, device=GPU)
+        for width in (spec.head_dim, v_head_dim)
+    )
+    kv = PagedKV(k, v)
+    sinks = torch.empty(spec.num_heads, device=GPU) if spec.sinks else None
+    table = torch.empty((num_rows, max_pages), dtype=torch.int32, device=GPU)
+    bounds = torch.empty(num_rows + 1, dtype=torch.int32, device=GPU)
+    rows = DecodeBatch(table, bounds[1:], max_pages * page_size)
+
+    def heads(num_rows: int, num_heads: int) -> Tensor:
+        return torch.empty((num_rows, num_heads, spec.head_dim), dtype=torch.bfloat16, device=GPU)
+
+    backend.decode(heads(num_rows, spec.num_heads), kv, rows, spec, sinks)
+    if v_head_dim == spec.head_dim:
+        norm_rope = NormRope(torch.empty(max_pages * page_size, spec.head_dim, device=GPU))
+        qkv = heads(num_rows, spec.num_heads + 2 * spec.num_kv_heads).flatten(1)
+        backend.decode_qkv(qkv, kv, rows, norm_rope, spec, sinks)
+    for num_rows in (64, 8192):
+        chunks = PrefillBatch(table[:16], bounds[:17], bounds[17:33], num_rows, (), ())
+        backend.prefill(heads(num_rows, spec.num_heads), kv, chunks, spec, sinks)
+
+
 def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
     options = EngineConfig(
         model=served.model,
@@ -199,8 +266,10 @@ def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
 def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> None:
     """To host memory and back, for which a runner needs streams."""
     specs = model.facts().on_rank(config.tp).kv_specs(config.kv_dtype)[:1] * num_layers
-    kv = allocate_kv(specs, num_pages=64, page_size=config.page_size, device=GPU)
-    planes = Planes.of([plane for layer in kv for plane in (layer.k, layer.v)])
+    states = allocate_states(
+        specs, num_pages=64, page_size=config.page_size, num_slots=0, device=GPU
+    )
+    planes = Planes.of([plane for state in states for plane in state.planes])
     pages = torch.zeros(8, dtype=torch.int64, device=GPU)
     packed = torch.empty((8, planes.page_bytes), dtype=torch.uint8, device=GPU)
     gather_pages(planes, pages, packed)

@@ -11,4 +11,4 @@ ensure_venv_with try_nixl "$(grep -o '"nixl>=[^"]*' "$root/pyproject.toml" | tr 
 
 cd "$root"
 [ $# -gt 0 ] || set -- --record .ran/nixl
-OMP_NUM_THREADS=1 exec "$extra_python" -m pytest -m nixl tests/runner tests/router "$@"
+OMP_NUM_THREADS=1 exec "$extra_python" -m pytest -m nixl tests/tiers tests/router "$@"

@@ -30,12 +30,13 @@ from minisgl.attention.base import (
     Attention,
     AttentionBackend,
     AttentionShape,
+    BatchSlots,
     DecodeBatch,
     ForwardBatch,
     HostPlanned,
-    LayerKV,
     PrefillBatch,
 )
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise.reference import to_stored
@@ -45,7 +46,7 @@ from minisgl.kernels.elementwise.reference import to_stored
 class Case:
     """One layer of one step: rows of either kind over one cache."""
 
-    kv: LayerKV
+    kv: PagedKV
     shape: AttentionShape
     decode_q: Tensor
     decodes: DecodeBatch
@@ -98,7 +99,7 @@ class Case:
 
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
-        return ForwardBatch(nothing, nothing, nothing, self.decodes, self.chunks)
+        return ForwardBatch(*[nothing] * 3, self.decodes, self.chunks, BatchSlots(nothing, nothing))
 
     def attend(self, attention: Attention) -> list[Tensor]:
         outputs = []
@@ -160,7 +161,7 @@ def test_an_fp8_cache_is_scaled(packages: Callable[..., None], name: str) -> Non
         for cache, scale in ((case.kv.k, scales.k), (case.kv.v, scales.v))
     )
     shape = dataclasses.replace(case.shape, kv_dtype=torch.float8_e4m3fn)
-    check(name, dataclasses.replace(case, kv=LayerKV(k, v, scales), shape=shape))
+    check(name, dataclasses.replace(case, kv=PagedKV(k, v, scales), shape=shape))
     assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2"]
     check(name, case)
     assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2", "auto"]

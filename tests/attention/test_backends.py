@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -14,12 +15,15 @@ from support.attention_packages import (
 )
 from torch import Tensor
 
-from minisgl.attention import backends
+from minisgl.attention import backends, declaration, flash_backend, flashinfer_backend
 from minisgl.attention.backends import (
+    BACKENDS,
     available_backends,
-    flash_page_multiple,
     make_attention,
+    make_captured_attention,
 )
+from minisgl.attention.base import Attention
+from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
 
 
@@ -38,10 +42,9 @@ def test_the_newest_installed_flash_attn_is_used(
     packages: Callable[..., None], installed: tuple[str, ...], multiple: int
 ) -> None:
     packages(*installed)
-    flash_backend = importlib.import_module("minisgl.attention.flash_backend")
     kernels = flash_backend.load_kernels()
     assert kernels.generation.number == int(installed[-1][-1])
-    assert flash_backend.FlashAttention().page_multiple == multiple
+    assert BACKENDS["fa"].page_multiple() == multiple
 
 
 def test_the_preview_of_flash_attn_4_is_not_used(packages: Callable[..., None]) -> None:
@@ -50,8 +53,7 @@ def test_the_preview_of_flash_attn_4_is_not_used(packages: Callable[..., None]) 
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor) -> None: ...
 
     sys.modules["flash_attn.cute"].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    flash_backend = importlib.import_module("minisgl.attention.flash_backend")
-    assert flash_backend.FlashAttention().page_multiple == 256
+    assert BACKENDS["fa"].page_multiple() == 256
 
 
 def test_without_flash_attn_the_error_names_the_packages(packages: Callable[..., None]) -> None:
@@ -72,11 +74,16 @@ def test_flashinfer_without_a_layer_shape_is_refused(
         make_attention(name, name)
 
 
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, is_installed: Callable[[str], bool]) -> None:
+    for file in (declaration, flash_backend, flashinfer_backend):
+        monkeypatch.setattr(file, "is_installed", is_installed)
+
+
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that all packages and nvcc are installed."""
-    monkeypatch.setattr(backends, "_is_installed", lambda module: True)
-    monkeypatch.setattr(backends, "_finds_nvcc", lambda: True)
+    pretend_installed(monkeypatch, lambda module: True)
+    monkeypatch.setattr(flashinfer_backend, "_finds_nvcc", lambda: True)
     for name, make in (("flashinfer", lambda: module("flashinfer")), *FLASH.values()):
         monkeypatch.setitem(sys.modules, name, make())
     monkeypatch.setitem(sys.modules, "triton", module("triton"))
@@ -91,23 +98,26 @@ def layers(head_dim: int, group: int, **extra: Any) -> tuple[AttentionSpec, ...]
 
 def test_the_backends_available_on_hopper_are_listed_in_order(everything: None) -> None:
     found = available_backends((9, 0), layers(128, 2))
-    assert found.prefill == ("fi", "trtllm", "triton", "torch", "fa")
-    assert found.decode == ("triton", "trtllm", "fi", "torch", "fa")
+    assert found.best_first("prefill") == ("fi", "trtllm", "triton", "torch", "fa")
+    assert found.best_first("decode") == ("triton", "trtllm", "fi", "torch", "fa")
     assert found.missing == {}
 
 
 def test_the_backends_available_on_ampere_are_listed_in_order(everything: None) -> None:
     found = available_backends((8, 0), layers(128, 4))
-    assert found.prefill == ("fi", "triton", "torch", "fa")
-    assert found.decode == ("triton", "fi", "torch", "fa")
+    assert found.best_first("prefill") == ("fi", "triton", "torch", "fa")
+    assert found.best_first("decode") == ("triton", "fi", "torch", "fa")
     assert found.missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
 
 
 def test_odd_head_dims_and_group_sizes_exclude_backends(everything: None) -> None:
     found = available_backends((9, 0), layers(96, 7))
-    assert found.prefill == found.decode == ("triton", "torch", "fa")
+    assert found.best_first("prefill") == found.best_first("decode") == ("triton", "torch", "fa")
     found = available_backends((7, 5), layers(128, 1))
-    assert found.prefill == found.decode == ("torch",) and "8.0" in found.missing["fi"]
+    assert (
+        found.best_first("prefill") == found.best_first("decode") == ("torch",)
+        and "8.0" in found.missing["fi"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,13 +136,29 @@ def test_backends_refuse_unsupported_attention_specs(
 ) -> None:
     """It is enough that one layer asks for it."""
     found = available_backends(compute_capability, layers(128, 2) + layers(128, 2, **extra))
-    assert found.prefill == found.decode == ()
-    assert found.missing == {name: f"{name} computes no {words}" for name in ATTENTION_BACKENDS}
+    ours = ("triton", "torch") if compute_capability else ("torch",)
+    assert found.best_first("prefill") == found.best_first("decode") == ours
+    refused = {name: f"{name} computes no {words}" for name in ("fa", "fi", "trtllm")}
+    needs_gpu = {} if compute_capability else {"triton": "triton needs a GPU"}
+    assert found.missing == refused | needs_gpu
+
+
+def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(
+    everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = dataclasses.replace(
+        BACKENDS["torch"], facts=dataclasses.replace(BACKENDS["torch"].facts, extras=())
+    )
+    monkeypatch.setitem(BACKENDS, "torch", plain)
+    found = available_backends(None, layers(128, 2, window=9, softcap=50.0, sinks=True))
+    assert found.best_first("decode") == ()
+    words = "sliding windows and no soft caps and no attention sinks"
+    assert found.missing["torch"] == f"torch computes no {words}"
 
 
 def test_flashinfer_refuses_layers_with_different_heads(everything: None) -> None:
     found = available_backends((9, 0), layers(128, 2) + layers(128, 4))
-    assert found.prefill == found.decode == ("triton", "torch", "fa")
+    assert found.best_first("prefill") == found.best_first("decode") == ("triton", "torch", "fa")
     assert "layers with the same heads" in found.missing["fi"]
 
 
@@ -141,7 +167,7 @@ def test_every_order_of_preference_lists_all_backends_and_last_the_one_that_neve
     everything: None, compute_capability: tuple[int, int]
 ) -> None:
     found = available_backends(compute_capability, layers(128, 2))
-    for order in (found.prefill, found.decode):
+    for order in map(found.best_first, ("prefill", "decode")):
         assert {*order} | found.missing.keys() == {*ATTENTION_BACKENDS} and order[-1] == "fa"
 
 
@@ -151,31 +177,31 @@ def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     found = available_backends(None, layers(128, 2))
-    assert found.prefill == found.decode == ("torch",)
+    assert found.best_first("prefill") == found.best_first("decode") == ("torch",)
     assert found.missing["fi"] == "fi needs a GPU" and len(found.missing) == 4
 
 
 def test_each_missing_backend_has_a_reason(
     everything: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "_finds_nvcc", lambda: False)
+    monkeypatch.setattr(flashinfer_backend, "_finds_nvcc", lambda: False)
     installed = {"flashinfer", "triton", "flash_attn"}
-    monkeypatch.setattr(backends, "_is_installed", lambda module: module in installed)
+    pretend_installed(monkeypatch, installed.__contains__)
     assert "nvcc" in available_backends((9, 0), layers(128, 2)).missing["fi"]
     installed.add("flashinfer_jit_cache")  # kernels that come compiled
-    assert "fi" in available_backends((9, 0), layers(128, 2)).prefill
+    assert "fi" in available_backends((9, 0), layers(128, 2)).best_first("prefill")
 
     for name, _ in FLASH.values():
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     found = available_backends((9, 0), layers(128, 2))
-    assert found.prefill == found.decode == ("triton", "torch")
+    assert found.best_first("prefill") == found.best_first("decode") == ("triton", "torch")
     assert found.missing["fa"].startswith("flash-attn does not import: no generation")
     assert found.missing["fi"].startswith("flashinfer-python does not import: ")
 
     installed.clear()
     found = available_backends((9, 0), layers(128, 2))
-    assert found.prefill == found.decode == ("torch",)
+    assert found.best_first("prefill") == found.best_first("decode") == ("torch",)
     assert found.missing == {
         "fa": "flash-attn is not installed",
         "fi": "flashinfer-python is not installed",
@@ -184,11 +210,42 @@ def test_each_missing_backend_has_a_reason(
     }
 
 
-@pytest.mark.parametrize(
-    ("installed", "multiple"), [((), 1), (("fa2",), 256), (("fa2", "fa3"), 1)], ids=str
-)
+def test_the_names_that_the_option_takes_are_those_of_the_declared_backends() -> None:
+    assert tuple(BACKENDS) == ATTENTION_BACKENDS
+    for name, backend in BACKENDS.items():
+        assert backend.facts.name == name
+
+
+@pytest.mark.parametrize("phase", ["prefill_rank", "decode_rank"])
+def test_no_two_backends_have_the_same_rank(phase: str) -> None:
+    ranks = [getattr(backend.facts, phase) for backend in BACKENDS.values()]
+    assert len({*ranks}) == len(ranks)
+
+
+def test_a_captured_step_prefills_by_a_backend_that_finds_chunks_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = TorchAttention()
+    triton = dataclasses.replace(BACKENDS["triton"], make=lambda shape: made)
+    monkeypatch.setitem(backends.BACKENDS, "triton", triton)
+    attention = make_attention("torch", "torch")
+    captured = make_captured_attention(attention, "torch", None)
+    assert captured == Attention(made, attention.decode_backend)
+    attention = make_attention("triton", "torch")
+    assert make_captured_attention(attention, "triton", None) is attention
+
+
+@pytest.mark.parametrize(("installed", "multiple"), [(("fa2",), 256), (("fa2", "fa3"), 1)], ids=str)
 def test_the_page_multiple_is_that_of_the_installed_flash_attn(
-    packages: Callable[..., None], installed: tuple[str, ...], multiple: int
+    monkeypatch: pytest.MonkeyPatch,
+    packages: Callable[..., None],
+    installed: tuple[str, ...],
+    multiple: int,
 ) -> None:
     packages(*installed)
-    assert flash_page_multiple() == multiple
+    pretend_installed(monkeypatch, lambda module: module == "flash_attn")
+    found = {b.name: b.page_multiple for b in available_backends((9, 0), layers(128, 2)).backends}
+    assert found.pop("fa") == multiple and {*found.values()} == {1}
+    for layer in layers(20, 2):  # it cannot run
+        found = available_backends((9, 0), [layer])
+        assert all(backend.page_multiple == 1 for backend in found.backends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from minisgl.attention import torch_backend
 from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -25,23 +27,52 @@ def assert_close(out: Tensor, expected: list[Tensor]) -> None:
     assert error < ERRORS[out.dtype] * torch.stack(expected).abs().max().clamp(min=1)
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a layer's attention has beyond the plain one."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    v_head_dim: int | None = None
+
+    def num_unseen(self, length: int) -> int:
+        """The number of tokens that the last of `length` tokens does not see."""
+        return 0 if self.window is None else max(0, length - self.window)
+
+    def spec(self, q: Tensor, kv: PagedKV) -> AttentionSpec:
+        spec = spec_of(q, kv, 0.3)
+        return replace(spec, window=self.window, softcap=self.softcap, sinks=self.sinks)
+
+    def some_sinks(self, num_heads: int) -> Tensor | None:
+        return 2 * torch.randn(num_heads) if self.sinks else None
+
+
+PLAIN = Features()
+
+
 def check_decode(
     lengths: list[int],
     page_size: int,
     heads: tuple[int, int, int],
     dtype: torch.dtype = torch.float32,
     slack: int = 0,
+    features: Features = PLAIN,
 ) -> None:
     torch.manual_seed(len(lengths))
     num_kv_heads, group, head_dim = heads
-    cache = Cache(lengths, page_size, num_kv_heads, head_dim, dtype)
+    v_head_dim, unseen = features.v_head_dim, list(map(features.num_unseen, lengths))
+    cache = Cache(
+        lengths, page_size, num_kv_heads, head_dim, dtype, v_head_dim=v_head_dim, unseen=unseen
+    )
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim).to(dtype)
     rows = DecodeBatch(
         page_table(cache.pages), torch.tensor(lengths, dtype=torch.int32), max(lengths) + slack
     )
-    out = TorchAttention().decode(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
-    assert out.shape == q.shape and out.dtype == dtype
-    assert_close(out, [cache.attend(q[i], i, n, 0.3) for i, n in enumerate(lengths)])
+    spec, sinks = features.spec(q, cache.kv), features.some_sinks(q.shape[1])
+    out = TorchAttention().decode(q, cache.kv, rows, spec, sinks)
+    assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
+    assert_close(out, [cache.attend(q[i], i, n, spec, sinks) for i, n in enumerate(lengths)])
 
 
 def check_prefill(
@@ -49,18 +80,25 @@ def check_prefill(
     page_size: int,
     heads: tuple[int, int, int],
     dtype: torch.dtype = torch.float32,
+    features: Features = PLAIN,
 ) -> None:
     """chunks: (tokens before it, tokens in it)."""
     torch.manual_seed(len(chunks))
     num_kv_heads, group, head_dim = heads
-    cache = Cache([sum(chunk) for chunk in chunks], page_size, num_kv_heads, head_dim, dtype)
     starts, lengths = zip(*chunks, strict=True)
+    v_head_dim, unseen = features.v_head_dim, [features.num_unseen(n + 1) for n in starts]
+    sums = list(map(sum, chunks))
+    cache = Cache(
+        sums, page_size, num_kv_heads, head_dim, dtype, v_head_dim=v_head_dim, unseen=unseen
+    )
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
     rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
-    out = TorchAttention().prefill(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
-    assert out.shape == q.shape and out.dtype == dtype
+    spec, sinks = features.spec(q, cache.kv), features.some_sinks(q.shape[1])
+    out = TorchAttention().prefill(q, cache.kv, rows, spec, sinks)
+    assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
-    assert_close(out, [cache.attend(q[row], i, p + 1, 0.3) for row, (i, p) in enumerate(places)])
+    attended = [cache.attend(q[at], i, p + 1, spec, sinks) for at, (i, p) in enumerate(places)]
+    assert_close(out, attended)
 
 
 HEADS = st.tuples(
@@ -88,6 +126,40 @@ def test_prefill_matches_softmax_in_float64(
     check_prefill(chunks, page_size, heads)
 
 
+FEATURES = st.builds(
+    Features,
+    window=st.sampled_from([None, 1, 2, 15, 16, 17, 33, 64, 1000]),
+    softcap=st.sampled_from([None, 2.0, 50.0]),
+    sinks=st.booleans(),
+    v_head_dim=st.sampled_from([None, 4, 48]),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), PAGE_SIZES, HEADS, FEATURES)
+def test_decode_with_features_matches_softmax_in_float64(
+    lengths: list[int], page_size: int, heads: tuple[int, int, int], features: Features
+) -> None:
+    check_decode(lengths, page_size, heads, features=features)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(CHUNKS, PAGE_SIZES, HEADS, FEATURES)
+def test_prefill_with_features_matches_softmax_in_float64(
+    chunks: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int], features: Features
+) -> None:
+    check_prefill(chunks, page_size, heads, features=features)
+
+
+def test_sinks_must_be_given_exactly_if_the_layer_has_them() -> None:
+    cache = Cache([5], 16, 1, 8, torch.float32)
+    q = torch.randn(1, 2, 8)
+    rows = DecodeBatch(page_table(cache.pages), torch.tensor([5], dtype=torch.int32), 5)
+    for features, sinks in ((PLAIN, torch.zeros(2)), (Features(sinks=True), None)):
+        with pytest.raises(AssertionError):
+            TorchAttention().decode(q, cache.kv, rows, features.spec(q, cache.kv), sinks)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_matches_softmax_in_float64(dtype: torch.dtype) -> None:
     check_decode([1, 33, 200], 16, (2, 4, 64), dtype)
@@ -103,8 +175,9 @@ def test_large_batches_computed_in_parts_give_the_same(monkeypatch: pytest.Monke
     """One row, and one query, at a time give the same as all at once."""
     monkeypatch.setattr(torch_backend, "_CPU_GATHERED_BYTES", 1)
     monkeypatch.setattr(torch_backend, "_CPU_QUERIES", 1)
-    check_decode([3, 17, 40], 16, (2, 2, 64))
-    check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64))
+    for features in (PLAIN, Features(window=6, softcap=3.0, sinks=True)):
+        check_decode([3, 17, 40], 16, (2, 2, 64), features=features)
+        check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64), features=features)
 
 
 def test_the_arithmetic_used_on_gpus_matches_softmax_in_float64(

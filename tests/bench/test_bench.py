@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runner import engine_config, make_parser
 from support.printed_tables import cells
 
 import minisgl
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, LatencyConfig, Sizes, Span
+from minisgl.bench.figures import percentile
 from minisgl.bench.latency import check_room
 from minisgl.bench.offline_run import run_offline, run_streaming
-from minisgl.bench.report.figures import percentile
-from minisgl.bench.script import engine_config, make_parser
 from minisgl.bench.workload.requests import OfflineRequest, make_offline_request, make_workload
 from minisgl.config import Capacity, EngineConfig, option_names
 from minisgl.engine import AsyncEngine
@@ -176,8 +176,11 @@ async def test_streaming_and_waiting_give_the_same_record() -> None:
             assert request.num_prompt_tokens == len(job.prompt_token_ids)
             assert request.num_output_tokens == job.params.max_tokens
             assert request.submitted_s < request.first_token_s
-            single = request.num_output_tokens == 1
-            assert (request.first_token_s == request.last_token_s) is single
+            assert request.first_token_s <= request.last_token_s
+            # Two steps are in flight, whose tokens may come at once.
+            if request.num_output_tokens != 2:
+                single = request.num_output_tokens == 1
+                assert (request.first_token_s == request.last_token_s) is single
     # Look-ahead may launch a step of which nothing is needed.
     assert abs(runs[0].num_steps - runs[1].num_steps) <= 1
 
@@ -206,7 +209,7 @@ async def test_waiting_for_the_end_of_a_failed_request_raises_its_error() -> Non
         job = make_offline_request([1, 2, 3], max_tokens=1000)
         stream = engine.submit(job.prompt_token_ids, job.params)
         await anext(stream)
-        engine._die(StepError("The device is gone."))
+        engine._steps.failures.die(StepError("The device is gone."))
         with pytest.raises(StepError, match="The device is gone"):
             await stream.wait_finished()
         with pytest.raises(StepError, match="The device is gone"):

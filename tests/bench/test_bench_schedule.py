@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
-from minisgl.bench.online.config import LoadConfig, Point, check_load
+from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.requests import make_workload
 from minisgl.bench.workload.schedule import (
@@ -45,18 +45,20 @@ def test_random_requests_equal_those_of_an_offline_run() -> None:
 
 
 def test_shared_prefixes_are_used_in_turns() -> None:
-    schedule = schedule_shared_prefix(SMALL, 999, seed=0, prefix_len=20, num_prefixes=3)
+    config = WorkloadConfig(workload="shared-prefix", prefix_len=20, num_prefixes=3)
+    schedule = schedule_shared_prefix(SMALL, 999, 0, config)
     starts = [tuple(prompt[:20]) for prompt in prompts(schedule)]
     assert len(set(starts)) == 3 and starts[:3] == starts[3:6]
     assert [prompt[20:] for prompt in prompts(schedule)] == prompts(
         schedule_random(SMALL, 999, seed=0)
     )
-    other = schedule_shared_prefix(SMALL, 999, seed=1, prefix_len=20, num_prefixes=3)
+    other = schedule_shared_prefix(SMALL, 999, 1, config)
     assert not {tuple(prompt[:4]) for prompt in prompts(other)} & {start[:4] for start in starts}
 
 
 def test_a_question_of_a_conversation_waits_for_the_one_before() -> None:
-    schedule = schedule_multi_turn(SMALL, 999, seed=0, num_turns=5, think_time_s=1.5)
+    config = WorkloadConfig(workload="multi-turn", num_turns=5, think_time=1.5)
+    schedule = schedule_multi_turn(SMALL, 999, 0, config)
     assert [request.parent for request in schedule] == [None, 0, 1, 2, 3, None, 5, 6, 7, 8]
     assert [request.continues for request in schedule] == [False, *[True] * 4] * 2
     assert [request.pause_s for request in schedule] == [0.0, *[1.5] * 4] * 2
@@ -66,21 +68,23 @@ def row(timestamp: float, input_length: int, **fields: Any) -> TraceEntry:
     return TraceEntry(timestamp=timestamp, input_length=input_length, output_length=7, **fields)
 
 
-def test_a_trace_keeps_its_times_lengths_and_shared_blocks() -> None:
+def test_a_trace_keeps_its_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
+    (file := tmp_path / "trace.jsonl").touch()
+    config = WorkloadConfig(trace=str(file), trace_scale=0.5, trace_block_size=4)
     rows = [
         row(61.0, 10, hash_ids=[1, 2, 3], chat_id=5, parent_chat_id=-1),
         row(62.0, 14, hash_ids=[1, 2, 9], chat_id=6, parent_chat_id=-1),
         row(63.0, 20, hash_ids=[1, 2, 3, 4], chat_id=7, parent_chat_id=5),
         row(64.0, 3),
     ]
-    schedule = schedule_trace(rows, 999, seed=0, scale=0.5, block_size=4)
+    schedule = schedule_trace(rows, 999, 0, config)
     assert [len(prompt) for prompt in prompts(schedule)] == [10, 14, 20, 3]
     assert [request.due_s for request in schedule] == [0.0, 0.5, 1.0, 1.5]
     assert [request.parent for request in schedule] == [None, None, 0, None]
     first, other, child, _ = prompts(schedule)
     assert first == child[:10] and first[:8] == other[:8]
     assert first[8:] != other[8:10]
-    assert schedule_trace(rows, 999, seed=1, scale=1, block_size=4)[0].prompt[:4] != first[:4]
+    assert schedule_trace(rows, 999, 1, config)[0].prompt[:4] != first[:4]
 
 
 def test_arrivals_have_the_requested_rate_and_distribution() -> None:
@@ -100,7 +104,8 @@ def test_arrivals_have_the_requested_rate_and_distribution() -> None:
 
 
 def test_only_the_first_question_of_a_conversation_has_an_arrival_time() -> None:
-    schedule = schedule_multi_turn(SMALL, 999, seed=0, num_turns=3, think_time_s=0)
+    config = WorkloadConfig(workload="multi-turn", num_turns=3)
+    schedule = schedule_multi_turn(SMALL, 999, 0, config)
     due = [request.due_s for request in at_rate(schedule, 2, "constant", seed=0)]
     assert due == [0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 1, 1.5, 1.5, 1.5]
 

@@ -18,11 +18,11 @@ from support.gated_runner import gated_server
 from minisgl.bench import energy
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.energy import Energy, Spent, energy_counter, engine_gpus, metered, nvml_counter
+from minisgl.bench.figures import Figures
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.bench.online.config import LoadConfig, Point
-from minisgl.bench.report.figures import Figures
+from minisgl.bench.online.load_config import LoadConfig, Point
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.tables import print_figures, sweep_table
 from minisgl.bench.serve import bench_serve

@@ -12,10 +12,10 @@ from rich.console import Console
 from support.printed_tables import cells
 
 from minisgl.bench.config import STANDARD, Sizes, Span
+from minisgl.bench.figures import Distribution, Figures, Limit, percentile
 from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
 from minisgl.bench.peak import Peak, measure_peak
-from minisgl.bench.report.figures import Distribution, Figures, Limit, percentile
 from minisgl.bench.roofline import DecodeStep, KernelWork, Work, prefill_operations
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts

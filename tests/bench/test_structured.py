@@ -11,11 +11,11 @@ import pytest
 from support.toy_tokenizers import byte_level
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig, Sizes, Span
+from minisgl.bench.figures import Figures
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.online.run import StreamedRequest
 from minisgl.bench.online.target import Endpoint
-from minisgl.bench.report.figures import Figures
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.bench.workload.requests import make_workload
 from minisgl.bench.workload.schedule import ScheduledRequest, make_schedule

@@ -19,7 +19,7 @@ from support.raw_server import HEAD, again, raw_server, redirect
 
 from minisgl.bench.config import BenchConfig, ReportConfig
 from minisgl.bench.online.client import post
-from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.online.metrics_poller import poll_metrics
 from minisgl.bench.online.run import OnlineRunError, run_online
 from minisgl.bench.online.target import Endpoint

@@ -138,9 +138,8 @@ def test_the_page_size_is_adjusted_to_the_backend_with_a_note(
 
 
 def test_flash_attn_2_requires_pages_that_are_a_multiple_of_256() -> None:
-    flash = dataclasses.replace(
-        GPU, prefill_backends=("fa",), decode_backends=("fa",), flash_page_multiple=256
-    )
+    old = [dataclasses.replace(b, page_multiple=256) for b in GPU.backends if b.name == "fa"]
+    flash = dataclasses.replace(GPU, backends=tuple(old), missing_backends={})
     assert resolved(machine=flash, attn="fa").page_size == 256
     assert resolved(machine=flash, attn="fa", page_size=512).page_size == 512
     with pytest.raises(ConfigError, match="--page-size 64: fa takes a multiple of 256 here"):
@@ -203,8 +202,7 @@ def test_an_override_changes_the_longest_sequence_unless_rope_forbids_it() -> No
 def test_a_model_that_no_backend_computes_is_refused(machine: DeviceFacts) -> None:
     windowless = dataclasses.replace(
         machine,
-        prefill_backends=(),
-        decode_backends=(),
+        backends=tuple(backend for backend in machine.backends if backend.name == "torch"),
         missing_backends={"torch": "torch computes no sliding windows"},
     )
     with pytest.raises(UnsupportedModelError, match="here: torch computes no sliding windows"):
@@ -307,11 +305,14 @@ def test_a_gpu_without_fp8_refuses_it_and_auto_does_without() -> None:
 
 def test_backends_for_an_fp8_cache() -> None:
     """flash-attn reads none, and FlashInfer prefills with its slower kernel, which a note says."""
-    machine = dataclasses.replace(
-        GPU, prefill_backends=("fi", "fa", "triton"), decode_backends=("fa", "trtllm", "fi")
-    )
+    machine = dataclasses.replace(GPU, missing_backends={})
     config = resolved(machine=machine, kv_cache_dtype="fp8")
-    assert (config.attn_prefill, config.attn_decode) == ("triton", "trtllm")
+    assert (config.attn_prefill, config.attn_decode) == ("triton", "triton")
+    without = dict.fromkeys(("triton", "torch"), "is not installed")
+    config = resolved(
+        machine=dataclasses.replace(GPU, missing_backends=without), kv_cache_dtype="fp8"
+    )
+    assert (config.attn_prefill, config.attn_decode) == ("fi", "trtllm")
     config = resolved(machine=machine, kv_cache_dtype="fp8", attn="fi,trtllm")
     assert "fi prefills by FlashAttention 2" in "\n".join(config.notes)
     for attn in ("fa", "triton,fa"):

@@ -23,7 +23,6 @@ async def answer_of(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, answer: str, **options: object
 ) -> list[OutputDelta]:
     """The deltas of a request for which the runner samples the tokens of `answer`, then EOS."""
-    engine.tokenizer = QWEN
     script = iter(QWEN.encode(answer))
     monkeypatch.setattr(support.fake_runner, "sample", lambda *_: next(script, EOS))
     parser = form_of(QWEN, "hermes", "think").parser()
@@ -31,7 +30,7 @@ async def answer_of(
 
 
 async def test_deltas_of_a_parsed_answer_have_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
+    async with engine_on(ScriptedRunner(1), tokenizer=QWEN) as engine:
         deltas = await answer_of(engine, monkeypatch, ANSWER)
     events = [event for delta in deltas for event in delta.events]
     assert parsed(joined(events)) == Parsed("Hm.", "I look.", [("f", ARGUMENTS)], 1)
@@ -47,7 +46,7 @@ async def test_deltas_of_a_parsed_answer_have_its_events(monkeypatch: pytest.Mon
 async def test_a_stop_string_in_the_content_ends_a_parsed_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
+    async with engine_on(ScriptedRunner(1), tokenizer=QWEN) as engine:
         deltas = await answer_of(engine, monkeypatch, "<think>STOP</think>a STOP b", stop=("STOP",))
     assert "".join(delta.text for delta in deltas) == "a "
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "STOP")
@@ -63,8 +62,7 @@ async def test_only_an_answer_that_the_model_has_ended_completes_its_call(
     parser = form_of(QWEN, "qwen3_coder").parser()
     script = iter(QWEN.encode(answer))
     monkeypatch.setattr(support.fake_runner, "sample", lambda *_: next(script, EOS))
-    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
-        engine.tokenizer = QWEN
+    async with engine_on(ScriptedRunner(1), tokenizer=QWEN) as engine:
         num_tokens = len(QWEN.encode(answer)) + ends
         deltas = await deltas_of(engine.submit([1], params(num_tokens), parser=parser))
     assert deltas[-1].finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
@@ -75,8 +73,7 @@ async def test_only_an_answer_that_the_model_has_ended_completes_its_call(
 async def test_an_answer_without_a_parser_has_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     script = iter(QWEN.encode(ANSWER))
     monkeypatch.setattr(support.fake_runner, "sample", lambda *_: next(script, EOS))
-    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
-        engine.tokenizer = QWEN
+    async with engine_on(ScriptedRunner(1), tokenizer=QWEN) as engine:
         deltas = await deltas_of(engine.submit([1], params(100)))
     assert "".join(delta.text for delta in deltas) == ANSWER
     assert not any(delta.events or delta.num_reasoning_tokens for delta in deltas)
@@ -89,7 +86,7 @@ async def test_the_facts_of_the_template_are_found_once(monkeypatch: pytest.Monk
         calls.append(render)
         return probe(render)
 
-    monkeypatch.setattr("minisgl.engine.intake.probe", counted)
+    monkeypatch.setattr("minisgl.engine.texts.probe", counted)
     async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
         first, second = await asyncio.gather(engine.template_facts(), engine.template_facts())
         assert first == second == await engine.template_facts()

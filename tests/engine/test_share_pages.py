@@ -16,8 +16,9 @@ from support.waiting import until
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError, StepError
-from minisgl.runner import model_fingerprint, page_exchange
+from minisgl.runner import model_fingerprint
 from minisgl.scheduler.plan import StepResult
+from minisgl.tiers.peers import page_exchange
 
 TOKEN = "the secret of the cluster"
 
@@ -68,7 +69,7 @@ async def test_pages_go_from_device_to_device_where_both_engines_can(
         await decode.share_pages(str(tmp_path / "b"), always_load=False)
         if lacks is not None:
             ranks = prefill._runner if lacks == "sender" else decode._runner
-            monkeypatch.setattr(ranks._host_cache._exchange, "_device", None)
+            monkeypatch.setattr(ranks._tiers._exchange, "_device_carriers", [])
             with monkeypatch.context() as impatient:  # and what follows is not given up
                 impatient.setattr(page_exchange, "SILENCE_S", 0.2)
                 assert await prefill.offer_pages(PROMPT)
@@ -108,13 +109,13 @@ async def test_requests_that_wait_for_pages_end_with_an_engine_that_fails(
 ) -> None:
     async with await engine() as prefill, await engine() as decode:
         begun = asyncio.Event()
-        decode._runner.transfer = lambda transfers, done: begun.set()
+        decode._runner.move = lambda moves, done: begun.set()
         address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
         await decode.share_pages(str(tmp_path / "b"), always_load=False)
         assert await prefill.offer_pages(PROMPT)
         fetching = asyncio.ensure_future(decode.fetch_pages(address, PROMPT))
         await begun.wait()
-        decode._die(EngineStoppedError("A rank was killed."))
+        decode._steps.failures.die(EngineStoppedError("A rank was killed."))
         assert not await fetching
 
 

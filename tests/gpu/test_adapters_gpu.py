@@ -12,15 +12,16 @@ import torch
 from support.paged import page_table, spec_of
 from torch import Tensor
 
-from minisgl.attention.backends import available_backends, flash_page_multiple, make_attention
+from minisgl.attention.backends import available_backends, make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionShape,
+    BatchSlots,
     DecodeBatch,
     ForwardBatch,
-    LayerKV,
     PrefillBatch,
 )
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 
@@ -35,7 +36,7 @@ NAMES = pytest.mark.parametrize("name", ["fi", "trtllm", "fa"])
 class Step:
     """One layer of one step. Slots that no request wrote hold large numbers."""
 
-    kv: LayerKV
+    kv: PagedKV
     shape: AttentionShape
     q: Tensor
     inputs: ForwardBatch
@@ -72,7 +73,7 @@ class Step:
         rows = PrefillBatch.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Step(
-            kv=LayerKV(*caches),
+            kv=PagedKV(*caches),
             shape=AttentionShape(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -84,10 +85,10 @@ class Step:
             q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
                 dtype
             ),
-            inputs=ForwardBatch(nothing, nothing, nothing, decodes, rows),
+            inputs=ForwardBatch(*[nothing] * 3, decodes, rows, BatchSlots(nothing, nothing)),
         )
 
-    def attend(self, attention: Attention, kv: LayerKV, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, kv: PagedKV, q: Tensor) -> Tensor:
         num_decodes = self.inputs.decodes.num_rows
         # Peaked, and not the packages' default.
         spec = spec_of(q, kv, 1.5 * self.shape.head_dim**-0.5)
@@ -103,7 +104,7 @@ class Step:
     def expected(self) -> Tensor:
         """From float32 copies of the same numbers."""
         reference = TorchAttention()
-        kv = LayerKV(self.kv.k.float(), self.kv.v.float())
+        kv = PagedKV(self.kv.k.float(), self.kv.v.float())
         return self.attend(Attention(reference, reference), kv, self.q.float())
 
 
@@ -113,10 +114,12 @@ def require(name: str, heads: tuple[int, int, int], page_size: int) -> None:
     for part in name.split(","):
         if part in found.missing:
             pytest.skip(found.missing[part])
-    if "trtllm" in name and page_size not in (16, 32, 64):
-        pytest.skip("trtllm has pages of 16, 32 or 64 tokens")
-    if "fa" in name.split(",") and page_size % flash_page_multiple():
-        pytest.skip("flash-attn 2 has pages of a multiple of 256 tokens")
+    for backend in found.backends:
+        if backend.name in name.split(","):
+            if backend.page_sizes and page_size not in backend.page_sizes:
+                pytest.skip(f"{backend.name} has pages of {backend.page_sizes} tokens")
+            if page_size % backend.page_multiple:
+                pytest.skip(f"{backend.name} has pages of a multiple of {backend.page_multiple}")
 
 
 def check_close(out: Tensor, expected: Tensor) -> None:

@@ -24,12 +24,13 @@ from support.attention_cases import (
     turned_and_attended,
 )
 
-from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
+from minisgl.attention.triton_attention import TritonAttention, prefill_tiles
 from minisgl.config import KVScales
-from minisgl.kernels.linear.config import LinearWorkspace
-from minisgl.kernels.linear.launch import linear
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.dense_tiles import allocate_workspace
 from minisgl.kernels.tuning import H200
 
 pytestmark = pytest.mark.gpu
@@ -151,7 +152,7 @@ def test_a_captured_fused_rope_store_decode_is_right_at_any_lengths(num_rows: in
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
-    full_kv = LayerKV(kv.k.clone(), kv.v.clone())
+    full_kv = PagedKV(kv.k.clone(), kv.v.clone())
     for turn in range(6):
         order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
         order = order.to("cuda")
@@ -196,7 +197,7 @@ def take_chunks(rows: PrefillBatch, q: Tensor, known: PrefillBatch) -> None:
     q[known.num_rows :] = torch.nan
 
 
-def check_chunks(out: Tensor, q: Tensor, kv: LayerKV, known: PrefillBatch, shape: Shape) -> None:
+def check_chunks(out: Tensor, q: Tensor, kv: PagedKV, known: PrefillBatch, shape: Shape) -> None:
     """`out` was NaN, and only rows of chunks have been written."""
     assert out[known.num_rows :].isnan().all()
     if known.lengths:
@@ -382,7 +383,7 @@ def test_fused_decode_waits_for_the_projection_that_it_overlaps(num_rows: int) -
     first, norm_rope = shape.qkv(num_rows), shape.norm_rope(3000, normed=True)
     size = shape.num_kv_heads * shape.group * shape.head_dim
     weight = (torch.randn(first.shape[1], size, device="cuda") * 2 * size**-0.5).bfloat16()
-    workspace = LinearWorkspace.allocate([(first.shape[1], size)], num_rows, first.device)
+    workspace = allocate_workspace([(first.shape[1], size)], num_rows, first.device)
 
     def run(backend: TritonAttention, *, pdl: bool) -> list[Tensor]:
         qkvs = [first]

@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from support.host_cache_cases import check_copies
+from support.host_copy_cases import check_copies
 from support.page_cases import CASES, check_round_trip, planes_of
 from support.parity import FEW_PAGES, batch, case_of, count_excused, greedy, load_engine
 
+from minisgl.device.copy_lanes import copy_lane
 from minisgl.engine import AsyncEngine
-from minisgl.runner import host_cache, slabs
-from minisgl.runner.copy_lanes import copy_lane
+from minisgl.tiers.host import host_copies, slabs
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_the_kernel_moves_pages_bit_by_bit(case: tuple[torch.dtype, int, tuple[i
 def test_pages_travel_to_pinned_memory_and_back_in_the_order_of_plans(
     pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_cache, "PIECE_BYTES", pages_per_piece * 3072)
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", pages_per_piece * 3072)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1 << 16)
     cache = check_copies(DEVICE, copy_lane)
     assert all(run.is_pinned() for _, run in cache.slabs.runs([0, 29]))

@@ -14,7 +14,7 @@ from support.checkpoints import EXPERT_SPECS
 from support.expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
 from support.parity import FEW_PAGES, case_of, check
 
-from minisgl.kernels.moe import launch
+from minisgl.kernels.moe import fused_experts
 from minisgl.kernels.moe import reference as experts
 from minisgl.kernels.moe.reference import Routing
 
@@ -85,7 +85,7 @@ def test_a_graph_replay_uses_the_routing_of_its_own_inputs(num_rows: int) -> Non
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        return launch.fused_experts(x, logits, weights, routing)[0]
+        return fused_experts.fused_experts(x, logits, weights, routing)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()

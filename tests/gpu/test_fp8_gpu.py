@@ -22,14 +22,14 @@ from minisgl.kernels.elementwise.quantize import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
-from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.fp8_rows import room
 from minisgl.kernels.linear.fp8 import scaled_mm
-from minisgl.kernels.linear.fp8.config import allocate_workspace
-from minisgl.kernels.linear.fp8.launch import linear
-from minisgl.kernels.linear.fp8.product import TensorCoreProduct, share_kernels
+from minisgl.kernels.linear.fp8.fp8_gemm import linear
+from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct, share_kernels
+from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace
 from minisgl.kernels.linear.quantized import Fp8Weights
+from minisgl.kernels.linear.tiles import LinearWorkspace
 from minisgl.kernels.residual import Residual
-from minisgl.kernels.rows import room
 
 pytestmark = pytest.mark.gpu
 

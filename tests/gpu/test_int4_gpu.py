@@ -15,18 +15,13 @@ from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
 from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear import select
-from minisgl.kernels.linear.dense import DenseProduct
-from minisgl.kernels.linear.launch import FusedNorm
+from minisgl.kernels.linear import select_product
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.linear.weight_only import product as weight_only
-from minisgl.kernels.linear.weight_only.config import allocate_workspace
-from minisgl.kernels.linear.weight_only.launch import (
-    dequantize,
-    linear,
-    linear_add,
-    linear_silu_mul,
-)
+from minisgl.kernels.linear.weight_only import weight_only_product
+from minisgl.kernels.linear.weight_only.weight_only_gemm import dequantize, linear
+from minisgl.kernels.linear.weight_only.weight_only_tiles import allocate_workspace
 from minisgl.kernels.linear.weight_only.weights import WeightWords, values
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import H200
@@ -127,10 +122,10 @@ def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> 
         x = random(m, k, dtype=dtype)
         norm = FusedNorm(scale, 1e-6, x.float().square().sum(1, keepdim=True))
         normed = reference.rms_norm(x, scale, 1e-6)
-        gated = linear_silu_mul(x, weight, workspace=workspace)
+        gated = linear(x, weight, epilogue=GATED, workspace=workspace)
         expected = reference.silu_mul((x.double() @ exact.T).to(dtype))
         torch.testing.assert_close(gated, expected, **tolerance)
-        gated = linear_silu_mul(x, weight, norm=norm, workspace=workspace)
+        gated = linear(x, weight, epilogue=GATED, norm=norm, workspace=workspace)
         expected = reference.silu_mul((normed.double() @ exact.T).to(dtype))
         torch.testing.assert_close(gated, expected, rtol=0.02, atol=0.02)
         out = linear(x, weight, norm=norm, workspace=workspace)
@@ -138,7 +133,7 @@ def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(out.double(), wide, rtol=0.02, atol=0.02)
         residual = random(m, 2 * size, dtype=dtype)
         total = residual.double() + (x.double() @ exact.T).to(dtype).double()
-        squares = linear_add(x, weight, None, residual, workspace=workspace)
+        squares = linear(x, weight, epilogue=Epilogue(residual=residual), workspace=workspace)
         torch.testing.assert_close(residual.double(), total, **tolerance)
         torch.testing.assert_close(
             squares.sum(1), residual.float().square().sum(1), rtol=1e-4, atol=1e-2
@@ -152,7 +147,7 @@ def test_a_product_at_any_number_of_rows(kind: str) -> None:
     n, k = 2048, 1024
     weight, exact = make(kind, n, k, torch.bfloat16)
     owner = GivenWords(weight, torch.bfloat16)
-    weight_only.share_kernels([owner], torch.bfloat16, GPU)
+    weight_only_product.share_kernels([owner], torch.bfloat16, GPU)
     assert owner.kernels is not None
     every_x = random(16384, k, dtype=torch.bfloat16)
     expected = every_x.double() @ exact.T
@@ -176,10 +171,10 @@ def test_a_product_with_a_dense_copy(size: int, biased: bool, kind: str) -> None
 
     plain, copied = quantised(), quantised()
     for products in (plain, copied):
-        select.share_kernels(products, dtype, GPU)
-        select.prepare(products, dtype, dense_copies=products is copied)
+        select_product.share_kernels(products, dtype, GPU)
+        select_product.prepare(products, dtype, dense_copies=products is copied)
     dense = [DenseProduct(w.to(dtype), b) for w, b in zip((up, exact), biases, strict=True)]
-    select.share_kernels(dense, dtype, GPU)
+    select_product.share_kernels(dense, dtype, GPU)
     for product, expected in zip(copied, dense, strict=True):
         assert product.dense is not None
         assert torch.equal(product.dense.weight, expected.weight)
@@ -213,8 +208,8 @@ def test_a_captured_layer(kind: str, dense_copies: bool) -> None:
     """Two products in a row, few rows and many, replayed with other rows."""
     size, dtype = 1024, torch.bfloat16
     first, second = (GivenWords(make(kind, n, size, dtype)[0], dtype) for n in (2 * size, size))
-    select.share_kernels([first, second], dtype, GPU)
-    select.prepare([first, second], dtype, dense_copies=dense_copies)
+    select_product.share_kernels([first, second], dtype, GPU)
+    select_product.prepare([first, second], dtype, dense_copies=dense_copies)
     norm = GivenNorm(random(size, dtype=dtype))
 
     def layer(rows: Tensor) -> Tensor:
@@ -258,12 +253,12 @@ def test_a_prepared_layer_gives_back_the_memory_of_the_scales() -> None:
     )
     with GPU:
         layer = Linear(whole(5120), {"map": whole(7168)}, format)
-    assert isinstance(layer.product, weight_only.WeightOnlyInt4Product)
+    assert isinstance(layer.product, weight_only_product.WeightOnlyInt4Product)
     weight = layer.product.weight
     weight.data.random_(-(2**15), 2**15)
     weight.scale.uniform_(0.01, 0.02)
     num_bytes = weight.scale.nbytes
-    weight_only.share_kernels([layer.product], torch.bfloat16, GPU)
+    weight_only_product.share_kernels([layer.product], torch.bfloat16, GPU)
     x = random(3, 5120, dtype=torch.bfloat16)
     expected = layer(x)  # has made what the kernels read
     before = torch.cuda.memory_allocated(GPU)

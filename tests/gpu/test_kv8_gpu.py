@@ -24,9 +24,15 @@ from support.attention_cases import (
 from support.layer_cases import Heads, check_heads
 
 from minisgl.attention.backends import available_backends, make_attention
-from minisgl.attention.base import AttentionShape, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.attention.base import (
+    AttentionShape,
+    BatchSlots,
+    DecodeBatch,
+    ForwardBatch,
+    PrefillBatch,
+)
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention
+from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
 from minisgl.kernels.tuning import DecodeTiles
 
@@ -147,7 +153,9 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
     rows = DecodeBatch(table[:3], on_device, 800, lengths_host=lengths)
     chunks = PrefillBatch.of(table[3:], starts, num_queries)
     nothing = torch.empty(0, dtype=torch.int64, device="cuda")
-    attention.prepare(ForwardBatch(nothing, nothing, nothing, rows, chunks))
+    attention.prepare(
+        ForwardBatch(nothing, nothing, nothing, rows, chunks, BatchSlots(nothing, nothing))
+    )
     reference = TorchAttention()
     q = shape.queries(3).contiguous()
     out = attention.decode_backend.decode(q, kv, rows, shape.spec)

@@ -12,8 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear.config import LinearWorkspace, choose_tiles
-from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.dense_tiles import allocate_workspace, choose_tiles
+from minisgl.kernels.linear.epilogue import GATED, PLAIN, Epilogue, FusedNorm
+from minisgl.kernels.linear.tiles import LinearWorkspace
 from minisgl.kernels.tuning import tuning_of
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +27,7 @@ SHAPES = [  # n, k
     (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),
     (1000, 896), (37, 100),
 ]  # fmt: skip
-GATED = [(6144, 1024), (34816, 5120), (28672, 4096), (9728, 896), (74, 100)]
+GATED_SHAPES = [(6144, 1024), (34816, 5120), (28672, 4096), (9728, 896), (74, 100)]
 ROWS = [1, 2, 5, 8, 16, 17, 32, 64, 100, 128, 256]
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -33,7 +35,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module")
 def workspace() -> LinearWorkspace:
     others = [(2048, 3072), (20480, 5120), (5120, 10240), (30720, 5120), (5120, 15360)]
-    return LinearWorkspace.allocate([*SHAPES, *GATED, *others], 256, GPU)
+    return allocate_workspace([*SHAPES, *GATED_SHAPES, *others], 256, GPU)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +99,7 @@ def test_linear_with_a_bias_matches_float64(m: int, workspace: LinearWorkspace) 
     assert_rounded(linear(x, weight, bias), expected)
 
 
-@pytest.mark.parametrize(("n", "k"), GATED)
+@pytest.mark.parametrize(("n", "k"), GATED_SHAPES)
 def test_linear_silu_mul_matches_linear_then_silu_mul(
     n: int, k: int, workspace: LinearWorkspace
 ) -> None:
@@ -110,7 +112,7 @@ def test_linear_silu_mul_matches_linear_then_silu_mul(
             x = every_x[:m]
             product = linear(x, weight, workspace=workspace)
             for room in (workspace, None):
-                out = linear_silu_mul(x, weight, workspace=room)
+                out = linear(x, weight, epilogue=GATED, workspace=room)
                 expected = reference.silu_mul(product)
                 differ = (out != expected).double().mean()
                 assert differ < 0.1 + 1.01 / out.numel()
@@ -130,7 +132,9 @@ def test_linear_add_equals_linear_then_add_bitwise(
             for room in (workspace, None):
                 for b in (bias, None):
                     expected = residual + linear(x, weight, b, workspace=room)
-                    squares = linear_add(x, weight, b, residual, workspace=room)
+                    squares = linear(
+                        x, weight, b, epilogue=Epilogue(residual=residual), workspace=room
+                    )
                     assert torch.equal(residual, expected)
                     exact_sums = expected.double().square().sum(1)
                     torch.testing.assert_close(
@@ -145,7 +149,7 @@ def squares_of(x: Tensor, num_parts: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_parts", [1, 37, 64, 80])
-@pytest.mark.parametrize(("n", "k"), [*GATED, (4096, 1024), (2048, 3072), (7168, 5120)])
+@pytest.mark.parametrize(("n", "k"), [*GATED_SHAPES, (4096, 1024), (2048, 3072), (7168, 5120)])
 def test_linear_of_a_norm_matches_norm_then_linear(
     n: int, k: int, num_parts: int, workspace: LinearWorkspace
 ) -> None:
@@ -158,9 +162,9 @@ def test_linear_of_a_norm_matches_norm_then_linear(
             normed = reference.rms_norm(x, norm_weight, 1e-6)
             norm = FusedNorm(norm_weight, 1e-6, squares_of(x, num_parts))
             for room in (workspace, None):
-                for function in (linear, linear_silu_mul):
-                    out = function(x, weight, norm=norm, workspace=room)
-                    expected = function(normed, weight, workspace=room)
+                for epilogue in (PLAIN, GATED):
+                    out = linear(x, weight, epilogue=epilogue, norm=norm, workspace=room)
+                    expected = linear(normed, weight, epilogue=epilogue, workspace=room)
                     # A scale that is off by its last bit may round all elements of a row that
                     # share a mantissa the other way, and so change a third of the row's product.
                     assert (out != expected).double().mean() < 0.1 + 0.5 / m
@@ -207,12 +211,16 @@ def test_overlapping_captured_layers_equal_separate_launches_bitwise(
             qkv = linear(residual, weights[0], norm=norm, workspace=workspace)
             wait()
             q = qkv[:, : 2 * size]
-            squares = linear_add(q, weights[1], None, residual, workspace=workspace)
+            squares = linear(
+                q, weights[1], epilogue=Epilogue(residual=residual), workspace=workspace
+            )
             wait()
             norm = FusedNorm(norm_weight, 1e-6, squares)
-            hidden = linear_silu_mul(residual, weights[2], norm=norm, workspace=workspace)
+            hidden = linear(residual, weights[2], epilogue=GATED, norm=norm, workspace=workspace)
             wait()
-            squares = linear_add(hidden, weights[3], None, residual, workspace=workspace)
+            squares = linear(
+                hidden, weights[3], epilogue=Epilogue(residual=residual), workspace=workspace
+            )
             wait()
         return residual
 
@@ -256,7 +264,7 @@ def test_captured_products_that_share_a_workspace_equal_separate_launches(
     def chain(x: Tensor, pdl: bool) -> Tensor:
         for weight in weights:
             if weight.shape == (6144, 1024):
-                x = linear_silu_mul(x, weight, workspace=workspace, pdl=pdl)
+                x = linear(x, weight, epilogue=GATED, workspace=workspace, pdl=pdl)
             else:
                 x = linear(x, weight, workspace=workspace, pdl=pdl)
         return x

@@ -19,8 +19,9 @@ from minisgl.kernels.comm import gather, one_shot, two_shot
 from minisgl.kernels.comm.mailbox import Mailbox
 from minisgl.kernels.comm.shared_memory import SharedMemory
 from minisgl.kernels.elementwise.norm import add_rms_norm
-from minisgl.kernels.linear.config import LinearWorkspace
-from minisgl.kernels.linear.launch import linear, linear_send
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.dense_tiles import allocate_workspace
+from minisgl.kernels.linear.epilogue import Epilogue
 
 pytestmark = pytest.mark.gpu
 
@@ -189,7 +190,7 @@ def test_products_sent_to_peers_are_summed_by_the_receiving_norm(
     ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
     factor, bias = torch.rand(size, device=GPU).to(dtype), torch.randn(size, device=GPU).to(dtype)
     weights = [torch.randn(size, k, device=GPU).div(k**0.5).to(dtype) for _ in range(num_ranks)]
-    spaces = [LinearWorkspace.allocate([(size, k)], 16, GPU) for _ in range(num_ranks)]
+    spaces = [allocate_workspace([(size, k)], 16, GPU) for _ in range(num_ranks)]
     for _ in range(3):
         xs = [torch.randn(num_rows, k, device=GPU).to(dtype) for _ in range(num_ranks)]
         rows = torch.randn(num_rows, size, device=GPU).to(dtype)
@@ -197,7 +198,7 @@ def test_products_sent_to_peers_are_summed_by_the_receiving_norm(
         def work(box: Mailbox, xs: list[Tensor] = xs, rows: Tensor = rows) -> tuple[Tensor, Tensor]:
             own, its_bias = rows.clone(), bias if box.rank == 0 else None
             x, weight, space = xs[box.rank], weights[box.rank], spaces[box.rank]
-            linear_send(x, weight, its_bias, box, workspace=space)
+            linear(x, weight, its_bias, epilogue=Epilogue(mailbox=box), workspace=space)
             return one_shot.received_norm(own, factor, EPS, box)
 
         results = ranks.run(work)

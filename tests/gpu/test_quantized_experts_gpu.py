@@ -12,8 +12,7 @@ from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 from support.int4_expert_cases import check as check_int4
 
 from minisgl.config import Activations
-from minisgl.kernels.moe.fp8 import launch
-from minisgl.kernels.moe.fp8.product import TensorCoreExperts
+from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
 from minisgl.kernels.moe.reference import Routing
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +72,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
         for layer in layers:
             if calm:
                 torch.cuda.synchronize()
-            out, _ = launch.fused_experts(rows, logits, layer, routing, pdl=not calm)
+            out, _ = fused_experts(rows, logits, layer, routing, pdl=not calm)
             rows = layer.add_to(out, logits, routing, rows).rows
         return rows
 
@@ -92,7 +91,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
 def test_no_rows() -> None:
     experts = random_experts(60, 256, 96, None, TOKEN, GPU)
     x, logits = torch.randn(0, 256, device=GPU), torch.randn(0, 60, device=GPU)
-    assert launch.fused_experts(x, logits, experts, Routing(4, normalize=True))[0].shape == x.shape
+    assert fused_experts(x, logits, experts, Routing(4, normalize=True))[0].shape == x.shape
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

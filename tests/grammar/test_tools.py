@@ -13,7 +13,7 @@ from support.grammars import ByteMatcher, GrammarBench
 from support.parsed_answers import PLAIN, fed_in_runs, form_of, parse, parsed
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.tools import Tool, tool_calls
+from minisgl.grammar.tool_grammars import Tool, tool_calls
 from minisgl.text.parsing import formats
 from minisgl.text.parsing.formats import CallSpelling
 

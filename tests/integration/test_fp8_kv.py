@@ -52,7 +52,8 @@ def test_rounding_shows() -> None:
 def test_scales_of_another_layer_show() -> None:
     case = fp8_case("llama3", scaled=True)
     engine = load_engine(case.folder)
-    engine.runner._kv[0], engine.runner._kv[1] = engine.runner._kv[1], engine.runner._kv[0]
+    kv = engine.runner._computation.states
+    kv[0], kv[1] = kv[1], kv[0]
 
     async def run() -> None:
         async with AsyncEngine(engine) as running:
@@ -81,7 +82,7 @@ def test_a_page_takes_one_byte_a_number() -> None:
     case = fp8_case("llama3", scaled=True)
     fp8, plain = (load_engine(case.folder, kv_cache_dtype=kind) for kind in ("auto", "model"))
     assert (fp8.config.kv_dtype, plain.config.kv_dtype) == (FP8, "float32")
-    assert 4 * fp8.runner.kv_bytes == plain.runner.kv_bytes
+    assert 4 * fp8.runner.state_bytes == plain.runner.state_bytes
 
 
 def test_several_ranks() -> None:

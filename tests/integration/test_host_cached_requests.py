@@ -24,15 +24,17 @@ from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, short
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
-from minisgl.runner import host_cache, load
-from minisgl.runner.host_cache import HostCache
+from minisgl.runner import load
+from minisgl.tiers.host import host_copies
+from minisgl.tiers.host.host_copies import HostCopies
+from minisgl.tiers.tiers import Tiers
 
 HOST_GB = 0.01  # more than all prompts need; the device has 30 pages of 4 tokens
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
+    monkeypatch.setattr(load, "Tiers", functools.partial(Tiers, make_lane=SlowLane))
 
 
 def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options: Any) -> None:
@@ -41,8 +43,8 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
 
     async def run() -> None:
         loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
-        assert offloads_per_plan in (None, loaded.offloads_per_plan)
         async with AsyncEngine(loaded) as engine:
+            assert offloads_per_plan in (None, engine._scheduler.kv._offloads_per_plan)
             for _ in range(2):
                 params = [greedy(NUM_TOKENS)] * len(case.prompts)
                 outputs = await batch(engine, case.prompts, params)
@@ -73,7 +75,7 @@ def test_slow_lanes_and_small_pieces_change_no_token(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plans beside decode rows offload three pages at most, and requests wait for them."""
-    monkeypatch.setattr(host_cache, "PIECE_BYTES", 1)
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 1)
     check_rounds(short_case_of("llama3"), offloads_per_plan=3, **options)
 
 
@@ -135,16 +137,16 @@ def test_a_request_waits_for_its_pages_and_nobody_else_does() -> None:
 def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is to offload fails before it does; the same prompts follow."""
     case = case_of("llama3")
-    queue = HostCache.queue
+    queue = HostCopies.queue
     failing: list[int] = []
 
-    def fail_once(self: HostCache, copies: Any) -> Any:
+    def fail_once(self: HostCopies, copies: Any) -> Any:
         if copies.offloads and not failing:
             failing.append(len(copies.offloads))
             raise RuntimeError("injected")
         return queue(self, copies)
 
-    monkeypatch.setattr(HostCache, "queue", fail_once)
+    monkeypatch.setattr(HostCopies, "queue", fail_once)
 
     async def run() -> None:
         async with AsyncEngine(load_engine(case.folder, **FEW_PAGES, host_cache=HOST_GB)) as engine:
@@ -168,7 +170,7 @@ def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("slow")
 def test_a_load_follows_one_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_cache, "LOADING_BYTES", 1)
+    monkeypatch.setattr(host_copies, "LOADING_BYTES", 1)
     case = case_of("llama3")
     prompt, other, *_ = sorted(case.prompts, key=len, reverse=True)
 

@@ -18,7 +18,8 @@ from support.checkpoints import TOLERANCE, Case, make_case, relative_error, spec
 from support.paged import PagedModel, PagedSequence
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, DecodeBatch, LayerKV, PrefillBatch
+from minisgl.attention.base import AttentionBackend, DecodeBatch, PrefillBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
@@ -38,17 +39,31 @@ Change = Callable[[ModelConfig], ModelConfig]
 class WrongHeadMap(TorchAttention):
     """Query head h reads KV head h % num_kv_heads instead of h // group."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
-        return self._unmix(super().decode(self._mix(q, kv), kv, rows, spec), kv)
+    def decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._unmix(super().decode(self._mix(q, kv), kv, batch, spec, sinks), kv)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        return self._unmix(super().prefill(self._mix(q, kv), kv, rows, spec), kv)
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._unmix(super().prefill(self._mix(q, kv), kv, batch, spec, sinks), kv)
 
-    def _mix(self, q: Tensor, kv: LayerKV) -> Tensor:
+    def _mix(self, q: Tensor, kv: PagedKV) -> Tensor:
         num_kv_heads = kv.k.shape[2]
         return torch.unflatten(q, 1, (-1, num_kv_heads)).transpose(1, 2).flatten(1, 2)
 
-    def _unmix(self, out: Tensor, kv: LayerKV) -> Tensor:
+    def _unmix(self, out: Tensor, kv: PagedKV) -> Tensor:
         num_kv_heads = kv.k.shape[2]
         return torch.unflatten(out, 1, (num_kv_heads, -1)).transpose(1, 2).flatten(1, 2)
 

@@ -25,8 +25,8 @@ from minisgl import LLM
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.request import SamplingParams
-from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.server import run
 from minisgl.server.config import ServerConfig
 
@@ -110,7 +110,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RemoteRanks]]:
     later tests can form another."""
     found: list[RemoteRanks] = []
     monkeypatch.setattr(RemoteRanks, "_exit", lambda ranks: found.append(ranks))
-    monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.EXIT_AFTER_S", 0.1)
+    monkeypatch.setattr("minisgl.ranks.processes.remote_ranks.EXIT_AFTER_S", 0.1)
     yield found
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -157,14 +157,14 @@ def test_steps_launched_after_a_failed_one_are_discarded() -> None:
         async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
             expected = await complete(engine, long, greedy(8))
             runner = engine._runner
-            join = runner._sampler.join
+            join = runner._computation.sampler.join
 
             def fail(joins: Sequence[object]) -> None:
                 if joins:
-                    runner._sampler.join = join
+                    runner._computation.sampler.join = join
                     raise MemoryError("no room for the tables")
 
-            runner._sampler.join = fail
+            runner._computation.sampler.join = fail
             with pytest.raises(StepError, match="no room for the tables"):
                 await complete(engine, other[::-1], greedy(8))
             again = await complete(engine, long, greedy(8))

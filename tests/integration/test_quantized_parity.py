@@ -25,7 +25,7 @@ from support.quantized import FORMATS, Quantized, load_plain, quantize, round_in
 from minisgl.config import Activations
 from minisgl.kernels.linear import quantized as kernels
 from minisgl.kernels.linear.quantized import Fp8Product
-from minisgl.kernels.moe.quantized import Fp8Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import Routing
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear

@@ -24,8 +24,8 @@ from minisgl.engine import AsyncEngine, startup
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import LoadRule
 from minisgl.runner import load
-from minisgl.runner.host_cache import HostCache
-from minisgl.runner.page_files import PageFiles
+from minisgl.tiers.disk.page_files import PageFiles
+from minisgl.tiers.tiers import Tiers
 
 HOST_GB = 0.01
 
@@ -33,12 +33,12 @@ HOST_GB = 0.01
 @pytest.fixture(autouse=True)
 def reads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model as small as these they never do."""
-    monkeypatch.setattr(HostCache, "measure_disk", lambda self, host: LoadRule(0.0, 1.0))
+    monkeypatch.setattr(Tiers, "measure_disk", lambda self, host: LoadRule(0.0, 1.0))
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
+    monkeypatch.setattr(load, "Tiers", functools.partial(Tiers, make_lane=SlowLane))
 
 
 def serve(case: Case, folder: Path, rounds: int = 1, **options: Any) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear.dense import DenseProduct
+from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.residual import Residual, norm
 from minisgl.layers.norm import RMSNorm
 

@@ -11,7 +11,7 @@ import torch
 
 from minisgl.kernels import tuning
 from minisgl.kernels.hardware import describe_formats, has_fp8_products, kernels_have_run
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.launch_options import pdl_options
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_an_evicted_prefix_is_offloaded_and_loaded_again() -> None:
     assert (lease.num_committed, lease.num_loaded) == (4, 2)
     assert kv.is_loading(lease)
     kv.audit(3)
-    kv.landed(load.id)
+    kv.loads.landed(load.id)
     assert not kv.is_loading(lease)
     assert kv.take_copies(4) == Copies(awaits=(load.id,))
     kv.close(lease)
@@ -75,7 +75,7 @@ def test_a_loaded_prefix_is_evicted_again_without_a_copy() -> None:
     lease = open_lease(kv, [1, 2, 3, 0])
     copies = kv.take_copies(3)
     assert copies is not None and len(copies.offloads) == 4
-    kv.landed(copies.loads[0].id)
+    kv.loads.landed(copies.loads[0].id)
     kv.close(lease)
     lease = open_lease(kv, [7, 7, 7, 7])
     copies = kv.take_copies(4)
@@ -118,7 +118,7 @@ def test_requests_with_the_same_prefix_share_a_load() -> None:
     kv.close(leases[0])  # it was aborted; the other still waits
     kv.audit(3)
     assert kv.is_loading(leases[1])
-    kv.landed(copies.loads[0].id)
+    kv.loads.landed(copies.loads[0].id)
     assert not kv.is_loading(leases[1])
     kv.close(leases[1])
     kv.audit(4)
@@ -138,7 +138,7 @@ def test_pages_of_a_load_that_nobody_wants_are_used_after_a_plan_has_awaited_it(
     assert set(load.pages) <= set(other.pages)
     copies = kv.take_copies(4)
     assert copies is not None and copies.awaits == (load.id,)
-    kv.landed(load.id)  # later: nothing is left to do
+    kv.loads.landed(load.id)  # later: nothing is left to do
     kv.audit(4)
     assert kv.take_copies(5) is None
     kv.close(other)
@@ -334,7 +334,7 @@ def test_namespaces_share_no_host_pages() -> None:
         lambda kv, lease: kv._host._free.append(0),
         lambda kv, lease: kv._host._free.pop(),
         lambda kv, lease: lease.node.host_pages.append(7),
-        lambda kv, lease: setattr(lease.node, "load", 0) or kv._loads.clear(),
+        lambda kv, lease: setattr(lease.node, "load", 0) or kv.loads._in_flight.clear(),
         lambda kv, lease: setattr(lease.node, "num_resident", 1),
         lambda kv, lease: setattr(lease.node, "num_bare", 1),
         lambda kv, lease: setattr(lease.node, "is_ahead", True),
@@ -397,7 +397,7 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
         elif move == 4 and landing:
             load = data.draw(st.sampled_from(sorted(landing)))
             device.update(landing[load])
-            kv.landed(load)
+            kv.loads.landed(load)
         elif move == 5:
             for lease, *_ in leases:
                 kv.close(lease)
@@ -415,7 +415,7 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
                 while kv.is_loading(lease):
                     for load in lease.loads & landing.keys():
                         device.update(landing[load])
-                        kv.landed(load)
+                        kv.loads.landed(load)
                 for index, page in enumerate(lease.pages):
                     held = (namespace, tuple(tokens[: (index + 1) * page_size]))
                     if index < lease.num_committed:
@@ -428,7 +428,7 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
     for lease, *_ in leases:
         kv.close(lease)
     for load in [*landing]:
-        kv.landed(load)
+        kv.loads.landed(load)
     kv.audit(1 << 30)
     assert kv.num_available == num_pages - 1
     assert any(kv.take_copies(1 << 29) is None for _ in range(100)), "it copies for ever"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.kvcache.host import HostTier
 from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import Node, pack_tokens
@@ -177,11 +178,11 @@ def test_a_request_can_opt_out_of_prefix_reuse() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._allocator._free.append(lease.pages[0]),
-        lambda kv, lease: kv._allocator._free.pop(),
+        lambda kv, lease: kv._device._free.append(lease.pages[0]),
+        lambda kv, lease: kv._device._free.pop(),
         lambda kv, lease: lease.pages.append(lease.pages[-1]),
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
-        lambda kv, lease: kv._written_by.__setitem__(lease.pages[0], 99),
+        lambda kv, lease: kv._device.written_by.__setitem__(lease.pages[0], 99),
         lambda kv, lease: setattr(kv._cache, "_num_evictable", 3),
         lambda kv, lease: kv._cache._roots.update({b"x": Node(key=b"x", pages=[], parent=None)}),
         lambda kv, lease: kv._cache._roots.update({b"x": kv._cache._roots.pop(b"")}),
@@ -250,7 +251,7 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
     page_size, rng = 4, random.Random(0)
 
     def visits(num_prompts: int) -> tuple[int, int]:
-        cache = RadixCache(page_size)
+        cache = RadixCache(page_size, HostTier(0))
         for index in range(num_prompts):
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)

@@ -58,7 +58,9 @@ def test_every_name_is_read_and_no_weight(names: tuple[str, str], folder: Path) 
     assert scales_of(folder) == (KVScales(k, 0.625), KVScales(k + 1, 1.625))
     engine = load_engine(folder)
     assert engine.config.kv_dtype == "float8_e4m3fn"
-    assert [layer.scales for layer in engine.runner._kv] == list(scales_of(folder) or ())
+    assert [layer.scales for layer in engine.runner._computation.states] == list(
+        scales_of(folder) or ()
+    )
     assert load_engine(folder, kv_cache_dtype="model").config.kv_dtype == "float32"
 
 

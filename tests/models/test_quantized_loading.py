@@ -30,7 +30,7 @@ from minisgl.kernels.linear.quantized import (
     dequantize,
     quantize_rows,
 )
-from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing, quantized_matrix

@@ -29,8 +29,8 @@ from support.processes import check_running
 from support.waiting import wait_until
 
 from minisgl.config import EngineConfig
+from minisgl.distributed.cluster_token import VARIABLE
 from minisgl.errors import ConfigError
-from minisgl.runner.nodes.token import VARIABLE
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: scripts/tools/try_ray.sh")
 deployments = importlib.import_module("minisgl.ray.deployments")

@@ -16,12 +16,11 @@ from support.http_server import HELLO, error_of
 from support.waiting import until
 
 from minisgl.ray import prefills
-from minisgl.ray.engine import EngineReplica, EngineUnhealthyError
-from minisgl.ray.exchange import Answer, Head, HTTPRequest
-from minisgl.ray.ingress import EngineLostError, create_ingress_app
-from minisgl.router.front import Immortal
+from minisgl.ray.engine import Answer, EngineReplica, EngineUnhealthyError
+from minisgl.ray.ingress import create_ingress_app
+from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
+from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover, Offered
 from minisgl.server.config import ServerConfig
-from minisgl.server.handover import PREFILL, PREFILLED, Handover, Offered
 from minisgl.server.process import Server, bind, http_settings
 
 CHAT = "/v1/chat/completions"
@@ -43,7 +42,7 @@ class LocalEngines:
         # What becomes of the next prefills: their offers, or why there are none.
         self.offers: list[Offered | Exception | None] = []
 
-    async def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+    async def ask_prefill(self, request: HTTPRequest) -> Answer:
         self.prefills.append(request)
         offer = self.offers.pop(0)
         if offer is None:  # no engine takes it
@@ -54,11 +53,11 @@ class LocalEngines:
         yield Head(200, [])
         yield msgspec.json.encode(offer)
 
-    async def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
+    async def ask(self, request: HTTPRequest) -> Answer:
         self.num_asked += 1
-        self.keys.append(key)
+        self.keys.append(request.key)
         self.asked.append(request)
-        async with contextlib.aclosing(self.replica.answer(key, request)) as parts:
+        async with contextlib.aclosing(self.replica.answer(request)) as parts:
             async for part in parts:
                 if self.parts_left == 0:
                     self.parts_left = None
@@ -82,7 +81,7 @@ async def serving(
     config = ServerConfig(port=0, **options)
     engines = LocalEngines(engine, config)
     with bind(config) as listener:
-        server = Server(http_settings(create_ingress_app(engines, config)), Immortal())
+        server = Server(http_settings(create_ingress_app(engines, config)))
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url) as client:
@@ -170,7 +169,7 @@ async def test_a_request_whose_engines_all_end_gets_an_error(
 ) -> None:
     async with serving(FakeEngine()) as (client, engines):
 
-        async def lost(key: bytes | None, request: HTTPRequest) -> Answer:
+        async def lost(request: HTTPRequest) -> Answer:
             engines.num_asked += 1
             raise EngineLostError
             yield b""
@@ -262,12 +261,12 @@ async def test_an_engine_says_that_it_has_a_prompt_before_it_computes_it() -> No
     replica = EngineReplica(engine, ServerConfig(), around)  # type: ignore[arg-type]
     body = msgspec.json.encode(ASKED)
     request = HTTPRequest("POST", CHAT, b"", [(b"content-type", b"application/json")], body)
-    parts = [part async for part in replica.prefill(b"", request.with_header(PREFILL, b"1"))]
+    parts = [part async for part in replica.prefill(request.with_header(PREFILL, b"1"))]
     assert parts[0] == b"" and isinstance(parts[1], Head) and parts[1].status == 200
     assert isinstance(parts[2], bytes)
     assert msgspec.json.decode(parts[2], type=Offered) == Offered(1, "10.0.0.7:4000")
     asked = request.with_header(PREFILLED, b"10.0.0.8:5000")
-    head, *_ = [part async for part in replica.answer(b"", asked)]
+    head, *_ = [part async for part in replica.answer(asked)]
     assert isinstance(head, Head) and head.status == 200
     assert engine.fetched == ["10.0.0.8:5000"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.router.keys import CACHED_PATHS, RESPONSES, holder_of, route_key
+from minisgl.router.route_keys import CACHED_PATHS, RESPONSES, holder_of, route_key
 from minisgl.router.table import BLOCK_BYTES
 
 SYSTEM = "You are a helpful assistant."

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.router.exchange import EngineLostError
 from minisgl.router.failures import ReplicaLostError, last_events
-from minisgl.router.upstream import Upstream, UpstreamLostError
+from minisgl.router.upstream import Upstream
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = b"b\r\ndata: {1}\n\n\r\n", b"b\r\ndata: {2}\n\n\r\n"
@@ -89,7 +90,7 @@ async def test_events_read_together_are_one_write_and_half_an_event_is_never_wri
         replica.write(EVENTS[0] + EVENTS[1][:-4])
         await asyncio.sleep(0.01)
         replica.transport.abort()
-        with pytest.raises(UpstreamLostError):
+        with pytest.raises(EngineLostError):
             await ended
     assert client.pieces == [EVENTS[0] + EVENTS[1], EVENTS[0]]
     assert upstream.last_relayed == EVENTS[0] and not upstream.is_free
@@ -120,7 +121,7 @@ async def test_a_replica_that_ends_or_speaks_no_http_is_lost(said: bytes, tmp_pa
         replica.write(said)
         await asyncio.sleep(0.01)
         replica.close()
-        with pytest.raises(UpstreamLostError):
+        with pytest.raises(EngineLostError):
             await head
 
 

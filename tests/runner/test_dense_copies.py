@@ -13,7 +13,7 @@ from minisgl.config.resolve import DENSE_COPIES_SHARES
 from minisgl.distributed.communicator import SingleRank
 from minisgl.distributed.pipeline import OneStage
 from minisgl.errors import DeviceMemoryError
-from minisgl.models.transformer import CausalLM
+from minisgl.models.decoder import Decoder
 from minisgl.runner import dense_copies
 from minisgl.runner.dense_copies import keeps_copies, prepare_model
 from minisgl.runner.memory import GIB
@@ -80,7 +80,7 @@ def prepare(
     monkeypatch.setattr(dense_copies, "free_bytes", lambda device: 130 * GIB)
     return prepare_model(
         resolved(machine=GPU, **options),
-        cast(CausalLM, model),
+        cast(Decoder, model),
         LAYERS,
         OneStage(ranks or SingleRank()),
         torch.device("cpu"),

@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minisgl.device.lanes import Lanes
 from minisgl.runner.graphs import (
     CHUNK_ROWS,
     MAX_CHUNKS,
     CapturedStep,
     StepGraphs,
     graph_keys,
+    mixed_shape,
 )
-from minisgl.runner.lanes import Lanes
+from minisgl.runner.sampler import SampledRows
 from minisgl.runner.sampling_features import SamplingVariant
-from minisgl.runner.step_inputs import ChunkTensors, SlotTables, StepShape
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 
@@ -28,7 +30,7 @@ def graphs(max_batch: int, max_chunk_rows: int = 8192) -> StepGraphs:
         pass
 
     steps = [
-        CapturedStep(key, torch.empty(0) if key.shape.num_chunks else None, nothing)
+        CapturedStep(key, torch.empty(0) if key.shape.num_chunks else None, nothing, {})
         for key in graph_keys(max_batch, max_chunk_rows)
     ]
     return StepGraphs(steps)
@@ -78,11 +80,11 @@ def test_a_mixed_step_uses_the_smallest_captured_shape_that_fits() -> None:
         step = captured.find(plan, variant)
         return None if step is None else step.key.shape
 
-    assert shape(mixed_plan(0, 5)) == StepShape(8, 128, MAX_CHUNKS)
-    assert shape(mixed_plan(8, 60, 4)) == StepShape(8, 128, MAX_CHUNKS)
-    assert shape(mixed_plan(9, 120, 9)) == StepShape(32, 256, MAX_CHUNKS)
-    assert shape(mixed_plan(32, 400)) == StepShape(32, 512, MAX_CHUNKS)
-    assert shape(mixed_plan(200, 400)) == StepShape(256, 512, MAX_CHUNKS)
+    assert shape(mixed_plan(0, 5)) == mixed_shape(8, 128)
+    assert shape(mixed_plan(8, 60, 4)) == mixed_shape(8, 128)
+    assert shape(mixed_plan(9, 120, 9)) == mixed_shape(32, 256)
+    assert shape(mixed_plan(32, 400)) == mixed_shape(32, 512)
+    assert shape(mixed_plan(200, 400)) == mixed_shape(256, 512)
     assert shape(mixed_plan(3, CHUNK_ROWS[-1] + 1)) is None
     assert shape(mixed_plan(3, *[1] * (MAX_CHUNKS + 1))) is None
     assert shape(mixed_plan(3, 10), SamplingVariant.FULL) is None
@@ -103,8 +105,8 @@ def test_masked_steps_have_few_shapes_and_every_variant() -> None:
         assert num_rows <= found.num_decodes < max(2 * num_rows, 2)
     assert shape(decode_plan(100)) == StepShape(128)
     assert shape(decode_plan(97)) == StepShape(128) and shape(decode_plan(96)) == StepShape(96)
-    assert shape(mixed_plan(3, 100)) == StepShape(32, 128, MAX_CHUNKS)
-    assert shape(mixed_plan(33, 200)) == StepShape(256, 512, MAX_CHUNKS)
+    assert shape(mixed_plan(3, 100)) == mixed_shape(32, 128)
+    assert shape(mixed_plan(33, 200)) == mixed_shape(256, 512)
     assert shape(mixed_plan(3, 100, scored=True)) is None
     assert shape(mixed_plan(3, 600)) is None
     assert not any(
@@ -135,13 +137,12 @@ def test_padding_writes_only_to_the_scratch_slot() -> None:
         grants=(PageGrant(1, 0, (3, 4)), PageGrant(2, 0, (5,))),
     )
     mixed = StepPlan(2, (1,), longest_decode=6, chunks=(Chunk(2, 2, [22], True),), grants=())
-    for plan, room in ((join, StepShape(2, 9, 3)), (mixed, StepShape(3, 4, 2))):
+    for plan, room in ((join, StepShape(2, 9, 3, 3)), (mixed, StepShape(3, 4, 2, 2))):
         for tables, shape in ((padded, room), (exact, StepShape.of(plan))):
             tables.update(plan)
-            sampling = sum(chunk.samples for chunk in plan.chunks)
-            num_samples = shape.num_chunks if tables is padded else sampling
-            packed = tables.upload_chunks(plan, shape, num_samples)
-            chunks = ChunkTensors.split(packed, shape, num_samples)
+            packed = tables.upload_chunks(plan, shape)
+            assert packed is not None
+            chunks = ChunkTensors.split(packed, shape)
             inputs, samples = tables.inputs(None if tables is padded else plan, shape, chunks)
             tables.state.last_tokens[samples.slots] = 90 + samples.slots.int()
             if tables is exact:
@@ -158,7 +159,10 @@ def test_padding_writes_only_to_the_scratch_slot() -> None:
             assert name == "token_ids" or not others.any()
         assert got.decodes.lengths.tolist()[decodes:] == [0] * (room.num_decodes - decodes)
         assert got.chunks.row_starts.tolist()[-1] == rows
-        chosen = [*range(decodes), *range(room.num_decodes, room.num_decodes + sampling)]
+        chosen = [
+            *range(decodes),
+            *range(room.num_decodes, room.num_decodes + plan.num_chunk_samples),
+        ]
         assert got_samples.slots[chosen].tolist() == expected_samples.slots.tolist()
         index = got_samples.output_index[chosen].tolist()
         assert index == expected_samples.output_index.tolist()
@@ -185,7 +189,8 @@ def test_the_output_ring_keeps_a_step_until_it_wraps_around() -> None:
     rows = []
     for step in range(2 * RING_SIZE):
         rows.append(outputs.open())
-        outputs.send(slots, torch.tensor([step, 100 + step]), None, tables.state)
+        sampled = SampledRows(torch.tensor([step, 100 + step]), None)
+        outputs.send(SampleRows(StepShape(2), None, slots, slots), sampled, tables.state)
         if step >= RING_SIZE - 1:
             first = step - RING_SIZE + 1
             assert outputs.token_ids(rows[first], range(2)) == [first, 100 + first]

@@ -10,7 +10,7 @@ import torch
 from support.resolving import GPU, MODEL, resolved
 
 from minisgl.errors import DeviceMemoryError
-from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_kv, fit_num_pages
+from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_states, fit_num_pages
 
 LAYERS = MODEL.kv_specs("bfloat16")
 USE = MemoryUse(
@@ -67,9 +67,10 @@ def test_dense_copies_that_leave_no_page_are_named_with_the_option() -> None:
 
 def test_more_pages_than_fit_in_memory_are_refused() -> None:
     with pytest.raises(DeviceMemoryError, match="without --num-pages as many are made as fit"):
-        allocate_kv(
+        allocate_states(
             MODEL.kv_specs("float32"),
             num_pages=1 << 40,
             page_size=16,
+            num_slots=1,
             device=torch.device("cpu"),
         )

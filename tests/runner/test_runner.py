@@ -14,18 +14,21 @@ from numpy.typing import ArrayLike
 from support.parity import case_of, check, complete, greedy, load_engine
 from torch import Tensor
 
-from minisgl.attention.base import Attention, DecodeBatch, LayerKV
+from minisgl.attention.base import Attention, DecodeBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
+from minisgl.device.lanes import Lanes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
-from minisgl.runner.lanes import Lanes
+from minisgl.runner.computation import Computation
+from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.step_inputs import SlotTables, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")
@@ -73,17 +76,16 @@ def test_a_failed_capture_keeps_host_and_device_at_the_same_ring_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU every later step would be read from a row of the ring that it has not written."""
-    original = ModelRunner._run
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=0).runner
+    outputs = runner._computation.outputs
 
-    def run(self: ModelRunner, shape: StepShape, *arguments: Any) -> Tensor:
-        if shape == StepShape(2) and len(arguments) == 3:  # as it is captured
-            raise torch.OutOfMemoryError("no room for a batch of 2")
-        return original(self, shape, *arguments)
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for a batch of 2")
 
-    monkeypatch.setattr(ModelRunner, "_run", run)
-    loaded = load_engine(case_of("llama3").folder, padded=4)
-    outputs = loaded.runner._outputs
-    loaded.runner.close()
+    monkeypatch.setattr(Computation, "sample", fail)
+    runner.capture([GraphKey(StepShape(2))], lambda done: None)
+    assert runner.capacity.max_graph_batch == 0
+    runner.close()
     assert outputs._ring.next_entry.item() == outputs.open()
 
 
@@ -91,11 +93,11 @@ def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Queueing it takes milliseconds and, at the first of its kind, compiles kernels."""
-    original = ModelRunner._run
+    original = Computation.forward
     threads: set[threading.Thread] = set()
 
-    def run(self: ModelRunner, shape: StepShape, *arguments: Any) -> Tensor:
-        if len(arguments) == 4 and not arguments[3].chunks:  # eager, and decodes only
+    def forward(self: Computation, shape: StepShape, *arguments: Any) -> tuple[Tensor, SampleRows]:
+        if len(arguments) == 3 and not shape.num_chunks:  # eager, and decodes only
             threads.add(threading.current_thread())
         return original(self, shape, *arguments)
 
@@ -106,7 +108,7 @@ def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
             jobs = [complete(engine, [1, 2, first], greedy(4)) for first in (3, 4)]
             await asyncio.gather(*jobs)
 
-    monkeypatch.setattr(ModelRunner, "_run", run)
+    monkeypatch.setattr(Computation, "forward", forward)
     asyncio.run(main())
     assert threads and threading.main_thread() not in threads
 
@@ -127,7 +129,7 @@ def test_closing_the_runner_frees_its_memory() -> None:
 
     async def main() -> tuple[AsyncEngine, weakref.ref[Tensor]]:
         loaded = load_engine(case_of("llama3").folder, padded=2)
-        cache = weakref.ref(loaded.runner._kv[0].k)
+        cache = weakref.ref(loaded.runner._computation.states[0].k)
         engine = AsyncEngine(loaded)
         del loaded
         await complete(engine, [1, 2, 3], greedy(4))
@@ -153,9 +155,16 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
         def plan_prefill(self, rows: object) -> None:
             pass
 
-        def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
+        def decode(
+            self,
+            q: Tensor,
+            kv: PagedKV,
+            batch: DecodeBatch,
+            spec: AttentionSpec,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
             assert self.planned
-            return super().decode(q, kv, rows, spec)
+            return super().decode(q, kv, batch, spec, sinks)
 
     def make(*_: object) -> Attention:
         backend = Planning()
@@ -202,8 +211,22 @@ def test_a_deferred_plan_is_sampled_later_or_forgotten(padded: int) -> None:
     runner.close()
 
 
+def test_a_step_without_chunks_replays_none_of_an_earlier_step() -> None:
+    """Where memory is short, only a step with room for chunks may have been captured."""
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=0).runner
+    runner.capture([GraphKey(mixed_shape(2, 8), masked=True)], lambda done: None)
+    prompt = masked_prompt(1, slot=0)
+    decode = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,))
+    for plan in (prompt, decode):
+        result = runner.collect(runner.launch(plan, only(runner, plan, 9)))
+        assert result.captured and result.token_ids == [9]
+    tables = runner._computation.tables
+    assert tables.state.lengths[0] == 4 and not tables.counts_lengths
+    runner.close()
+
+
 @pytest.mark.parametrize("padded", [0, 2])
-@pytest.mark.parametrize("half", ["_queue_forward", "_queue_sampling"])
+@pytest.mark.parametrize("half", ["_forward", "_sample"])
 def test_a_failed_half_of_a_step_is_raised_by_collect_and_later_steps_run(
     half: str, padded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

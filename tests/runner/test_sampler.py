@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.sampling_oracle import choose
 
 from minisgl.kernels.sampling.reference import margin, top_logprobs
-from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
+from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner.sampler import SampledRows, Sampler, list_logprobs
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
 
 VOCAB = 37
@@ -76,6 +76,7 @@ params_of_any_kind = st.builds(
     top_p=st.sampled_from([0.0, 0.2, 0.6, 0.95, 1.0]),
     top_k=st.sampled_from([-1, 0, 1, 2, 7, 1000]),
     min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    top_n_sigma=st.sampled_from([-1.0, 0.0, 0.0, 0.41, 1.37, 2.7]),
     min_tokens=st.integers(0, 4),
     presence_penalty=st.sampled_from([0.0, -1.5, 0.7]),
     frequency_penalty=st.sampled_from([0.0, -0.4, 1.1]),
@@ -138,6 +139,7 @@ def varied_joins(count: int) -> list[SlotJoin]:
         SamplingParams(presence_penalty=0.4, repetition_penalty=1.3),
         SamplingParams(logit_bias={3: 2.0, 30: -100.0}, logprobs=3),
         SamplingParams(min_tokens=3, frequency_penalty=1.0, top_k=20, top_p=0.9),
+        SamplingParams(temperature=1.8, top_n_sigma=1.2, top_p=0.9),
     ]
     return [
         make_join(
@@ -226,7 +228,7 @@ class TestNothingMoreThanNeeded:
         """A captured step does all that its variant can."""
         joins, logits = varied_joins(7), random_logits(7)
         slots, index = torch.arange(7), torch.tensor([len(j.output_token_ids) for j in joins])
-        everything = SamplingFeatures(True, True, True, True, True, MAX_EDITS, 20)
+        everything = VARIANT_FEATURES[SamplingVariant.FULL]
         sampler = make_sampler()
         sampler.join(joins)
         exactly = sampler.perturbed(logits, slots, index, sampler.features(range(7)))
@@ -236,15 +238,22 @@ class TestNothingMoreThanNeeded:
 
     def test_the_features_of_a_batch_are_those_that_its_slots_need(self):
         sampler = make_sampler(20)
-        sampler.join(varied_joins(7))
+        sampler.join(varied_joins(8))
         assert sampler.features([]) == sampler.features([0, 20]) == SamplingFeatures()
-        assert sampler.features([3, 1]) == SamplingFeatures(random=True, min_p=True, top_k=True)
-        assert sampler.features([0, 2]) == SamplingFeatures(random=True, top_p=True)
-        assert sampler.features([6, 5, 4]) == SamplingFeatures(
-            random=True, top_k=True, top_p=True, penalties=True, num_edits=2, num_logprobs=3
+        assert sampler.features([3, 1]) == SamplingFeatures(random=True, filters={"min_p", "top_k"})
+        assert sampler.features([7, 1]) == SamplingFeatures(
+            random=True, filters={"top_n_sigma", "top_p"}
         )
-        full = [sampler.features([slot]).full for slot in range(7)]
-        assert full == [False, False, False, False, True, True, True]
+        assert sampler.features([0, 2]) == SamplingFeatures(random=True, filters={"top_p"})
+        assert sampler.features([6, 5, 4]) == SamplingFeatures(
+            random=True,
+            filters={"top_k", "top_p"},
+            penalties=True,
+            num_edits=2,
+            num_logprobs=3,
+        )
+        full = [sampler.features([slot]).full for slot in range(8)]
+        assert full == [False, False, False, False, True, True, True, True]
         assert sampler.logprobs_wanted([4, 5, 19]) == [None, 3, None]
         sampler.join([make_join(5, SamplingParams(temperature=0))])
         assert sampler.features([5]) == SamplingFeatures() and sampler.logprobs_wanted([5]) == [
@@ -425,6 +434,7 @@ def test_every_sampling_option_changes_the_oracles_tokens():
         {"top_p": 0.2},
         {"top_k": 2},
         {"min_p": 0.3},
+        {"top_n_sigma": 0.7},
         {"min_tokens": 4},
         {"presence_penalty": 1.5},
         {"frequency_penalty": 1.5},

@@ -21,9 +21,10 @@ from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease, Transit
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
+from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.store import Way
+from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -34,9 +35,10 @@ from minisgl.request import (
     Tenant,
     cache_namespace,
 )
+from minisgl.scheduler.admission import LPM_WINDOW
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.queue import Line, Turns
-from minisgl.scheduler.scheduler import LPM_WINDOW, Scheduler, Settled
+from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.scheduler.state import Running, Waiting
 
 EOS = 7
@@ -130,7 +132,7 @@ class Harness:
         kv.reserve = count_granted  # type: ignore[method-assign]
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.runner.disk = self.disk or self.runner.disk
-        self.runner.holds_transfers = True
+        self.runner.holds_moves = True
         self.disk_namespaces: dict[bytes, bytes] = {}
         self.in_flight: deque[StepResult] = deque()
         self.deferred: StepPlan | None = None
@@ -145,9 +147,9 @@ class Harness:
         if self.deferred is not None:
             return None
         retractions = self.scheduler.counters.num_retractions
-        before = {run.slot: run for run in self.scheduler._running.values()}
+        before = {run.slot: run for run in self.scheduler._slots.by_id.values()}
         plan = self.scheduler.plan()
-        self.runner.transfer(self.scheduler.kv.take_transfers(), self.transferred)
+        self.runner.move(self.scheduler.kv.moves.take(), self.moved)
         if self.scheduler.counters.num_retractions > retractions:
             assert plan is None or not plan.joins  # or the retracted pushes out another
         if plan is not None:
@@ -172,7 +174,7 @@ class Harness:
     def check_namespaces(self, plan: StepPlan) -> None:
         """A request is given no page with what another namespace has computed."""
         starts = {chunk.slot: chunk.start for chunk in plan.chunks}
-        for running in self.scheduler._running.values():
+        for running in self.scheduler._slots.by_id.values():
             self.slot_namespaces[running.slot] = running.request.namespace
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
         if plan.copies is not None:
@@ -219,7 +221,7 @@ class Harness:
 
     def check_shares(self, plan: StepPlan, had: Counter[str]) -> None:
         """No client that something joins for has more than its share of what the others left."""
-        running = {run.slot: run for run in self.scheduler._running.values()}
+        running = {run.slot: run for run in self.scheduler._slots.by_id.values()}
         have = Counter(map(client_of, running.values()))
         for client in {client_of(running[join.slot]) for join in plan.joins} - {""}:
             num_left = self.num_slots - (had.total() - had[client])
@@ -249,25 +251,25 @@ class Harness:
         load = load or min(self.runner.in_flight)
         self.runner.land(load)
         self.loading.pop(load, None)
-        self.scheduler.landed(load)
+        self.scheduler.kv.loads.landed(load)
         self.scheduler.audit()
 
-    def transferred(self, transfer: int, num_pages: int) -> None:
-        self.scheduler.transferred(transfer, num_pages)
+    def moved(self, move: int, num_pages: int) -> None:
+        self.scheduler.kv.moves.end(move, num_pages)
         self.scheduler.audit()
 
-    def end_transfer(self, index: int = 0) -> None:
-        """Let the oldest transfer end, or another one."""
-        transfer, _ = self.runner.transfers[index]
-        for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
-            if transfer.way is Way.WRITE:
+    def end_move(self, index: int = 0) -> None:
+        """Let the oldest move end, or another one."""
+        move, _ = self.runner.moves[index]
+        for key, host_page in zip(move.keys, move.pages, strict=True):
+            if move.target is Place.DISK:
                 self.disk_namespaces[key] = self.host_namespaces[host_page]
             elif key in self.disk_namespaces:
                 self.host_namespaces[host_page] = self.disk_namespaces[key]
-        self.runner.end_transfer(index)
+        self.runner.end_move(index)
 
     def running_and_queued(self) -> list[Running | Waiting]:
-        return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
+        return [*self.scheduler._slots.by_id.values(), *self.scheduler._waiting.by_id.values()]
 
     def ended(self, requests: list[Request]) -> None:
         for request in requests:
@@ -282,8 +284,8 @@ class Harness:
             if not self.in_flight and self.runner.in_flight:
                 self.land()
                 continue
-            if not self.in_flight and self.runner.transfers:
-                self.end_transfer()
+            if not self.in_flight and self.runner.moves:
+                self.end_move()
                 continue
             if not self.in_flight:
                 assert not self.scheduler.num_waiting and not self.scheduler.num_running
@@ -722,13 +724,13 @@ def test_the_newest_request_is_retracted_unless_it_just_resumed() -> None:
         harness.scheduler.submit(request)
     for _ in range(3):
         harness.launch()
-    running = harness.scheduler._running
-    assert harness.scheduler._victim() is running["3"]
+    running = harness.scheduler._slots.by_id
+    assert harness.scheduler._slots.victim(harness.page_size) is running["3"]
     running["3"].resumed = True
     running["3"].num_known = running["3"].num_scheduled - 3
-    assert harness.scheduler._victim() is running["2"]
+    assert harness.scheduler._slots.victim(harness.page_size) is running["2"]
     running["3"].num_known -= 1  # a page of 4 is progress enough
-    assert harness.scheduler._victim() is running["3"]
+    assert harness.scheduler._slots.victim(harness.page_size) is running["3"]
 
 
 # -- several clients ------------------------------------------------------------------------------
@@ -768,10 +770,10 @@ def test_requests_admitted_in_one_step_count_as_turns(policy: str) -> None:
     for request in (*of("a", 6), *of("b", 3)):
         harness.scheduler.submit(request)
     harness.launch()
-    assert list(harness.scheduler._running) == ["a0", "b0", "a1", "b1"]
+    assert list(harness.scheduler._slots.by_id) == ["a0", "b0", "a1", "b1"]
     harness.settle()
     harness.launch()
-    assert list(harness.scheduler._running) == ["a2", "b2", "a3", "a4"]
+    assert list(harness.scheduler._slots.by_id) == ["a2", "b2", "a3", "a4"]
 
 
 def test_users_of_one_client_share_the_turns_of_the_client() -> None:
@@ -809,10 +811,10 @@ def test_a_request_that_waits_for_pages_keeps_its_turn() -> None:
     for request in of("c", 5):
         harness.scheduler.submit(request)
     harness.launch()
-    assert list(harness.scheduler._running) == ["a0"]  # b0 has no room, and c waits behind it
+    assert list(harness.scheduler._slots.by_id) == ["a0"]  # b0 has no room, and c waits behind it
     harness.settle()
     harness.launch()
-    assert next(iter(harness.scheduler._running)) == "b0"
+    assert next(iter(harness.scheduler._slots.by_id)) == "b0"
     harness.run()
 
 
@@ -898,7 +900,7 @@ def started(harness: Harness, *requests: Request) -> Counter[str]:
     harness.launch()
     while harness.in_flight:
         harness.settle()
-    return Counter(map(client_of, harness.scheduler._running.values()))
+    return Counter(map(client_of, harness.scheduler._slots.by_id.values()))
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
@@ -934,7 +936,7 @@ def test_the_cost_of_held_clients_is_independent_of_the_queue_length() -> None:
     harness = Harness(num_slots=4, client_share=0.9, max_queued_requests=10_000)
     started(harness, *long_of("a", 1000))
     visits = 0
-    in_order = harness.scheduler._policy
+    in_order = harness.scheduler._admission._policy
 
     def counted(waiting: Iterable[Waiting], window: int) -> Iterator[Waiting]:
         nonlocal visits
@@ -942,7 +944,7 @@ def test_the_cost_of_held_clients_is_independent_of_the_queue_length() -> None:
             visits += 1
             yield each
 
-    harness.scheduler._policy = counted
+    harness.scheduler._admission._policy = counted
     started(harness, *of("b", 1))
     assert visits == 1
 
@@ -965,7 +967,7 @@ def test_the_client_with_the_most_running_requests_is_retracted_first() -> None:
         harness.scheduler.submit(request)
     for _ in range(3):
         harness.launch()
-    assert harness.scheduler._victim() is harness.scheduler._running["2"]
+    assert harness.scheduler._slots.victim(harness.page_size) is harness.scheduler._slots.by_id["2"]
 
 
 def test_a_retracted_request_is_resumed_before_others_of_its_client() -> None:
@@ -980,9 +982,9 @@ def test_a_retracted_request_is_resumed_before_others_of_its_client() -> None:
     began: set[str] = set()
     while harness.scheduler.num_waiting or harness.scheduler.num_running:
         if (plan := harness.launch()) is not None and plan.joins:
-            running = harness.scheduler._running.keys()
+            running = harness.scheduler._slots.by_id.keys()
             came = running - began
-            waiting = harness.scheduler._queued.values()
+            waiting = harness.scheduler._waiting.by_id.values()
             for client in {id[0] for id in came}:  # nothing new passes what was retracted
                 assert not any(w.retracted and w.request.id[0] == client for w in waiting)
             began |= running
@@ -1262,9 +1264,9 @@ def filled_disk(prompt: list[int]) -> Harness:
     harness.run(make_request("first", prompt, 2, ignore_eos=True))
     offload(harness)
     harness.scheduler.kv.store_all()
-    harness.runner.transfer(harness.scheduler.kv.take_transfers(), harness.transferred)
-    while harness.runner.transfers:
-        harness.end_transfer()
+    harness.runner.move(harness.scheduler.kv.moves.take(), harness.moved)
+    while harness.runner.moves:
+        harness.end_move()
     return harness
 
 
@@ -1297,9 +1299,9 @@ def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
             harness.settle()
             assert (again.num_output_tokens, scheduler.num_waiting) == (0, 2)
         assert salted.num_cached_tokens == 0
-        assert harness.launch() is None and len(harness.runner.transfers) == 2
+        assert harness.launch() is None and len(harness.runner.moves) == 2
         assert scheduler.cancel(aborted)
-        harness.end_transfer(1)
+        harness.end_move(1)
         assert harness.launch() is None
         harness.run()
         check_output(salted)
@@ -1325,12 +1327,12 @@ def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk()
     again = make_request("again", prompt, 8, ignore_eos=True)
     scheduler.submit(again)
     assert harness.launch() is None
-    harness.end_transfer()
+    harness.end_move()
     assert harness.launch() is None and scheduler.num_waiting == 2
     kv = scheduler.kv
-    received = kv.expect(harness.num_host_pages - kv.num_host + 9)
+    received = kv.transits.expect(harness.num_host_pages - kv.num_host + 9)
     assert received is not None
-    kv.drop(received)
+    kv.transits.drop(received)
     harness.run()
     check_output(again)
     assert (again.num_cached_tokens, again.num_host_tokens, again.num_disk_tokens) == (20, 20, 0)
@@ -1378,7 +1380,7 @@ def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
     again = make_request("again", list(range(40)), 4, ignore_eos=True)
     harness.scheduler.submit(again)
     sizes, waits = list[int](), 0
-    while harness.scheduler._queued:
+    while harness.scheduler._waiting.by_id:
         plan = harness.launch()
         assert plan is not None and plan.decode_slots  # nobody else waits
         waits += not plan.joins
@@ -1416,7 +1418,7 @@ def test_a_request_gets_room_beside_rows_that_take_more_pages_than_plans_make_fr
     again = make_request("again", wanted, 4, ignore_eos=True)
     harness.scheduler.submit(again)
     num_plans = 0
-    while harness.scheduler._queued:
+    while harness.scheduler._waiting.by_id:
         plan = harness.launch()
         assert plan is not None and len(plan.decode_slots) == 4
         harness.settle()
@@ -1440,7 +1442,7 @@ def test_a_request_that_computes_as_much_as_it_displaces_joins_at_once() -> None
 
 def test_a_request_joins_at_once_where_nobody_decodes() -> None:
     harness = filled(offloads_per_plan=3)
-    [decodes] = harness.scheduler._running.values()
+    [decodes] = harness.scheduler._slots.by_id.values()
     harness.scheduler.cancel(decodes.request)
     again = make_request("again", list(range(40)), 4, ignore_eos=True)
     harness.scheduler.submit(again)
@@ -1507,21 +1509,21 @@ class Neighbour:
         prefix = Held.of(rng.choice(requests))
         place = pack_tokens(prefix.token_ids), len(prefix.token_ids), prefix.namespace
         kind = rng.randrange(6)
-        if kind == 0 and (transit := kv.lend(*place)) is not None:
+        if kind == 0 and (transit := kv.transits.lend(*place)) is not None:
             self.lent.append((transit, prefix))
             self.num_lent += 1
             self.check_lent()
-        elif kind == 1 and (transit := kv.copy_out(*place)) is not None:
+        elif kind == 1 and (transit := kv.transits.copy_out(*place)) is not None:
             self.lent.append((transit, prefix))
-            self.harness.num_granted += len(transit.host_pages)  # the next plan copies them, too
+            self.harness.num_granted += len(transit.pages)  # the next plan copies them, too
         elif kind == 2:
             first = kv.match(*place) // kv.page_size
             num_pages = (place[1] - 1) // kv.page_size - first
-            expect = rng.choice([kv.expect_on_device, kv.expect_on_device, None])
+            expect = rng.choice([kv.transits.expect_on_device, kv.transits.expect_on_device, None])
             if num_pages <= 0:
                 return
             if expect is None:
-                transit = kv.expect(num_pages)
+                transit = kv.transits.expect(num_pages)
             else:
                 transit = expect(place[0], first, num_pages, prefix.namespace)
             if transit is not None:
@@ -1533,22 +1535,25 @@ class Neighbour:
     def write(self, transit: Transit, prefix: Held | None, first: int) -> None:
         """What comes; without a prefix anything, since it is on its way."""
         size, runner = self.harness.page_size, self.harness.runner
-        for index, page in enumerate(transit.pages or transit.host_pages):
+        is_on_device = transit.place is Place.DEVICE
+        for index, page in enumerate(transit.pages):
             start = (first + index) * size
             cells = [-2] * size if prefix is None else prefix.states[start : start + size]
-            if transit.pages:
+            if is_on_device:
                 runner._cells |= {(page, place): cell for place, cell in enumerate(cells)}
             else:
                 runner._host[page] = cells
             if prefix is not None:
                 names = self.harness.page_namespaces
-                if not transit.pages:
+                if not is_on_device:
                     names = self.harness.host_namespaces
                 names[page] = prefix.namespace
 
     def check_lent(self) -> None:
         size, cells = self.harness.page_size, self.harness.runner._cells
         for transit, prefix in self.lent:
+            if transit.place is Place.HOST:
+                continue
             held = [cells[page, place] for page in transit.pages for place in range(size)]
             assert held == prefix.states[: len(held)], "what is lent has changed"
 
@@ -1556,17 +1561,19 @@ class Neighbour:
         kv, rng = self.harness.scheduler.kv, self.rng
         if self.lent and rng.random() < 0.5:
             self.check_lent()
-            kv.drop(self.lent.pop(rng.randrange(len(self.lent)))[0])
+            kv.transits.drop(self.lent.pop(rng.randrange(len(self.lent)))[0])
         elif self.coming:
             transit, prefix, first = self.coming.pop(rng.randrange(len(self.coming)))
             if rng.random() < 0.2:
                 self.write(transit, None, first)
-                kv.drop(transit)
+                kv.transits.drop(transit)
                 return
-            total = len(transit.pages or transit.host_pages)
+            total = len(transit.pages)
             num_pages = rng.choice([total, total, rng.randint(0, total)])
             self.write(transit, prefix, first)
-            kv.adopt(transit, pack_tokens(prefix.token_ids), first, num_pages, prefix.namespace)
+            kv.transits.adopt(
+                transit, pack_tokens(prefix.token_ids), first, num_pages, prefix.namespace
+            )
             self.num_adopted += num_pages > 0
 
     def end_all(self) -> None:
@@ -1600,8 +1607,8 @@ def run_schedule(
             assert harness.scheduler.cancel(request)
             harness.ended([request])
             disturbed.add(request)
-        elif 0.61 < move < 0.65 and harness.runner.transfers:
-            harness.end_transfer(rng.randrange(len(harness.runner.transfers)))
+        elif 0.61 < move < 0.65 and harness.runner.moves:
+            harness.end_move(rng.randrange(len(harness.runner.moves)))
         elif 0.65 < move < 0.7 and harness.runner.in_flight:
             harness.land(rng.choice([*harness.runner.in_flight]))
         elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:

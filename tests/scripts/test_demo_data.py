@@ -31,7 +31,7 @@ from demo_model.world import (
     words,
 )
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER

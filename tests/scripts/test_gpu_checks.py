@@ -24,7 +24,8 @@ from dummy_config import MODELS, QUANTIZATIONS
 from gpu_checks import LIST, SHOWN, Check, Figure, Machine, Run, read_checks, write_checks
 from support.folders import ROOT
 
-from minisgl.attention.backends import BEST_FIRST
+from minisgl.attention.backends import BACKENDS
+from minisgl.config import best_first
 from minisgl_cli.main import app
 
 H200 = Machine(
@@ -161,10 +162,10 @@ def test_every_kernel_every_backend_and_every_gpu_test_is_in_a_check() -> None:
     kernels = [
         str(path.relative_to(package))
         for path in (package / "kernels").rglob("*.py")
-        if "@triton.jit" in path.read_text() and path.name != "device.py"
+        if "@triton.jit" in path.read_text() and path.name != "inlined.py"
     ]
-    backends = ["flash", "flashinfer", "triton"]
-    wanted = {*kernels, *(f"attention/{name}_backend.py" for name in backends)}
+    backends = ["flash_backend", "flashinfer_backend", "triton_attention"]
+    wanted = {*kernels, *(f"attention/{name}.py" for name in backends)}
     assert wanted - covered == set()
     commands = " ".join(check.command for check in CHECKS)
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
@@ -183,16 +184,21 @@ def has_shown(file: str, generation: str) -> bool:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_auto_takes_no_attention_that_has_not_run_on_hopper(phase: str) -> None:
     """torch is what it falls back to."""
-    files = {"fi": "flashinfer", "trtllm": "flashinfer", "triton": "triton", "fa": "flash"}
-    order = BEST_FIRST[phase]
+    files = {
+        "fi": "flashinfer_backend",
+        "trtllm": "flashinfer_backend",
+        "triton": "triton_attention",
+    }
+    declared = (backend.facts for backend in BACKENDS.values())
+    order = [backend.name for backend in best_first(declared, phase)]
     before = order[: order.index("torch")]
-    assert before and all(has_shown(f"attention/{files[name]}_backend.py", "9") for name in before)
+    assert before and all(has_shown(f"attention/{files[name]}.py", "9") for name in before)
     assert not has_shown("attention/flash_backend.py", "9"), "then fa may come before torch"
 
 
 def test_where_auto_prefers_our_kernels_one_check_has_shown_each() -> None:
     """For what kernels_have_run says of Hopper."""
-    for file in ("linear/stream.py", "linear/burst.py", "linear/fp8/kernel.py"):
+    for file in ("linear/stream_kernel.py", "linear/burst_kernel.py", "linear/fp8/fp8_kernel.py"):
         assert has_shown(f"kernels/{file}", "9")
     assert has_shown("distributed/peers.py", "9")
 

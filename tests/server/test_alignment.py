@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from support.toy_tokenizers import BYTE_TOKENS, TEXTS, byte_level, spelled
 
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
-from minisgl.server.alignment import Alignment
-from minisgl.server.chat_reply import ChatReply
-from minisgl.server.chunked_replies import ChunkedReply
-from minisgl.server.completion_reply import CompletionReply
-from minisgl.server.jobs import GenerationJob
+from minisgl.server.answers.alignment import Alignment
+from minisgl.server.answers.jobs import GenerationJob
+from minisgl.server.apis.openai.chat_reply import ChatReply
+from minisgl.server.apis.openai.chunked_reply import ChunkedReply
+from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.tokenizer import Tokenizer
 
@@ -186,7 +187,8 @@ def test_text_offsets_of_a_completion_point_into_its_text(
     silent = [False] * (len(ids) - ended) + [True] * ended
     if echo:
         # As a text, the prompt is without the special tokens that its encoding has.
-        job.echo = tokenizer.decode(prompt, skip_special_tokens=prompt_is_text or skip)
+        text = tokenizer.decode(prompt, skip_special_tokens=prompt_is_text or skip)
+        job = replace(job, echo=text)
         deltas[0].prompt_logprobs = [*map(scored, prompt[1:])]
         ids = [*prompt, *ids]
         hidden = [not tokenizer.decode([id], skip_special_tokens=True) for id in prompt]

@@ -32,9 +32,10 @@ from support.tls import CERTIFICATE, KEY
 from support.waiting import until
 
 from minisgl.server.app import create_app
-from minisgl.server.bodies import SMALL_BODY_BYTES, BodyBudget
 from minisgl.server.config import ServerConfig
-from minisgl.server.connection import (
+from minisgl.server.engine_state import EngineState
+from minisgl.server.http.bodies import SMALL_BODY_BYTES, BodyBudget
+from minisgl.server.http.connection import (
     BODY_BYTES_PER_SECOND,
     BODY_SECONDS,
     HEAD_SECONDS,
@@ -56,7 +57,6 @@ from minisgl.server.connection import (
     _num_unacknowledged,
     raise_file_limit,
 )
-from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
 
 CHAT = "/v1/chat/completions"

@@ -28,7 +28,7 @@ from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.hosts import Hosts, hosts_of
+from minisgl.server.http.hosts import Hosts, hosts_of
 from minisgl.server.process import Server, ServerProcess, bind, http_settings
 
 CHAT = "/v1/chat/completions"
@@ -187,7 +187,7 @@ async def test_https_serves_whole_and_streamed_answers() -> None:
 async def test_a_plain_text_client_of_an_https_port_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.server.tls_server.HEAD_SECONDS", 0.1)
+    monkeypatch.setattr("minisgl.server.http.tls_server.HEAD_SECONDS", 0.1)
     options = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
     async with client("https://localhost", **options) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)

@@ -26,7 +26,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.fanout import CONSUMERS_PER_TURN, Fanout
 from minisgl.engine.stream import OutputStream
 from minisgl.request import FinishReason, Request, SamplingParams
-from minisgl.server.connection import MAX_UNSENT_BYTES, WANTED_FILES, raise_file_limit
+from minisgl.server.http.connection import MAX_UNSENT_BYTES, WANTED_FILES, raise_file_limit
 from minisgl.text.detokenizer import Detokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -261,7 +261,7 @@ async def one_step(gated: Gated) -> None:
 
 def requests_of(gated: Gated) -> dict[int, Request]:
     """The running and queued requests, by the first token of their prompt."""
-    streams = gated.engine._streams.values()
+    streams = gated.engine._delivery.streams.values()
     return {stream.request.token_ids[0]: stream.request for stream in streams}
 
 
@@ -346,7 +346,7 @@ async def test_1000_concurrent_streams_get_their_own_tokens() -> None:
         asked = [
             asyncio.ensure_future(ask(gated, asking(prompt, num_tokens))) for prompt in prompts
         ]
-        await until(lambda: len(gated.engine._streams) == num_clients)
+        await until(lambda: len(gated.engine._delivery.streams) == num_clients)
         assert len(gated.server.server_state.connections) == num_clients
         gated.runner.open()
         answers = await asyncio.gather(*asked)
@@ -377,7 +377,7 @@ async def test_retraction_under_load_does_not_change_the_answers() -> None:
         prompts = [[3 + n, *range(n % 5)] for n in range(40)]
         gated.runner.close_gate()
         asked = [asyncio.ensure_future(ask(gated, asking(prompt, 60))) for prompt in prompts]
-        await until(lambda: len(gated.engine._streams) == len(prompts))
+        await until(lambda: len(gated.engine._delivery.streams) == len(prompts))
         gated.runner.open()
         answers = await asyncio.gather(*asked)
         assert gated.engine.stats().counters.num_retractions > 0
@@ -425,7 +425,7 @@ async def test_a_seed_gives_the_same_answer_alone_and_under_load() -> None:
 def test_the_open_file_limit_is_raised_where_allowed() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = (
-        "import resource as r; from minisgl.server.connection import raise_file_limit as up;"
+        "import resource as r; from minisgl.server.http.connection import raise_file_limit as up;"
         "low = lambda: r.getrlimit(r.RLIMIT_NOFILE)[0];"
         f"r.setrlimit(r.RLIMIT_NOFILE, (64, {hard})); print(up(), low());"
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 128)); print(up(), low())"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.server.responses_api.ids import item_id, new_response_id, replica_of, response_of
-from minisgl.server.responses_api.store import (
+from minisgl.server.apis.responses.ids import item_id, new_response_id, replica_of, response_of
+from minisgl.server.apis.responses.store import (
     ENTRY_BYTES,
     ITEM_BYTES,
     KEEP_S,

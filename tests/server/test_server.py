@@ -26,11 +26,11 @@ from support.http_server import (
 from support.waiting import until
 
 from minisgl.errors import StepError
+from minisgl.server.answers.delivery import MANY_SCORED, MAX_TURN_S
 from minisgl.server.app import create_app
-from minisgl.server.bodies import MAX_BODY_BYTES
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.responses import MANY_SCORED, MAX_TURN_S
+from minisgl.server.http.bodies import MAX_BODY_BYTES
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.serving import Served, served
 
-from minisgl.server.bodies import MAX_BODY_BYTES, MAX_VALUES
+from minisgl.server.http.bodies import MAX_BODY_BYTES, MAX_VALUES
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}

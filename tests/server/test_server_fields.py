@@ -259,7 +259,9 @@ def test_temperature_0_is_greedy_and_2_is_not(
     assert tokens_of(client, temperature=None) == tokens_of(client) == likeliest
 
 
-@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1}])
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0}, {"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1}, {"top_n_sigma": 1e-6}]
+)
 def test_filters_that_keep_only_the_likeliest_token_are_greedy(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
@@ -268,7 +270,10 @@ def test_filters_that_keep_only_the_likeliest_token_are_greedy(
         assert found == reference(temperature=0)
 
 
-@pytest.mark.parametrize("fields", [{"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0}, {"top_n_sigma": -1}],
+)
 def test_filters_that_keep_every_token_change_nothing(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
@@ -802,6 +807,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": -0.1}, "min_p"),
     ({"min_p": 1.1}, "min_p"),
+    ({"top_n_sigma": -1.1}, "top_n_sigma"),
+    ({"top_n_sigma": "1"}, "top_n_sigma"),
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"presence_penalty": -2.1}, "presence_penalty"),
     ({"frequency_penalty": 2.1}, "frequency_penalty"),

@@ -10,7 +10,7 @@ import pytest
 from support.scripted_engine import ScriptedEngine, qwen
 from support.serving import Served, served
 
-from minisgl.server.messages import IMAGE_TEXT
+from minisgl.server.requests.chat_messages import IMAGE_TEXT
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DATA = "data:image/png;base64,AA=="

@@ -16,18 +16,18 @@ from support.fake_engine import FakeEngine
 from support.serving import Served, served
 
 from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.server.bodies import MAX_VALUES
-from minisgl.server.decoding import MAX_COMMAS, decode
-from minisgl.server.jobs import MAX_SCORES
-from minisgl.server.messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
-from minisgl.server.protocol import (
+from minisgl.server.answers.jobs import MAX_SCORES
+from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.http.bodies import MAX_VALUES
+from minisgl.server.http.decoding import MAX_COMMAS, decode
+from minisgl.server.requests.chat_messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
+from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    StrictChatRequest,
     TokenizeRequest,
 )
-from minisgl.server.responses_api.protocol import ResponsesRequest
+from minisgl.server.requests.templating import template_messages
 
 MAX_SEQ_LEN = 1000
 # A search that backtracks takes minutes, and what is done here some milliseconds.
@@ -78,7 +78,7 @@ QUOTING: list[dict[str, Any]] = [
 def test_error_messages_for_huge_values_take_constant_time(body: dict[str, Any]) -> None:
     started = time.thread_time()
     with pytest.raises(CallerError) as caught:
-        decode(json.dumps(body).encode(), StrictChatRequest)
+        decode(json.dumps(body).encode(), ChatRequest, strict=True)
     assert time.thread_time() - started < GENEROUS_SECONDS
     assert len(str(caught.value)) < 2000
     assert len(caught.value.param or "") < 1000
@@ -212,7 +212,7 @@ def test_the_longest_allowed_conversations_are_accepted() -> None:
     content = [{"type": "text", "text": "a"}]
     body = {"messages": [message(content=content * (MAX_PARTS // MAX_MESSAGES))] * MAX_MESSAGES}
     decoded = decode(json.dumps(body).encode(), ChatRequest)
-    assert len(decoded.template_messages()) == MAX_MESSAGES
+    assert len(template_messages(decoded)) == MAX_MESSAGES
 
 
 def test_the_number_of_template_options_is_limited(http: httpx.Client) -> None:

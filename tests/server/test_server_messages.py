@@ -32,11 +32,11 @@ from support.serving import Served, served
 from support.tool_cases import ODD_ARGUMENTS, hermes
 from support.waiting import until
 
+from minisgl.server.apis.messages.reply import RAW_INPUT, SIGNATURE
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.hosts import Hosts
-from minisgl.server.messages_api.reply import RAW_INPUT, SIGNATURE
+from minisgl.server.http.hosts import Hosts
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

@@ -28,14 +28,13 @@ from support.waiting import LIMIT_S
 from minisgl.engine import AsyncEngine
 from minisgl.models.config_reader import CONFIG_FILE
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.server import schemas
+from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.constraints import ConstraintFields
 from minisgl.server.engine_state import EngineState
-from minisgl.server.messages_api.schemas import MessagesError
+from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.openapi import describe
-from minisgl.server.protocol import SAMPLER_DETAILS
+from minisgl.server.requests.request_types import SAMPLER_DETAILS
 
 JSON = "application/json"
 MAX_SEQ_LEN = 64
@@ -212,8 +211,13 @@ def test_answers_equal_their_declared_types(
         chat |= {"logprobs": True, "top_logprobs": 2}
         text |= {"logprobs": 2}
     cases: list[tuple[str, dict[str, Any], Any, Any]] = [
-        ("/v1/chat/completions", chat, schemas.ChatCompletion, schemas.ChatCompletionChunk),
-        ("/v1/completions", text, schemas.Completion, schemas.CompletionChunk),
+        (
+            "/v1/chat/completions",
+            chat,
+            answer_types.ChatCompletion,
+            answer_types.ChatCompletionChunk,
+        ),
+        ("/v1/completions", text, answer_types.Completion, answer_types.CompletionChunk),
     ]
     for body in (chat, text):
         body["return_token_ids"] = scored
@@ -233,13 +237,13 @@ def test_answers_equal_their_declared_types(
 def test_models_health_version_and_token_answers_equal_their_declared_types(
     http: httpx.Client,
 ) -> None:
-    check_shape(http.get("/v1/models").content, schemas.ModelList)
-    check_shape(http.get("/v1/models/demo").content, schemas.Model)
-    check_shape(http.get("/health").content, schemas.Health)
-    check_shape(http.get("/version").content, schemas.Version)
-    check_shape(http.get("/v1/models/x").content, schemas.Error)
-    check_shape(http.post("/tokenize", json={"prompt": "a"}).content, schemas.Tokens)
-    check_shape(http.post("/detokenize", json={"tokens": [5]}).content, schemas.Text)
+    check_shape(http.get("/v1/models").content, answer_types.ModelList)
+    check_shape(http.get("/v1/models/demo").content, answer_types.Model)
+    check_shape(http.get("/health").content, answer_types.Health)
+    check_shape(http.get("/version").content, answer_types.Version)
+    check_shape(http.get("/v1/models/x").content, Error)
+    check_shape(http.post("/tokenize", json={"prompt": "a"}).content, answer_types.Tokens)
+    check_shape(http.post("/detokenize", json={"tokens": [5]}).content, answer_types.Text)
 
 
 def check_shape(body: bytes, type: Any) -> None:
@@ -308,7 +312,11 @@ LAST_EVENTS = {
     "/v1/messages": 'event: message_stop\ndata: {"type":"message_stop"}',
     "/v1/responses": "event: response.",
 }
-CONSTRAINTS = [name for name in ConstraintFields.__dict__ if not name.startswith("_")]
+CONSTRAINTS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_json_object"),
+    *("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
+    *("regex", "ebnf", "grammar", "json_schema", "structural_tag"),
+)
 
 
 def sharpened() -> dict[str, Any]:
@@ -458,7 +466,7 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
         response = client.post(path, content=body.encode(), headers={"content-type": JSON})
         assert response.status_code in (200, 400, 404)
         if response.status_code != 200:
-            check_shape(response.content, MessagesError if "/messages" in path else schemas.Error)
+            check_shape(response.content, MessagesError if "/messages" in path else Error)
 
     with demo.http() as client:
         check()
@@ -473,7 +481,7 @@ def test_any_bytes_as_a_body_give_an_answer_or_a_4xx() -> None:
     def check(body: bytes, type: str) -> None:
         response = client.post("/v1/completions", content=body, headers={"content-type": type})
         assert response.status_code == 400
-        check_shape(response.content, schemas.Error)
+        check_shape(response.content, Error)
 
     with served(start) as found, found.http() as client:
         check()

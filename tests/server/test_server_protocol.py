@@ -12,22 +12,21 @@ from support.fake_engine import FakeDefaults, FakeTokenizer
 from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
-from minisgl.server.chat_reply import ChatReply
-from minisgl.server.chunked_replies import ChunkedReply
-from minisgl.server.completion_reply import CompletionReply
+from minisgl.server.answers.jobs import MAX_SCORES, GenerationJob, fitted, for_choice, scored_room
+from minisgl.server.apis.openai.answer_types import ChatCompletionChunk, CompletionChunk
+from minisgl.server.apis.openai.chat_reply import ChatReply
+from minisgl.server.apis.openai.chunked_reply import ChunkedReply
+from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.config import ServerConfig
-from minisgl.server.decoding import decode
-from minisgl.server.encoding import event
-from minisgl.server.jobs import MAX_SCORES, GenerationJob, fitted, for_choice, scored_room
+from minisgl.server.http.decoding import decode
+from minisgl.server.http.encoding import event
 from minisgl.server.process import ServerProcess
-from minisgl.server.protocol import (
+from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    StrictChatRequest,
-    StrictCompletionRequest,
 )
-from minisgl.server.schemas import ChatCompletionChunk, CompletionChunk
+from minisgl.server.requests.templating import template_messages, template_options
 from minisgl.text.rendering import encode_call
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -175,7 +174,7 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
 )
 def test_error_messages_are_plain_sentences(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(body, StrictCompletionRequest)
+        decode(body, CompletionRequest, strict=True)
     assert str(caught.value) == message
 
 
@@ -231,7 +230,7 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
     options = {"a": 2.0, "b": [3.0]}
     answer = chat(max_completion_tokens=5.0, top_logprobs=1.0, logprobs=True, logit_bias={"1": 2.0})
     assert answer.sampling(FakeDefaults()).max_tokens == 5
-    kept = encode_call(chat(n=1.0, chat_template_kwargs=options).template_options())
+    kept = encode_call(template_options(chat(n=1.0, chat_template_kwargs=options)))
     assert str(json.loads(kept)) == str(options)  # they are not ours to change
     assert decode(b'{"tokens": [5.0, 6, 1e1]}', DetokenizeRequest).tokens == [5, 6, 10]
 
@@ -253,7 +252,9 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
 )
 def test_an_error_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(json.dumps({"prompt": "a", **fields}).encode(), StrictCompletionRequest).prompts()
+        decode(
+            json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest, strict=True
+        ).prompts()
     assert caught.value.param == param
 
 
@@ -291,7 +292,7 @@ def test_the_refusal_of_an_assistant_message_is_its_text() -> None:
         {"role": "assistant", "content": parts},
         {"role": "assistant", "content": "I cannot.", "refusal": None},
     ):
-        assert chat(messages=[message]).template_messages() == [
+        assert template_messages(chat(messages=[message])) == [
             {"role": "assistant", "content": "I cannot."}
         ]
     for message, param in (
@@ -299,7 +300,7 @@ def test_the_refusal_of_an_assistant_message_is_its_text() -> None:
         ({"role": "user", "content": parts}, "messages.0.content.1.type"),
     ):
         with pytest.raises(InvalidRequestError, match="only allowed in") as caught:
-            chat(messages=[message]).template_messages()
+            template_messages(chat(messages=[message]))
         assert caught.value.param == param
 
 
@@ -333,9 +334,9 @@ def test_unknown_fields_are_refused_only_when_strict() -> None:
     body = json.dumps({"messages": HELLO, "colour": "red", "user": "me", "store": True}).encode()
     decode(body, ChatRequest)
     with pytest.raises(InvalidRequestError) as caught:
-        decode(body, StrictChatRequest)
+        decode(body, ChatRequest, strict=True)
     assert caught.value.param == "colour"
-    decode(body.replace(b'"colour": "red", ', b""), StrictChatRequest)
+    decode(body.replace(b'"colour": "red", ', b""), ChatRequest, strict=True)
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -408,7 +409,7 @@ def test_messages_are_converted_for_the_template() -> None:
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
     ]
-    assert chat(messages=messages).template_messages() == [
+    assert template_messages(chat(messages=messages)) == [
         {"role": "developer", "content": "be brief", "name": "boss"},
         {"role": "user", "content": "onetwo"},
         {"role": "assistant", "content": ""},
@@ -428,17 +429,17 @@ def test_content_that_is_not_text_is_refused_by_name(
     messages: list[dict[str, Any]], param: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(messages=messages).template_messages()
+        template_messages(chat(messages=messages))
     assert caught.value.param == param
 
 
 def test_template_options_are_collected_from_the_request() -> None:
-    assert chat().template_options() == {}
+    assert template_options(chat()) == {}
     asked = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
-    rendered = json.loads(encode_call(asked.template_options()))
+    rendered = json.loads(encode_call(template_options(asked)))
     assert rendered == {"reasoning_effort": "low", "enable_thinking": False}
     with pytest.raises(InvalidRequestError) as caught:
-        chat(chat_template_kwargs={"messages": []}).template_options()
+        template_options(chat(chat_template_kwargs={"messages": []}))
     assert caught.value.param == "chat_template_kwargs"
 
 

@@ -24,7 +24,7 @@ from support.serving import Served, served
 from support.tool_cases import ODD_ARGUMENTS, hermes
 from support.waiting import until
 
-from minisgl.server.bodies import MAX_BODY_BYTES
+from minisgl.server.http.bodies import MAX_BODY_BYTES
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {

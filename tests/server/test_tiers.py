@@ -128,7 +128,7 @@ async def test_usage_metrics_and_the_log_say_what_came_from_disk_after_a_restart
         }
         assert samples["minisgl_tier_hit_tokens_total", "disk"] == 2 * 56
         assert samples["minisgl_tier_hit_tokens_total", "device"] == 0
-        num_written, num_read = gated.runner.num_transferred
+        num_written, num_read = gated.runner.num_moved
         for direction, count in (("write", num_written), ("read", num_read)):
             assert samples["minisgl_tier_copied_bytes_total", direction] == 1000 * count
             assert samples["minisgl_tier_copy_seconds_total", direction] == count / 1000

@@ -1,7 +1,8 @@
 """Paged caches at random, hostile on purpose, and what a backend makes of them.
 
 Pages are scattered, what no sequence wrote is NaN, and the undefined columns of a page table point
-outside the cache. TorchAttention on the same device is the reference.
+outside the cache. So is what lies before a window, and so do the entries of its pages.
+TorchAttention on the same device is the reference.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from support.layer_cases import EPS, assert_rounded_alike
 from support.paged import UNDEFINED_PAGE
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, LayerKV, PrefillBatch
+from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, PrefillBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.slots.state import slot_mapping_of
+from minisgl.kernels.slots.slot_state import slot_mapping_of
 from minisgl.layers.rope import RotaryEmbedding
 
 E4M3_NAN = 0x7F
@@ -40,6 +42,10 @@ class Shape:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     kv_scales: KVScales | None = None  # of a cache in FP8; None: it is in `dtype`
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    value_dim: int | None = None  # None: head_dim
 
     @property
     def spec(self) -> AttentionSpec:
@@ -49,7 +55,17 @@ class Shape:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=2 * self.head_dim**-0.5,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.has_sinks,
         )
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Some weigh more than all keys, and others hardly anything."""
+        if not self.has_sinks:
+            return None
+        return torch.linspace(-5, 15, self.num_kv_heads * self.group, device=self.device)
 
     def queries(self, num_rows: int) -> Tensor:
         """A part of a wider tensor, as of one projection to q, k and v."""
@@ -71,30 +87,39 @@ class Shape:
         return NormRope(table, weights[0], weights[1], EPS)
 
 
-def paged_cache(shape: Shape, lengths: Sequence[int], seed: int = 0) -> tuple[LayerKV, Tensor]:
-    """The cache of sequences this long, and their page table."""
+def paged_cache(
+    shape: Shape, lengths: Sequence[int], seed: int = 0, starts: Sequence[int] | None = None
+) -> tuple[PagedKV, Tensor]:
+    """The cache of sequences this long, and their page table. starts: the position of the first
+    query of each, by default its last token."""
     torch.manual_seed(seed)
+    if starts is None:
+        starts = [max(0, length - 1) for length in lengths]
+    unseen = [start + 1 - shape.spec.num_visible(start + 1) for start in starts]
     counts = [-(-length // shape.page_size) for length in lengths]
     num_pages = sum(counts) + 3
     free = random.Random(seed).sample(range(1, num_pages), sum(counts))
     table = torch.full((len(lengths), max(counts) + 2), UNDEFINED_PAGE, dtype=torch.int32)
     written = torch.zeros(num_pages, shape.page_size, dtype=torch.bool)
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+    for row, (length, count, first) in enumerate(zip(lengths, counts, unseen, strict=True)):
         pages = [free.pop() for _ in range(count)]
         table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+        table[row, : first // shape.page_size] = UNDEFINED_PAGE
         slots = torch.zeros(count * shape.page_size, dtype=torch.bool)
-        slots[:length] = True
+        slots[first:length] = True
         written[pages] = slots.view(count, shape.page_size)
-    size = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    size = (num_pages, shape.page_size, shape.num_kv_heads)
     unwritten = ~written[:, :, None, None].to(shape.device)
     k, v = (
-        torch.randn(size, device=shape.device).to(shape.dtype).masked_fill_(unwritten, torch.nan)
-        for _ in range(2)
+        torch.randn((*size, width), device=shape.device)
+        .to(shape.dtype)
+        .masked_fill_(unwritten, torch.nan)
+        for width in (shape.head_dim, shape.value_dim or shape.head_dim)
     )
     if shape.kv_scales is None:
-        return LayerKV(k, v), table.to(shape.device)
+        return PagedKV(k, v), table.to(shape.device)
     scales = shape.kv_scales
-    kv = LayerKV(reference.to_stored(k, scales.k), reference.to_stored(v, scales.v), scales)
+    kv = PagedKV(reference.to_stored(k, scales.k), reference.to_stored(v, scales.v), scales)
     return kv, table.to(shape.device)
 
 
@@ -105,8 +130,9 @@ def check_decode(
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
     rows = DecodeBatch(table, on_device, max(lengths))
     q = shape.queries(len(lengths))
-    out = backend.decode(q, kv, rows, shape.spec)
-    assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.spec), shape)
+    out = backend.decode(q, kv, rows, shape.spec, shape.sinks)
+    expected = TorchAttention().decode(*in_float32(q, kv), rows, shape.spec, shape.sinks)
+    assert_close(out, expected, shape)
     return out
 
 
@@ -121,21 +147,22 @@ def check_decode_qkv(
     qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
     forget_own(kv, rows)
     expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
-    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
     assert_close(out, expected, shape)
     assert_stored(kv, expected_kv, rows)
-    assert torch.equal(backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec), out)
+    again = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
+    assert torch.equal(again, out)
     assert_stored(kv, expected_kv, rows)
 
 
-def own_places(kv: LayerKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
+def own_places(kv: PagedKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
     """The non-empty rows; position and cache location of each one's own token."""
     live = rows.lengths.nonzero().flatten()
     positions = rows.lengths[live].long() - 1
     return live, positions, slot_mapping_of(rows.page_table, live, positions, kv.page_size)
 
 
-def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
+def forget_own(kv: PagedKV, rows: DecodeBatch) -> None:
     for cache in (kv.k, kv.v):
         slots = cache.flatten(0, 1)
         own = own_places(kv, rows)[2]
@@ -146,8 +173,8 @@ def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
 
 
 def turned_and_attended(
-    qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, shape: Shape
-) -> tuple[Tensor, LayerKV]:
+    qkv: Tensor, kv: PagedKV, rows: DecodeBatch, norm_rope: NormRope, shape: Shape
+) -> tuple[Tensor, PagedKV]:
     """Expected result of a fused decode, in float32, and the expected cache."""
     live, positions, slots = own_places(kv, rows)
     kv = replace(kv, k=kv.k.clone(), v=kv.v.clone())
@@ -156,11 +183,11 @@ def turned_and_attended(
     )
     live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
     out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
-    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec)
+    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec, shape.sinks)
     return out, kv
 
 
-def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
+def assert_stored(kv: PagedKV, expected: PagedKV, rows: DecodeBatch) -> None:
     """Own keys are equal up to rounding; all else is bitwise equal, NaN included."""
     slots = own_places(kv, rows)[2]
     own_keys, expected_keys = (cache.flatten(0, 1) for cache in (kv.k, expected.k))
@@ -178,12 +205,13 @@ def check_prefill(
     backend: AttentionBackend, shape: Shape, chunks: Sequence[tuple[int, int]], seed: int = 0
 ) -> Tensor:
     """chunks: (cached tokens, new tokens) of each."""
-    kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed)
     starts, lengths = zip(*chunks, strict=True)
+    kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed, starts)
     rows = PrefillBatch.of(table, starts, lengths)
     q = shape.queries(rows.num_rows)
-    out = backend.prefill(q, kv, rows, shape.spec)
-    assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec), shape)
+    out = backend.prefill(q, kv, rows, shape.spec, shape.sinks)
+    expected = TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec, shape.sinks)
+    assert_close(out, expected, shape)
     return out
 
 
@@ -201,7 +229,7 @@ def in_half(cache: Tensor) -> Tensor:
     return cache.half() if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def in_float32(q: Tensor, kv: LayerKV) -> tuple[Tensor, LayerKV]:
+def in_float32(q: Tensor, kv: PagedKV) -> tuple[Tensor, PagedKV]:
     return q.float(), replace(kv, k=kv.k.float(), v=kv.v.float())
 
 

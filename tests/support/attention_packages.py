@@ -6,15 +6,16 @@ pages, block tables, lengths.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from minisgl.attention import flashinfer_backend
 
 SCALE = 0.3
 
@@ -335,7 +336,7 @@ FLASH = {
 
 
 @pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def packages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Installs substitutes: flashinfer always, and the named generations of flash-attn."""
     absent = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
     for name in absent:
@@ -349,9 +350,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module("flashinfer", decode=decode, **wrappers))
     monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
-    monkeypatch.delitem(sys.modules, "minisgl.attention.flashinfer_backend", raising=False)
-    adapter = importlib.import_module("minisgl.attention.flashinfer_backend")
-    monkeypatch.setattr(adapter, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(DecodeWrapper, "made", [])
     monkeypatch.setattr(PrefillWrapper, "made", [])
 
@@ -364,5 +363,4 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
                 sys.modules["flash_attn"] = module("flash_attn", __path__=[])
             sys.modules[name] = make()
 
-    yield install
-    sys.modules.pop("minisgl.attention.flashinfer_backend", None)
+    return install

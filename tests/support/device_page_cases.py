@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -16,14 +17,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from minisgl.device.copy_lanes import CopyLane, Mark, copy_lane
+from minisgl.device.lanes import Lanes
+from minisgl.distributed.addresses import Address
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.kvcache.store import Transfer, Way
-from minisgl.runner import device_pages
-from minisgl.runner.copy_lanes import CopyLane, Mark, copy_lane
-from minisgl.runner.device_pages import DevicePages, Window
-from minisgl.runner.lanes import Lanes
-from minisgl.runner.page_exchange import PageExchange
-from minisgl.runner.page_wire import Address
+from minisgl.kvcache.moves import Move, Place
+from minisgl.tiers.carriers import device_pages
+from minisgl.tiers.carriers.device_pages import DevicePages
+from minisgl.tiers.carriers.socket_pages import SocketPages
+from minisgl.tiers.peers.page_exchange import PageExchange
 
 CPU = torch.device("cpu")
 NUM_PAGES = 40
@@ -63,10 +65,17 @@ class DeviceRank:
         self.ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         planes, lanes = Planes.of(self.planes), Lanes(device)
         lanes.synchronize()
-        with patch.object(device_pages, "PIECE_BYTES", part_pages * planes.page_bytes):
+        with patch.object(device_pages, "PART_BYTES", part_pages * planes.page_bytes):
             self.device = DevicePages(planes, lanes, make_lane)
         self.exchange = PageExchange(
-            Address(path=address), b"", 0, lambda _: [], lanes.enter_thread, None, self.device
+            Address(path=address),
+            b"",
+            0,
+            planes.page_bytes,
+            lambda _: [],
+            lanes.enter_thread,
+            [SocketPages()],
+            [self.device],
         )
 
     @property
@@ -74,15 +83,17 @@ class DeviceRank:
         return str(self.exchange.address)
 
     def send(self, id: int, pages: Sequence[int], name: bytes, after: Sequence[Mark] = ()) -> None:
-        self.queue(Transfer(id, Way.SEND, (), (), name, (), tuple(pages)), after)
+        self.start(Move(id, Place.DEVICE, Place.ENGINE, tuple(pages), name=name), after)
 
     def receive(
         self, id: int, peer: str, pages: Sequence[int], name: bytes, after: Sequence[Mark] = ()
     ) -> None:
-        self.queue(Transfer(id, Way.RECEIVE, (), (), name, (peer,), tuple(pages)), after)
+        self.start(
+            Move(id, Place.ENGINE, Place.DEVICE, tuple(pages), name=name, peers=(peer,)), after
+        )
 
-    def queue(self, transfer: Transfer, after: Sequence[Mark] = ()) -> None:
-        self.exchange.queue(transfer, after, lambda *end: self.ends.put(end))
+    def start(self, move: Move, after: Sequence[Mark] = ()) -> None:
+        self.exchange.start(move, after, lambda *end: self.ends.put(end))
 
     def end(self) -> tuple[int, int]:
         return self.ends.get()
@@ -103,7 +114,7 @@ class DeviceRank:
 
     def close(self) -> None:
         self.exchange.close()
-        assert self.ends.empty(), "a transfer ended twice"
+        assert self.ends.empty(), "a move ended twice"
 
 
 def as_bytes(plane: Tensor) -> Tensor:
@@ -115,7 +126,7 @@ def some_pages(count: int, seed: int) -> list[int]:
 
 
 def check_transfers(sender: DeviceRank, receiver: DeviceRank, counts: Sequence[int]) -> None:
-    """So many pages arrive, one transfer after the other, bit by bit in their places.
+    """So many pages arrive, one move after the other, bit by bit in their places.
 
     sender: with seed 1.
     """
@@ -160,7 +171,7 @@ def check_between_processes(
 def _send_what_is_asked(
     address: str, case: str, part_pages: int, device: torch.device, asked: Connection
 ) -> None:
-    """The sender, with seed 1, as a process: tells its address, then the end of each transfer."""
+    """The sender, with seed 1, as a process: tells its address, then the end of each move."""
     with closing(DeviceRank(address, case, 1, device, part_pages=part_pages)) as rank:
         asked.send(rank.address)
         for id, pages, name in iter(asked.recv, None):
@@ -171,7 +182,7 @@ def _send_what_is_asked(
 def _check_receiving(
     address: str, case: str, part_pages: int, device: torch.device, sender: Connection, pid: int
 ) -> None:
-    """Receive from `_send_what_is_asked`, and kill it in the middle of a transfer.
+    """Receive from `_send_what_is_asked`, and kill it in the middle of a move.
 
     What has not been confirmed does not count, and this process goes on with what it has mapped.
     """
@@ -187,23 +198,25 @@ def _check_receiving(
             rank.expect(1, pages, targets)
             rank.reset()
 
-        take, windows = rank.device.take, list[Window]()
+        fetch, fetched = rank.device.fetch, list[tuple[socket.socket, str, bytes]]()
 
-        def take_and_kill(address: str, window: Window, pages: Sequence[int]) -> None:
-            take(address, window, pages)
-            windows.append(window)
-            if len(windows) == 2:
+        def fetch_and_kill(
+            peer: socket.socket, address: str, description: bytes, pages: Sequence[int]
+        ) -> None:
+            fetch(peer, address, description, pages)
+            fetched.append((peer, address, description))
+            if len(fetched) == 2:
                 os.kill(pid, signal.SIGKILL)
 
         pages, targets = some_pages(3 * part_pages, 8), some_pages(3 * part_pages, 9)
         sender.send((4, pages, b"4"))
-        with patch.object(rank.device, "take", take_and_kill):
+        with patch.object(rank.device, "fetch", fetch_and_kill):
             rank.receive(4, peer, targets, b"4")
             assert rank.end() == (4, part_pages)
-        assert len(windows) == 2
+        assert len(fetched) == 2
         done = 2 * part_pages
         rank.expect(1, pages[:done], targets[:done])
-        take(peer, windows[0], targets[:1])  # nobody has it any more but this process
+        fetch(*fetched[0], targets[:1])  # only this process has that memory now
         rank.reset()
         rank.send(5, [3, 1, 2], b"5")
         rank.receive(6, rank.address, [7, 8, 9], b"5")

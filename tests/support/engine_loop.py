@@ -56,8 +56,9 @@ class ScriptedRunner(FakeRunner):
 
 
 def loaded(
-    runner: ScriptedRunner, *, overlap: bool, tokenizer: bool, **options: Any
+    runner: ScriptedRunner, *, overlap: bool, tokenizer: bool | Tokenizer, **options: Any
 ) -> Loaded[Any]:
+    """tokenizer: another one than the demo model's, or whether there is one."""
     facts = read_model_config(DEMO_FOLDER).facts()
     if not tokenizer:  # then nothing has more ids than the runner
         facts = replace(facts, vocab_size=VOCAB)
@@ -68,7 +69,7 @@ def loaded(
         config,
         Capacity.of(config, config.num_pages),
         facts,
-        Tokenizer.load(DEMO_FOLDER) if tokenizer else None,
+        Tokenizer.load(DEMO_FOLDER) if tokenizer is True else tokenizer or None,
         GenerationDefaults(frozenset({EOS})),
         "fake",
     )
@@ -76,12 +77,16 @@ def loaded(
 
 @asynccontextmanager
 async def engine_on(
-    runner: ScriptedRunner, *, overlap: bool = True, tokenizer: bool = False, **options: Any
+    runner: ScriptedRunner,
+    *,
+    overlap: bool = True,
+    tokenizer: bool | Tokenizer = False,
+    **options: Any,
 ) -> AsyncIterator[AsyncEngine]:
     async with AsyncEngine(
         loaded(runner, overlap=overlap, tokenizer=tokenizer, **options)
     ) as engine:
-        engine._masks._clock = lambda: (
+        engine._steps._masks._clock = lambda: (
             0.0
         )  # no matcher is slow, whatever the garbage collector does
         yield engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels.moe import launch
 from minisgl.kernels.moe import reference as experts
-from minisgl.kernels.moe.config import choose_tiles
+from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, tuning_of
@@ -87,7 +87,7 @@ def check_nan(
     assert shares[1:].isnan().all()
     wanted = experts.fused_experts(x[:1], weights, chosen[:1], shares[:1])
     for how in ways(num_rows, weights, routing):
-        out, _ = launch.fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
+        out, _ = fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
 
@@ -114,15 +114,15 @@ def check_mix(
     wanted = experts.fused_experts(x, weights, *experts.topk_softmax(logits, routing))
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
-        out, squares = launch.fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
+        out, squares = fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
         # A row's sum is the same alone, bit for bit.
-        alone, _ = launch.fused_experts(x[:1], logits[:1], weights, routing, tiles=how, pdl=pdl)
+        alone, _ = fused_experts(x[:1], logits[:1], weights, routing, tiles=how, pdl=pdl)
         assert torch.equal(alone, out[:1])
 
         rows = stream.clone()
-        added, squares = launch.fused_experts(x, logits, weights, routing, rows, tiles=how, pdl=pdl)
+        added, squares = fused_experts(x, logits, weights, routing, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

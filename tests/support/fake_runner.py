@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minisgl.distributed.addresses import Listening
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
-from minisgl.kvcache.store import Transfer, Way
+from minisgl.kvcache.moves import Move, Place
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
@@ -115,9 +116,9 @@ class FakeRunner:
         self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
         self.num_copied = [0, 0]  # pages that were offloaded, and loaded
         self.disk = FakeDisk()
-        self.transfers: list[tuple[Transfer, Callable[[int, int], None]]] = []  # under way
-        self.holds_transfers = False  # until `end_transfer`
-        self.num_transferred = [0, 0]  # pages that were written, and read
+        self.moves: list[tuple[Move, Callable[[int, int], None]]] = []  # under way
+        self.holds_moves = False  # until `end_move`
+        self.num_moved = [0, 0]  # pages that were written, and read
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -233,22 +234,20 @@ class FakeRunner:
             self.land(load.id)
             yield load.id
 
-    def transfer(self, transfers: Sequence[Transfer], done: Callable[[int, int], None]) -> None:
-        self.transfers += [(transfer, done) for transfer in transfers]
-        while self.transfers and not self.holds_transfers:
-            self.end_transfer()
+    def move(self, moves: Sequence[Move], done: Callable[[int, int], None]) -> None:
+        self.moves += [(move, done) for move in moves]
+        while self.moves and not self.holds_moves:
+            self.end_move()
 
-    shares_device = False
+    def listen(self, address: str, token: bytes) -> Listening:
+        return Listening((f"{address}.0",))
 
-    def listen(self, address: str, token: bytes) -> Sequence[str]:
-        return (f"{address}.0",)
-
-    def end_transfer(self, index: int = 0) -> None:
-        """Do a transfer that is under way."""
-        transfer, done = self.transfers.pop(index)
+    def end_move(self, index: int = 0) -> None:
+        """Do a move that is under way."""
+        move, done = self.moves.pop(index)
         num_pages = 0
-        for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
-            if transfer.way is Way.WRITE:
+        for key, host_page in zip(move.keys, move.pages, strict=True):
+            if move.target is Place.DISK:
                 self.disk.pages[key] = self._host[host_page]
                 self.disk.forgotten.discard(key)
             elif key not in self.disk.pages:
@@ -256,16 +255,13 @@ class FakeRunner:
             else:
                 self._host[host_page] = self.disk.pages[key]
             num_pages += 1
-        self.num_transferred[transfer.way is Way.READ] += num_pages
-        done(transfer.id, num_pages)
+        self.num_moved[move.source is Place.DISK] += num_pages
+        done(move.id, num_pages)
 
     def traffic(self) -> HostTraffic:
         """A page has 1,000 bytes, and takes a millisecond."""
         return HostTraffic(
-            *(
-                Traffic(num, 1000 * num, num / 1000)
-                for num in (*self.num_copied, *self.num_transferred)
-            )
+            *(Traffic(num, 1000 * num, num / 1000) for num in (*self.num_copied, *self.num_moved))
         )
 
     def may_compile(self) -> bool:

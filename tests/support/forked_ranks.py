@@ -14,8 +14,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from unittest import mock
 
-from minisgl.runner.parallel.channel import RankEnd
-from minisgl.runner.parallel.worker import RankSpec, run_rank
+from minisgl.ranks.processes.channel import RankEnd
+from minisgl.ranks.processes.worker import RankSpec, run_rank
 
 
 def fork_server() -> ForkServerContext:
@@ -32,7 +32,7 @@ def forked_ranks() -> Iterator[None]:
     context = fork_server()  # before the launcher blocks signals
     with (
         mock.patch("multiprocessing.get_context", return_value=context),
-        mock.patch("minisgl.runner.parallel.launcher.run_spawned_rank", run_forked_rank),
+        mock.patch("minisgl.ranks.processes.launcher.run_spawned_rank", run_forked_rank),
     ):
         yield
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernels.fp8_rows import Fp8Rows
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.rows import Fp8Rows
 
 E4M3 = torch.float8_e4m3fn
 

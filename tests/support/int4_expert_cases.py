@@ -6,9 +6,9 @@ import torch
 from support.expert_cases import random_logits
 
 from minisgl.kernels.linear.quantized import Int4Weights, pack_int4
-from minisgl.kernels.moe.int4 import launch
-from minisgl.kernels.moe.int4.config import choose_tiles
-from minisgl.kernels.moe.quantized import Int4Experts
+from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
+from minisgl.kernels.moe.int4_experts import fused_experts
+from minisgl.kernels.moe.quantized_experts import Int4Experts
 from minisgl.kernels.moe.reference import Routing
 from minisgl.kernels.tuning import tuning_of
 
@@ -62,17 +62,17 @@ def check(
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     wanted = experts(x, logits, routing)
     for rows_of_tiles in (num_rows, 5000):
-        how = choose_tiles(rows_of_tiles, experts, routing, dtype, tuning_of(device))
-        out, squares = launch.fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)
+        how = choose_int4_tiles(rows_of_tiles, experts, routing, dtype, tuning_of(device))
+        out, squares = fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)
         assert float(error.max()) <= TOLERANCES[dtype], (how, float(error.max()))
         if num_rows > 1:
-            alone, _ = launch.fused_experts(x[:1], logits[:1], experts, routing, tiles=how, pdl=pdl)
+            alone, _ = fused_experts(x[:1], logits[:1], experts, routing, tiles=how, pdl=pdl)
             assert torch.equal(alone, out[:1])
 
         rows = stream.clone()
-        added, squares = launch.fused_experts(x, logits, experts, routing, rows, tiles=how, pdl=pdl)
+        added, squares = fused_experts(x, logits, experts, routing, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

@@ -12,7 +12,7 @@ import pytest
 import minisgl.kernels
 
 # Prefetches in inline PTX, and computes nothing.
-FOR_GPUS = {"minisgl.kernels.linear.device.fetch"}
+FOR_GPUS = {"minisgl.kernels.linear.gemm_parts.fetch"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -153,7 +153,7 @@ def norm_weight(size: int, dtype: torch.dtype, generator: torch.Generator) -> Te
 
 def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copies on the device, complete: the kernels take some of their inputs for older than the
-    launch before (launch.py)."""
+    launch before (launch_options.py)."""
     sent = [tensor.detach().clone().to(device) for tensor in tensors]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

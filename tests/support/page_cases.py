@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 
 CPU = torch.device("cpu")

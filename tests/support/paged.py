@@ -16,11 +16,12 @@ from torch import Tensor
 from minisgl.attention.base import (
     Attention,
     AttentionBackend,
+    BatchSlots,
     DecodeBatch,
     ForwardBatch,
-    LayerKV,
     PrefillBatch,
 )
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 from minisgl.models.config import ModelConfig
@@ -41,7 +42,7 @@ def page_table(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(padded, dtype=torch.int32).view(len(rows), width)
 
 
-def spec_of(q: Tensor, kv: LayerKV, scale: float) -> AttentionSpec:
+def spec_of(q: Tensor, kv: PagedKV, scale: float) -> AttentionSpec:
     """The attention of queries [n, num_heads, head_dim] over `kv`."""
     return AttentionSpec(
         num_heads=q.shape[1], num_kv_heads=kv.k.shape[2], head_dim=q.shape[2], scale=scale
@@ -70,7 +71,7 @@ class PagedModel:
         shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
         dtype = model.embed_tokens.weight.dtype
         self.kv = [
-            LayerKV(*torch.full((2, *shape), torch.nan, dtype=dtype))
+            PagedKV(*torch.full((2, *shape), torch.nan, dtype=dtype))
             for _ in range(config.num_layers)
         ]
         self.free_pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
@@ -111,6 +112,9 @@ class PagedModel:
                 tuple(starts[len(decodes) :]),
                 tuple(len(tokens) for _, tokens in chunks),
             ),
+            slots=BatchSlots(
+                torch.arange(len(decodes)), torch.arange(len(chunks))
+            ),  # not looked at
         )
         logits = self.model.logits(self.model(inputs, self.kv, self.attention))
         return list(logits.split([len(tokens) for _, tokens in work]))

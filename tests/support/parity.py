@@ -31,11 +31,11 @@ from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
+from minisgl.ranks.several_ranks import load_ranks
 from minisgl.request import RequestOutput, SamplingParams
-from minisgl.runner.disk_cache import check_folder
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
-from minisgl.runner.parallel.tensor_parallel import load_ranks
+from minisgl.tiers.disk.disk_cache import check_folder
 
 FOLDER = TemporaryDirectory()
 atexit.register(FOLDER.cleanup)

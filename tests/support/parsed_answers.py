@@ -21,7 +21,7 @@ from minisgl.events import (
     ReasoningText,
     joined,
 )
-from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 from minisgl.text.tokenizer import Tokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minisgl.attention.backends import BACKENDS
 from minisgl.config import (
     AttentionSpec,
     DeviceFacts,
@@ -23,14 +24,14 @@ MODEL = ModelFacts(
     num_layer_weights=100_000,
     num_head_weights=256_000,
 )
-CPU = DeviceFacts(has_cuda=False, free_cpu_bytes=64 << 30)
+DECLARED = tuple(backend.facts for backend in BACKENDS.values())
+CPU = DeviceFacts(has_cuda=False, free_cpu_bytes=64 << 30, backends=DECLARED)
 GPU = DeviceFacts(
     has_cuda=True,
     free_cpu_bytes=64 << 30,
     num_gpus=2,
     compute_capability=(9, 0),
-    prefill_backends=("fi", "trtllm", "triton", "torch"),
-    decode_backends=("triton", "trtllm", "fi", "torch"),
+    backends=DECLARED,
     missing_backends={"fa": "flash-attn is not installed"},
 )
 

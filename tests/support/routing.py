@@ -12,7 +12,6 @@ from support.fake_engine import FakeEngine
 from minisgl.router.app import create_router_app
 from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, ReplicaState
-from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -68,7 +67,7 @@ async def front(
     config = ServerConfig(port=0, **options)  # type: ignore[arg-type]
     with bind(config) as listener:
         app = create_router_app(fleet, config)
-        server = Server(http_settings(app, connection=RelayConnection), Immortal())
+        server = Server(http_settings(app, connection=RelayConnection))
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet

@@ -14,16 +14,16 @@ from torch import Tensor
 from minisgl.kernels.sampling.order import ids_of
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.matcher import mask_words
-from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
+from minisgl.request import MAX_LOGPROBS, SamplingParams
 from minisgl.runner.sampler import SampledRows, Sampler
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
 
 NOISE = 2e-5  # a smaller margin may be decided either way
 
 # What a captured step is captured for.
-ANY_PLAIN = SamplingFeatures(random=True, min_p=True, top_k=True, top_p=True)
-ANY_FULL = ANY_PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
+ANY_PLAIN = VARIANT_FEATURES[SamplingVariant.FILTERED]
+ANY_FULL = VARIANT_FEATURES[SamplingVariant.FULL]
 
 PLAIN = {
     "greedy": [SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.2)],
@@ -48,6 +48,11 @@ FULL = [
     SamplingParams(temperature=1.2, logit_bias={0: 2.5, 1: 3.0, 2: -1.0}, repetition_penalty=0.6),
     SamplingParams(temperature=1.2, top_p=0.8, min_tokens=9, presence_penalty=1.0, logprobs=5),
     SamplingParams(temperature=0.9, min_p=0.1, logprobs=1),
+    SamplingParams(temperature=1.3, top_n_sigma=2.1),
+    SamplingParams(temperature=1.9, top_n_sigma=1.4, top_p=0.7, logprobs=2),
+    SamplingParams(top_n_sigma=2.6, top_k=30, top_p=0.9, repetition_penalty=1.4),
+    SamplingParams(temperature=0.4, top_n_sigma=0.2, min_p=0.02, logit_bias={5: -100.0}),
+    SamplingParams(temperature=0, top_n_sigma=1.0, presence_penalty=0.2),
 ]
 
 

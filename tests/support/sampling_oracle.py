@@ -50,6 +50,9 @@ def choose(logits: np.ndarray, join: SlotJoin) -> Choice:
         row[list(join.stop_token_ids)] = -np.inf
     if params.greedy:
         return _best(enumerate(row.tolist()))
+    if params.top_n_sigma > 0:
+        left = row[row > -np.inf].astype(np.float64)
+        row[row < left.max() - params.top_n_sigma * left.std()] = -np.inf
     scores = _filtered((row / np.float32(params.temperature)).tolist(), params)
     return _best(
         (token_id, score - math.log(-math.log(uniform(join.seed, len(outputs), token_id))))

@@ -30,7 +30,7 @@ from minisgl.request import (
 )
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
-from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 from minisgl.text.rendering import decode_call, encode_call, render
 from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import Tokenizer

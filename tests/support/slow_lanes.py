@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from support.waiting import LIMIT_S
 
-from minisgl.runner.copy_lanes import CopyMark, Mark
-from minisgl.runner.lanes import Lanes
+from minisgl.device.copy_lanes import CopyMark, Mark
+from minisgl.device.lanes import Lanes
 
 
 class SlowMark:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.linear.weight_only.product import WeightOnlyProduct
+from minisgl.kernels.linear.weight_only.weight_only_product import WeightOnlyProduct
 from minisgl.kernels.linear.weight_only.weights import (
     WeightWords,
     e4m3_words,

@@ -13,7 +13,7 @@ from rich.theme import Theme
 from minisgl.printable import printable
 
 from .prompt import make_session
-from .view import AnswerView, MarkdownView, PlainView
+from .view import MarkdownView, PlainView
 
 # Readable on light and dark: the colours are the terminal's, and there is no background.
 THEME = Theme({f"markdown.{name}": "cyan" for name in ("code", "code_block", "item.number")})
@@ -33,7 +33,7 @@ class Terminal:
         self._show_thinking = show_thinking
         self._plain = plain or self._console.is_dumb_terminal
         self._thoughts = ""  # of the last answer
-        self._view: AnswerView | None = None
+        self._view: PlainView | MarkdownView | None = None
 
     async def read(self, *, interrupted: bool) -> str | None:
         """Reads a line. Ctrl-C drops the typed text and shows how to leave; a second one leaves."""

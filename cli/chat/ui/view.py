@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from rich.console import Console
 from rich.padding import Padding
@@ -22,25 +21,12 @@ BLANK = ScreenLine("", "")
 FENCE = "```"
 
 
-class AnswerView(Protocol):
-    """A view of one answer. Its text must have no control characters."""
-
-    @property
-    def thoughts(self) -> str: ...
-
-    def think(self, text: str) -> None: ...
-
-    def write(self, text: str) -> None: ...
-
-    def code(self, text: str, language: str) -> None: ...
-
-    def close(self) -> None:
-        """Ends the view; called once, when the answer is complete."""
-        ...
-
-
 class PlainView:
-    """Prints text as it arrives: for dumb terminals, and for --plain."""
+    """Prints text as it arrives: for dumb terminals, and for --plain.
+
+    Text for this view and for `MarkdownView` must have no control characters. `close` is called
+    once, when the answer is complete.
+    """
 
     def __init__(self, console: Console, *, show_thinking: bool) -> None:
         self._console = console

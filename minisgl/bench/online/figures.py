@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from minisgl.bench.figures import Distribution, Figures, Goodput
 from minisgl.bench.online.metrics_poller import StepCounts
 from minisgl.bench.online.run import OnlineRun, StreamedRequest
-from minisgl.bench.report.figures import Distribution, Figures, Goodput
 
 
 def online_figures(

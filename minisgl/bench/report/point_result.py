@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl.bench.figures import Figures, Limit, Spread
 from minisgl.bench.offline_run import RequestRecord
-from minisgl.bench.online.config import Point
+from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
-from minisgl.bench.report.figures import Figures, Limit, Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

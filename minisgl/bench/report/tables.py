@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from minisgl.bench.energy import Energy
-from minisgl.bench.report.figures import SPREAD_FIGURES, Figures, Limit, spreads
+from minisgl.bench.figures import SPREAD_FIGURES, Figures, Limit, spreads
 from minisgl.bench.report.point_result import PointResult
 
 
@@ -36,7 +36,11 @@ def sweep_table(found: Sequence[PointResult]) -> Table:
             f"{figures.requests_per_s:,.2f}",
         ]
         for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
-            cells += [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else "--"
+            cells += (
+                [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"]
+                if latency
+                else ["-", "-"]
+            )
         good = figures.goodput
         cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
         if with_energy:

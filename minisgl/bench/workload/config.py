@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, Sizes, Span
@@ -11,7 +12,7 @@ from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
-WORKLOAD_GROUP = "Workload"
+workload_option = partial(option, group="Workload")
 # Options that mean something with one workload alone.
 ONLY_WITH = {
     "prefix_len": "shared-prefix",
@@ -27,41 +28,34 @@ ONLY_WITH = {
 class WorkloadConfig:
     """The workload. Raises ConfigError for an invalid value."""
 
-    workload: str = option(
+    workload: str = workload_option(
         "random",
         "random, shared-prefix, multi-turn or trace; trace if a file is given.",
-        group=WORKLOAD_GROUP,
     )
-    input_len: int | None = option(
-        None, "Prompt tokens of each request, instead of random lengths.", group=WORKLOAD_GROUP
+    input_len: int | None = workload_option(
+        None, "Prompt tokens of each request, instead of random lengths."
     )
-    output_len: int | None = option(
-        None, "Output tokens of each request, instead of random lengths.", group=WORKLOAD_GROUP
+    output_len: int | None = workload_option(
+        None, "Output tokens of each request, instead of random lengths."
     )
-    prefix_len: int = option(
-        1024, "Tokens of a shared prefix, before the prompt's own.", group=WORKLOAD_GROUP
+    prefix_len: int = workload_option(1024, "Tokens of a shared prefix, before the prompt's own.")
+    num_prefixes: int = workload_option(1, "Different shared prefixes, taken in turns.")
+    num_turns: int = workload_option(
+        4, "Questions of a multi-turn conversation; each is a request."
     )
-    num_prefixes: int = option(
-        1, "Different shared prefixes, taken in turns.", group=WORKLOAD_GROUP
+    think_time: float = workload_option(
+        0.0, "Seconds between an answer and the next question of a chat."
     )
-    num_turns: int = option(
-        4, "Questions of a multi-turn conversation; each is a request.", group=WORKLOAD_GROUP
-    )
-    think_time: float = option(
-        0.0, "Seconds between an answer and the next question of a chat.", group=WORKLOAD_GROUP
-    )
-    trace: str | None = option(
+    trace: str | None = workload_option(
         None,
         "JSONL file to replay, a request a line; --num-requests limits how many.",
-        group=WORKLOAD_GROUP,
     )
-    trace_scale: float = option(
+    trace_scale: float = workload_option(
         1.0,
         "Factor of the trace's times: 0.5 replays it twice as fast, 0 at once.",
-        group=WORKLOAD_GROUP,
     )
-    trace_block_size: int = option(
-        16, "Tokens that one of the trace's hash_ids stands for.", group=WORKLOAD_GROUP
+    trace_block_size: int = workload_option(
+        16, "Tokens that one of the trace's hash_ids stands for."
     )
 
     def __post_init__(self) -> None:

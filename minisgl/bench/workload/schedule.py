@@ -39,28 +39,31 @@ def schedule_random(sizes: Sizes, vocab_size: int, seed: int) -> list[ScheduledR
 
 
 def schedule_shared_prefix(
-    sizes: Sizes, vocab_size: int, seed: int, *, prefix_len: int, num_prefixes: int
+    sizes: Sizes, vocab_size: int, seed: int, config: WorkloadConfig
 ) -> list[ScheduledRequest]:
     """Random prompts, each after one of the prefixes, in round-robin order."""
     rng = random.Random(f"prefixes of {seed}")
-    prefixes = [random_tokens(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
+    prefixes = [
+        random_tokens(rng, config.prefix_len, vocab_size) for _ in range(config.num_prefixes)
+    ]
     return [
-        replace(request, prompt=prefixes[index % num_prefixes] + request.prompt)
+        replace(request, prompt=prefixes[index % len(prefixes)] + request.prompt)
         for index, request in enumerate(schedule_random(sizes, vocab_size, seed))
     ]
 
 
 def schedule_multi_turn(
-    sizes: Sizes, vocab_size: int, seed: int, *, num_turns: int, think_time_s: float
+    sizes: Sizes, vocab_size: int, seed: int, config: WorkloadConfig
 ) -> list[ScheduledRequest]:
     """Conversations in sequence; each question waits for the answer before it."""
+    num_turns = config.num_turns
     num_conversations = max(1, sizes.num_requests // num_turns)
     whole = replace(sizes, num_requests=num_conversations * num_turns)
     return [
         replace(
             request,
             parent=index - 1 if index % num_turns else None,
-            pause_s=think_time_s if index % num_turns else 0.0,
+            pause_s=config.think_time if index % num_turns else 0.0,
             continues=index % num_turns > 0,
         )
         for index, request in enumerate(schedule_random(whole, vocab_size, seed))
@@ -68,7 +71,7 @@ def schedule_multi_turn(
 
 
 def schedule_trace(
-    rows: Sequence[TraceEntry], vocab_size: int, seed: int, *, scale: float, block_size: int
+    rows: Sequence[TraceEntry], vocab_size: int, seed: int, config: WorkloadConfig
 ) -> list[ScheduledRequest]:
     """The requests of a trace at its times; a child waits for the answer of its parent, too.
 
@@ -84,7 +87,7 @@ def schedule_trace(
         for hash_id in row.hash_ids:
             if hash_id not in blocks:
                 block_rng = random.Random(f"block {hash_id} of {seed}")
-                blocks[hash_id] = random_tokens(block_rng, block_size, vocab_size)
+                blocks[hash_id] = random_tokens(block_rng, config.trace_block_size, vocab_size)
             prompt += blocks[hash_id]
         del prompt[row.input_length :]
         prompt += random_tokens(rng, row.input_length - len(prompt), vocab_size)
@@ -93,7 +96,7 @@ def schedule_trace(
                 prompt=prompt,
                 max_tokens=max(1, row.output_length),
                 seed=index,
-                due_s=(row.timestamp - rows[0].timestamp) * scale,
+                due_s=(row.timestamp - rows[0].timestamp) * config.trace_scale,
                 parent=None if row.parent is None else places.get(row.parent),
             )
         )
@@ -115,47 +118,19 @@ def make_schedule(
 
     structured: the share of them that follow a schema.
     """
-    schedule = _schedule_of(config, sizes, rows=rows, vocab_size=vocab_size, seed=seed)
+    match config.kind:
+        case "shared-prefix":
+            schedule = schedule_shared_prefix(sizes, vocab_size, seed, config)
+        case "multi-turn":
+            schedule = schedule_multi_turn(sizes, vocab_size, seed, config)
+        case "trace":
+            schedule = schedule_trace(rows, vocab_size, seed, config)
+        case _:
+            schedule = schedule_random(sizes, vocab_size, seed)
     return [
         replace(request, structured=is_structured(index, structured))
         for index, request in enumerate(schedule)
     ]
-
-
-def _schedule_of(
-    config: WorkloadConfig,
-    sizes: Sizes,
-    *,
-    rows: Sequence[TraceEntry],
-    vocab_size: int,
-    seed: int,
-) -> list[ScheduledRequest]:
-    match config.kind:
-        case "shared-prefix":
-            return schedule_shared_prefix(
-                sizes,
-                vocab_size,
-                seed,
-                prefix_len=config.prefix_len,
-                num_prefixes=config.num_prefixes,
-            )
-        case "multi-turn":
-            return schedule_multi_turn(
-                sizes,
-                vocab_size,
-                seed,
-                num_turns=config.num_turns,
-                think_time_s=config.think_time,
-            )
-        case "trace":
-            return schedule_trace(
-                rows,
-                vocab_size,
-                seed,
-                scale=config.trace_scale,
-                block_size=config.trace_block_size,
-            )
-    return schedule_random(sizes, vocab_size, seed)
 
 
 def at_rate(

@@ -10,10 +10,17 @@ that only decode.
 
 The host knows nothing about a step but the maximum number of rows and chunks: each program derives
 its work from the tables on the device, so that a CUDA graph of either kernel serves any lengths.
-The cache is [num_pages, page_size, num_kv_heads, head_dim], contiguous. Nothing past a row's end is
-read, in the page table or the cache.
+The cache is [num_pages, page_size, num_kv_heads, head_dim], contiguous; values may have another
+width than keys. Nothing past a row's end or before its window is read, in the page table or the
+cache, and tiles before the window are skipped: a decode row of a layer with a window w reads
+min(length, w) keys and values, a chunk of n tokens min(end, w + n - 1) with each of its tiles.
 
-Both overlap with the kernel before them by the rule of launch.py, for which page tables,
+What a layer has beyond plain attention is None where it has not, and compiles to nothing: a
+*window*, the number of keys that a query sees; a *soft cap* c, by which scores become c · tanh(s /
+c) before they are masked; *sinks*, a logit for each head that takes part in the softmax with a
+value of 0 (Xiao et al., arXiv 2309.17453), added in the first split of an output.
+
+Both overlap with the kernel before them by the rule of launch_options.py, for which page tables,
 lengths and the bounds of chunks must be two launches old.
 """
 
@@ -26,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 # The running maximum before any score: -inf minus -inf would be NaN where all scores are masked.
 LOWEST = tl.constexpr(-3.0e38)
 # Rows or chunks that a program searches at once for its own; steps with no more share one variant
@@ -70,10 +77,11 @@ def load_pages(
     start,
     end,
     page_size: tl.constexpr,
+    in_page: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """The pages of the tile at `start`: one if a tile lies within a page, else one per key."""
-    if page_size % block_n == 0:
+    """The pages of the tile at `start`: one if each tile lies within a page, else one per key."""
+    if in_page:
         return tl.load(table + start // page_size, mask=start < end, other=0)
     else:
         keys = start + tl.arange(0, block_n)
@@ -86,13 +94,14 @@ def offsets_of(
     start,
     row_size: tl.constexpr,
     page_size: tl.constexpr,
+    in_page: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
 ):
     """[block_n, block_d] int64: offsets of the tile at `start` in a cache with `row_size` a
     token."""
     lanes = tl.arange(0, block_n)
-    if page_size % block_n == 0:
+    if in_page:
         kv_slots = pages.to(tl.int64) * page_size + (start % page_size + lanes)
     else:
         kv_slots = pages.to(tl.int64) * page_size + (start + lanes) % page_size
@@ -137,13 +146,25 @@ def to_multiply(query, scale, fp8: tl.constexpr):
 
 
 @triton.jit
-def fold(scores, scale, peak, fp8: tl.constexpr):
+def capped(exponents, softcap):
+    """softcap · tanh(exponents / softcap), both in powers of two. Of 1 - 2 / (e^2x + 1), which is
+    tanh x, the error is one of float32 near 1."""
+    return softcap - 2.0 * softcap / (1.0 + tl.exp2(exponents * (2.0 * LOG2_E / softcap)))
+
+
+@triton.jit
+def fold(scores, visible, scale, softcap, peak, fp8: tl.constexpr):
     """The update of an online softmax by a tile of q · k: (weights of the tile, decay of all
     earlier ones, running maximum). The scale, which is fused into the subtraction, must be
-    positive.
+    positive. visible: bool, of the scores; None: all.
 
     With FP8, where it is one a row, the running maximum stays 14 behind: weights of up to 2^14 make
     full use of float16, and it does not matter to a softmax what its exponents are relative to."""
+    if softcap is not None:
+        scores = capped(scores * (scale[:, None] if fp8 else scale), softcap)
+        scale = tl.full((scores.shape[0],), 1.0, tl.float32) if fp8 else 1.0
+    if visible is not None:
+        scores = tl.where(visible, scores, -float("inf"))
     higher = tl.max(scores, 1) * scale
     if fp8:
         higher = tl.maximum(peak, higher - 14.0)
@@ -152,3 +173,13 @@ def fold(scores, scale, peak, fp8: tl.constexpr):
     else:
         higher = tl.maximum(peak, higher)
         return tl.exp2(scores * scale - higher[:, None]), tl.exp2(peak - higher), higher
+
+
+@triton.jit
+def add_sinks(acc, peak, total, sinks):
+    """(acc [rows, dims], peak, total) of an online softmax to which each row's sink is added.
+    sinks: [rows], natural logits; -inf adds nothing."""
+    sinks *= LOG2_E
+    higher = tl.maximum(peak, sinks)
+    decay = tl.exp2(peak - higher)
+    return acc * decay[:, None], higher, total * decay + tl.exp2(sinks - higher)

@@ -7,21 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.config import UNSCALED, KVScales
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
     LOWEST,
     SplitWorkspace,
+    add_sinks,
+    capped,
     fold,
     in_cache,
     load_pages,
     offsets_of,
     to_multiply,
 )
-from minisgl.kernels.device import arrive, to_stored
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.inlined import arrive, to_stored
+from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
 
 # Elements in a tile of a merge; more would take more registers than the main loop needs.
@@ -36,7 +38,8 @@ def paged_decode(
     page_table: Tensor,
     lengths: Tensor,
     *,
-    scale: float,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
     target_splits: int,
     workspace: SplitWorkspace,
     tiles: DecodeTiles,
@@ -46,36 +49,40 @@ def paged_decode(
 ) -> Tensor:
     """Attends from one token of each row to all keys of the row.
 
-    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
+    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, width]
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; page_table: [num_rows,
-    max_pages] int32; lengths: [num_rows] int32. Returns a new tensor of the shape of q; rows of
-    length 0 are zeros.
+    max_pages] int32; lengths: [num_rows] int32; sinks: [num_heads] float32, if the spec has them.
+    Returns a new tensor, [num_rows, num_heads, width of v]; rows of length 0 are zeros.
 
     With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads + 2 *
     num_kv_heads, head_dim], and its work is done, too: a row's own token, the last of its length,
     is written to the cache. Rows of length 0 write nothing. K and q may differ from those of
-    qk_norm_rope_store_kv in the last place, and rarely do.
+    qk_norm_rope_store_kv in the last place, and rarely do. Keys and values are then of one width.
 
-    The keys of all rows are divided into about `target_splits` splits of equal size. Every row has
-    at least one, so there are up to `target_splits + num_rows` work *items*, for which the
+    The keys that the rows see are divided into about `target_splits` splits of equal size. Every
+    row has at least one, so there are up to `target_splits + num_rows` work *items*, for which the
     workspace must have room.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
+    v_head_dim = v.shape[3]
     fp8 = k.dtype == torch.float8_e4m3fn
     if norm_rope is not None:
         num_heads -= 2 * num_kv_heads
-        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype
+        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype and k.shape == v.shape
         assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
-    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    assert spec.sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
     block_g = triton.next_power_of_2(group)
     # The tensor cores multiply by no fewer columns at a time, which in FP8 are pairs.
-    block_d = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
+    block_d, block_v = (
+        max(32 if fp8 else 16, triton.next_power_of_2(width)) for width in (head_dim, v_head_dim)
+    )
     _decode_kernel[(num_kv_heads, target_splits + num_rows)](
         out,
         q,
@@ -93,18 +100,23 @@ def paged_decode(
         tiles.min_split,
         q.stride(0),
         page_table.stride(0),
-        scale * scales.k * LOG2_E,
+        spec.scale * scales.k * LOG2_E.value,
         *((*scales.inverse, scales.v) if fp8 else (None, None, None)),
+        spec.window,
+        None if spec.softcap is None else spec.softcap * LOG2_E.value,
+        sinks,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
+        v_head_dim=v_head_dim,
         page_size=page_size,
         block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
         block_h=max(16, block_g),  # the tensor cores multiply no fewer rows at a time
         block_g=block_g,
         block_n=tiles.block_n,
         block_d=block_d,
-        block_s=max(1, _MERGED // (block_g * block_d)),
+        block_v=block_v,
+        block_s=max(1, _MERGED // (block_g * block_v)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
@@ -113,7 +125,7 @@ def paged_decode(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target_splits", "min_split", "table_stride"],
+    do_not_specialize=["num_rows", "target_splits", "min_split", "table_stride", "window"],
     do_not_specialize_on_alignment=["page_table", "lengths"],
 )
 def _decode_kernel(
@@ -140,15 +152,20 @@ def _decode_kernel(
     k_inverse,
     v_inverse,
     v_scale,
+    window,
+    softcap,
+    sinks,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
+    v_head_dim: tl.constexpr,
     page_size: tl.constexpr,
     block_rows: tl.constexpr,
     block_h: tl.constexpr,
     block_g: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    block_v: tl.constexpr,
     block_s: tl.constexpr,
     stages: tl.constexpr,
     pdl: tl.constexpr,
@@ -167,44 +184,54 @@ def _decode_kernel(
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, block_rows
+        lengths, item, num_rows, target_splits, min_split, window, block_rows
     )
     if row >= num_rows:
         return  # without a wait; every row has a program that waits
     # The row's splits are of equal size, in whole tiles.
     length = tl.load(lengths + row)
-    num_splits = _num_splits(length, split_size)
-    split_size = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
-    first = (item - first_item) * split_size
-    if (first > 0) & (first >= length):
+    num_visible = _num_visible(length, window)
+    begin = length - num_visible
+    num_splits = _num_splits(num_visible, split_size)
+    split_size = tl.maximum(tl.cdiv(tl.cdiv(num_visible, num_splits), block_n), 1) * block_n
+    first = begin + (item - first_item) * split_size
+    if (first > begin) & (first >= length):
         return
     end = tl.minimum(first + split_size, length)
     table = page_table + row * table_stride
     num_own = ((end == length) & (length > 0)).to(tl.int32)  # 1 in the split of the own token
     if rotary_table is not None:
         end = tl.minimum(end, tl.maximum(length - 1, 0))  # the own token is not in the cache
-    pages = load_pages(table, first, end, page_size, block_n)
+    # With a window, tiles begin with it, and not at multiples of their size.
+    in_page: tl.constexpr = window is None and page_size % block_n == 0
+    pages = load_pages(table, first, end, page_size, in_page, block_n)
 
     num_heads: tl.constexpr = num_kv_heads * group
     row_size: tl.constexpr = num_kv_heads * head_dim
+    v_row_size: tl.constexpr = num_kv_heads * v_head_dim
     k += kv_head * head_dim
-    v += kv_head * head_dim
+    v += kv_head * v_head_dim
     q += row.to(tl.int64) * q_stride
-    heads, dims = tl.arange(0, block_h), tl.arange(0, block_d)
-    within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim]
+    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_d), tl.arange(0, block_v)
+    within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim], of queries
     real = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    v_within = heads[:, None] * v_head_dim + v_dims[None, :]  # the same of values
+    v_real = (heads < group)[:, None] & (v_dims < v_head_dim)[None, :]
+    if sinks is not None:  # in the first split only
+        in_first = (item == first_item) & (heads < group)
+        sink = tl.load(sinks + kv_head * group + heads, in_first, -float("inf"))
     if rotary_table is None:
         if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
             tl.extra.cuda.gdc_wait()
         query = tl.load(q + kv_head * group * head_dim + within, real, 0.0)
-        acc = tl.zeros((block_h, block_d), tl.float32)
+        acc = tl.zeros((block_h, block_v), tl.float32)
         peak = tl.full((block_h,), LOWEST, tl.float32)
         lane_totals = tl.zeros((block_h, block_n), tl.float32)  # summed once, not in every tile
     else:
         query, acc, peak, lane_totals = _start_with_own(
             q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
-            k_inverse, v_inverse, kv_head, num_kv_heads, group, head_dim, page_size, block_h,
-            block_n, block_d, pdl,
+            softcap, k_inverse, v_inverse, kv_head, num_kv_heads, group, head_dim, page_size,
+            block_h, block_n, block_d, pdl,
         )  # fmt: skip
     fp8: tl.constexpr = v_scale is not None
     query, scale = to_multiply(query, scale, fp8)
@@ -216,11 +243,17 @@ def _decode_kernel(
         v = v.to(tl.pointer_type(tl.int16), bitcast=True)
     words: tl.constexpr = 2 if fp8 else 1  # elements in one that is loaded
     for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = offsets_of(pages, start, row_size // words, page_size, block_n, block_d // words)
+        offsets = offsets_of(
+            pages, start, row_size // words, page_size, in_page, block_n, block_d // words
+        )
+        v_offsets = offsets_of(
+            pages, start, v_row_size // words, page_size, in_page, block_n, block_v // words
+        )
         # One tile ahead, so that no load of keys waits for a load of pages.
-        pages = load_pages(table, start + block_n, end, page_size, block_n)
+        pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
         mask = in_cache(keys, end, head_dim // words, block_d // words)
+        v_mask = in_cache(keys, end, v_head_dim // words, block_v // words)
         if fp8:
             tile, odd_tile = _even_and_odd(tl.load(k + offsets, mask, 0), query.dtype)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
@@ -228,15 +261,14 @@ def _decode_kernel(
         else:
             tile = tl.load(k + offsets, mask, 0.0)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
-        scores = tl.where((keys < end)[None, :], scores, -float("inf"))
-        weights, decay, peak = fold(scores, scale, peak, fp8)
+        weights, decay, peak = fold(scores, (keys < end)[None, :], scale, softcap, peak, fp8)
         if fp8:
-            tile, odd_tile = _even_and_odd(tl.load(v + offsets, mask, 0), query.dtype)
+            tile, odd_tile = _even_and_odd(tl.load(v + v_offsets, v_mask, 0), query.dtype)
             rounded = weights.to(query.dtype)
             acc = tl.dot(rounded, tile, acc * decay[:, None], input_precision="ieee")
             odd_acc = tl.dot(rounded, odd_tile, odd_acc * decay[:, None], input_precision="ieee")
         else:
-            tile = tl.load(v + offsets, mask, 0.0)
+            tile = tl.load(v + v_offsets, v_mask, 0.0)
             acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
         lane_totals = lane_totals * decay[:, None] + weights
     if pdl:
@@ -244,15 +276,17 @@ def _decode_kernel(
 
     total = tl.sum(lane_totals, 1)
     if fp8:
-        acc = tl.reshape(tl.join(acc, odd_acc), (block_h, block_d)) * v_scale
-    num_splits = tl.cdiv(length, split_size)
+        acc = tl.reshape(tl.join(acc, odd_acc), (block_h, block_v)) * v_scale
+    if sinks is not None:
+        acc, peak, total = add_sinks(acc, peak, total, sink)
+    num_splits = tl.cdiv(num_visible, split_size)
     if num_splits <= 1:
-        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
-        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim + v_within
+        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=v_real)
         return
 
     mine = item * num_heads + kv_head * group
-    tl.store(accs + mine * head_dim + within, acc, mask=real)
+    tl.store(accs + mine * v_head_dim + v_within, acc, mask=v_real)
     tl.store(peaks + mine + heads, peak, mask=heads < group)
     tl.store(totals + mine + heads, total, mask=heads < group)
     semaphores += row * num_kv_heads
@@ -260,14 +294,14 @@ def _decode_kernel(
         tl.store(semaphores + kv_head, 0)  # for the next launch
         merged = _merge(
             accs, peaks, totals, first_item, num_splits, kv_head * group,
-            num_heads, group, head_dim, block_g, block_d, block_s,
+            num_heads, group, v_head_dim, block_g, block_v, block_s,
         )  # fmt: skip
         group_heads = tl.arange(0, block_g)
-        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim
         tl.store(
-            result + group_heads[:, None] * head_dim + dims[None, :],
+            result + group_heads[:, None] * v_head_dim + v_dims[None, :],
             merged,
-            mask=(group_heads < group)[:, None] & (dims < head_dim)[None, :],
+            mask=(group_heads < group)[:, None] & (v_dims < v_head_dim)[None, :],
         )
 
 
@@ -319,6 +353,7 @@ def _start_with_own(
     k_weight,
     eps,
     scale,
+    softcap,
     k_inverse,
     v_inverse,
     kv_head,
@@ -379,6 +414,8 @@ def _start_with_own(
     tl.store(v + place, value, mask=own & (head == 0))
 
     peak = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    if softcap is not None:
+        peak = capped(peak, softcap)
     lanes = tl.broadcast_to(tl.arange(0, block_n)[None, :], block_h, block_n)
     return (
         query,
@@ -416,10 +453,19 @@ def _norm_and_rotate(
 
 
 @triton.jit
-def _num_splits(length, split_size):
+def _num_visible(length, window):
+    """Number of keys that a row of this length sees."""
+    if window is None:
+        return length
+    else:
+        return tl.minimum(length, window)
+
+
+@triton.jit
+def _num_splits(num_visible, split_size):
     """Number of KV splits of a row. Rounded, not ceiled: a row slightly longer than one split stays
     whole, and equal rows split equally."""
-    return tl.maximum((length + split_size // 2) // split_size, 1)
+    return tl.maximum((num_visible + split_size // 2) // split_size, 1)
 
 
 @triton.jit
@@ -429,12 +475,13 @@ def _find_row(
     num_rows,
     target_splits,
     min_split,
+    window,
     block_rows: tl.constexpr,
 ):
     """(row of `item`, num_rows or more if there is none; the row's first item; keys in a split).
     Every row has at least one item, and items are numbered row by row."""
     rows = tl.arange(0, block_rows)
-    numbers = tl.load(lengths + rows, rows < num_rows, 0)
+    numbers = _num_visible(tl.load(lengths + rows, rows < num_rows, 0), window)
     split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
     items = tl.where(rows < num_rows, _num_splits(numbers, split_size), 0)
     ends = tl.cumsum(items)
@@ -452,22 +499,22 @@ def _merge(
     first_head,
     num_heads: tl.constexpr,
     group: tl.constexpr,
-    head_dim: tl.constexpr,
+    v_head_dim: tl.constexpr,
     block_g: tl.constexpr,
-    block_d: tl.constexpr,
+    block_v: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """[block_g, block_d]: the attention of a group over all splits of a row, block_s at a time."""
-    heads, dims = tl.arange(0, block_g), tl.arange(0, block_d)
-    acc = tl.zeros((block_g, block_d), tl.float32)
+    """[block_g, block_v]: the attention of a group over all splits of a row, block_s at a time."""
+    heads, dims = tl.arange(0, block_g), tl.arange(0, block_v)
+    acc = tl.zeros((block_g, block_v), tl.float32)
     peak = tl.full((block_g,), LOWEST, tl.float32)
     total = tl.zeros((block_g,), tl.float32)
     for start in tl.range(0, num_splits, block_s, num_stages=4):
         splits = start + tl.arange(0, block_s)
         stats = (first_item + splits)[:, None] * num_heads + (first_head + heads)[None, :]
         real = (splits < num_splits)[:, None] & (heads < group)[None, :]
-        places = stats[:, :, None] * head_dim + dims[None, None, :]
-        inside = real[:, :, None] & (dims < head_dim)[None, None, :]
+        places = stats[:, :, None] * v_head_dim + dims[None, None, :]
+        inside = real[:, :, None] & (dims < v_head_dim)[None, None, :]
         some_accs = tl.load(accs + places, inside, 0.0)
         some_peaks = tl.load(peaks + stats, real, LOWEST)
         some_totals = tl.load(totals + stats, real, 0.0)

@@ -7,20 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.config import UNSCALED, KVScales
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
     LOWEST,
     SplitWorkspace,
+    add_sinks,
     fold,
     in_cache,
     load_pages,
     offsets_of,
     to_multiply,
 )
-from minisgl.kernels.device import arrive
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.inlined import arrive
+from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import PrefillTiles
 
 # Of a step whose keys are split: one warp finds the split of a program.
@@ -35,7 +36,8 @@ def paged_prefill(
     row_starts: Tensor,
     ends: Tensor,
     *,
-    scale: float,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
     tiles: PrefillTiles,
     target_splits: int = 0,
     workspace: SplitWorkspace | None = None,
@@ -44,9 +46,10 @@ def paged_prefill(
 ) -> Tensor:
     """Causal attention from the rows of chunks to the cache, which holds their K and V.
 
-    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
-    contiguous, of q's dtype, or float8_e4m3fn with these `scales`; the others as in PrefillBatch.
-    Returns a new tensor of the shape of q; rows of no chunk are neither read nor written.
+    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, width]
+    contiguous, of q's dtype, or float8_e4m3fn with these `scales`; sinks: [num_heads] float32, if
+    the spec has them; the others as in PrefillBatch. Returns a new tensor, [num_rows, num_heads,
+    width of v]; rows of no chunk are neither read nor written.
 
     With `target_splits`, for up to MOST_SPLIT_CHUNKS chunks, the keys of long ones are divided into
     splits of about equal size, up to so many in all and of `tiles.min_split` keys or more; the
@@ -55,19 +58,21 @@ def paged_prefill(
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
+    v_head_dim = v.shape[3]
     num_chunks = ends.shape[0]
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
+    assert spec.sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     block_chunks = max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks))
     if target_splits:
         assert num_chunks <= MOST_SPLIT_CHUNKS
         block_chunks = MOST_SPLIT_CHUNKS
         assert workspace is not None and workspace.holds(
-            **split_room(target_splits, num_kv_heads, head_dim, tiles)
+            **split_room(target_splits, num_kv_heads, v_head_dim, tiles)
         )
     parts = workspace if target_splits else None
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0 or num_chunks == 0:
         return out
     num_items = num_rows // (tiles.block_m // group) + num_chunks
@@ -85,16 +90,21 @@ def paged_prefill(
         max(tiles.min_split, target_splits) if parts else None,  # see _find_split
         q.stride(0),
         page_table.stride(0),
-        scale * scales.k * LOG2_E,
+        spec.scale * scales.k * LOG2_E.value,
         scales.v if k.dtype == torch.float8_e4m3fn else None,
+        spec.window,
+        None if spec.softcap is None else spec.softcap * LOG2_E.value,
+        sinks,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
+        v_head_dim=v_head_dim,
         page_size=page_size,
         block_chunks=block_chunks,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),
+        block_v=max(16, triton.next_power_of_2(v_head_dim)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
@@ -103,21 +113,21 @@ def paged_prefill(
 
 
 def split_room(
-    target_splits: int, num_kv_heads: int, head_dim: int, tiles: PrefillTiles
+    target_splits: int, num_kv_heads: int, v_head_dim: int, tiles: PrefillTiles
 ) -> dict[str, int]:
     """The sizes of the workspace for up to so many splits, whatever their chunks, as
     SplitWorkspace.allocate takes them."""
     num_tiles = target_splits * num_kv_heads
     num_stats = num_tiles * tiles.block_m
     return {
-        "num_accs": num_stats * head_dim,
+        "num_accs": num_stats * v_head_dim,
         "num_stats": num_stats,
         "num_semaphores": num_tiles,
     }
 
 
 @triton.jit(
-    do_not_specialize=["num_chunks", "target_splits", "min_split", "table_stride"],
+    do_not_specialize=["num_chunks", "target_splits", "min_split", "table_stride", "window"],
     do_not_specialize_on_alignment=["page_table", "row_starts", "ends"],
 )
 def _prefill_kernel(
@@ -139,14 +149,19 @@ def _prefill_kernel(
     table_stride,
     scale,
     v_scale,
+    window,
+    softcap,
+    sinks,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
+    v_head_dim: tl.constexpr,
     page_size: tl.constexpr,
     block_chunks: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    block_v: tl.constexpr,
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -157,6 +172,9 @@ def _prefill_kernel(
     Chunk c, whose rows begin at s, has the work items from s // tokens + c on, which are enough for
     any s; so a chunk is found without a sum over the items of earlier chunks. Its last tokens come
     first: they see most keys, and the last programs to run should be short.
+
+    With a window the tiles of keys begin with the first key that a token of the item sees. Those
+    that a later token sees only in part are masked, like those on the diagonal.
 
     With a workspace a program has one split of the keys of an item, which it finds by such sums
     (_find_split). The splits of an item are equal in whole tiles, and the last one has those on the
@@ -172,8 +190,9 @@ def _prefill_kernel(
         end = tl.load(ends + chunk)
     else:
         chunk, item, first_slot, split_size = _find_split(
-            row_starts, ends, item, num_chunks, target_splits, min_split, most_tokens, block_chunks
-        )
+            row_starts, ends, item, num_chunks, target_splits, min_split, window, most_tokens,
+            block_chunks,
+        )  # fmt: skip
         live = chunk < num_chunks  # otherwise there is no token left
         first_row = tl.load(row_starts + chunk, live, 0)
         end_row = tl.load(row_starts + chunk + 1, live, 0)
@@ -184,7 +203,7 @@ def _prefill_kernel(
         first_item = first_row // most_tokens + chunk
         left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
     else:
-        most_splits = _num_splits(end, split_size)
+        most_splits = _num_splits(_most_visible(end, window, most_tokens), split_size)
         split = item % most_splits
         left = tl.cdiv(end_row - first_row, most_tokens) - 1 - item // most_splits
         slot = first_slot + item - split  # of the item's first split
@@ -193,53 +212,75 @@ def _prefill_kernel(
     first_token = left * most_tokens
     num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
     position = end - (end_row - first_row) + first_token
+    begin = 0 if window is None else tl.maximum(position + 1 - window, 0)
     if accs is not None:
-        num_tiles = (position + 1) // block_n  # of which every token sees all keys
+        num_tiles = (position + 1 - begin) // block_n  # before the diagonal
         num_splits = tl.cdiv(num_tiles * block_n, split_size)
         num_splits = tl.maximum(tl.minimum(num_splits, most_splits), 1)
         if split >= num_splits:
             return
 
-    pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
+    pairs = tl.arange(0, block_m)
+    dims, v_dims = tl.arange(0, block_d), tl.arange(0, block_v)
     tokens = pairs // group
     heads = kv_head * group + pairs % group
     rows = (first_row + first_token).to(tl.int64) + tokens
     real = (tokens < num_tokens)[:, None] & (dims < head_dim)[None, :]
     within = heads[:, None] * head_dim + dims[None, :]
     query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
+    v_real = (tokens < num_tokens)[:, None] & (v_dims < v_head_dim)[None, :]
+    v_within = heads[:, None] * v_head_dim + v_dims[None, :]
     fp8: tl.constexpr = v_scale is not None
     query, scale = to_multiply(query, scale, fp8)
 
     table = page_table + chunk * table_stride
     k += kv_head * head_dim
-    v += kv_head * head_dim
-    row_size: tl.constexpr = num_kv_heads * head_dim
-    acc = tl.zeros((block_m, block_d), tl.float32)
+    v += kv_head * v_head_dim
+    acc = tl.zeros((block_m, block_v), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
     # First the tiles of which every token sees all keys, then those on the diagonal.
-    diagonal = (position + 1) // block_n * block_n
+    diagonal = begin + (position + 1 - begin) // block_n * block_n
     if accs is not None:
-        first = num_tiles * split // num_splits * block_n
-        stop = num_tiles * (split + 1) // num_splits * block_n
+        first = begin + num_tiles * split // num_splits * block_n
+        stop = begin + num_tiles * (split + 1) // num_splits * block_n
         end = tl.where(split == num_splits - 1, position + num_tokens, diagonal)
+    else:
+        first, stop = begin, diagonal
+    if window is not None:  # before both, the tiles on the other edge
+        last_begin = tl.maximum(position + num_tokens - window, 0)
+        whole = begin + tl.cdiv(last_begin - begin, block_n) * block_n
+        acc, peak, total = _attend_tiles(
+            acc, peak, total, query, position + tokens, k, v, table,
+            first, tl.minimum(whole, stop), window, scale, softcap,
+            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
+            stages,
+        )  # fmt: skip
+        first = tl.maximum(first, whole)
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table,
-        0 if accs is None else first, diagonal if accs is None else stop, scale,
-        head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
+        first, stop, window, scale, softcap,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False, fp8,
+        stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table,
-        diagonal, position + num_tokens if accs is None else end, scale,
-        head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
+        diagonal, position + num_tokens if accs is None else end, window, scale, softcap,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
+        stages,
     )  # fmt: skip
+    if sinks is not None:
+        sink = tl.load(sinks + heads)
+        if accs is not None:
+            sink = tl.where(split == 0, sink, -float("inf"))
+        acc, peak, total = add_sinks(acc, peak, total, sink)
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
     if accs is not None:  # noqa: SIM102 (when compiled, the other when run)
         if num_splits > 1:
             mine = (slot + split) * num_kv_heads + kv_head
-            lanes = pairs[:, None] * head_dim + dims[None, :]
-            tl.store(accs + mine * (block_m * head_dim) + lanes, acc, mask=real)
+            lanes = pairs[:, None] * v_head_dim + v_dims[None, :]
+            tl.store(accs + mine * (block_m * v_head_dim) + lanes, acc, mask=v_real)
             tl.store(peaks + mine * block_m + pairs, peak)
             tl.store(totals + mine * block_m + pairs, total)
             first_place = slot * num_kv_heads + kv_head
@@ -247,13 +288,13 @@ def _prefill_kernel(
                 return
             tl.store(semaphores + first_place, 0)  # for the next launch
             acc, total = _merge(
-                accs, peaks, totals, first_place, num_splits, real,
-                num_kv_heads, head_dim, block_m, block_d,
+                accs, peaks, totals, first_place, num_splits, v_real,
+                num_kv_heads, v_head_dim, block_m, block_v,
             )  # fmt: skip
-    result = out + (rows * (num_kv_heads * group * head_dim))[:, None] + within
+    result = out + (rows * (num_kv_heads * group * v_head_dim))[:, None] + v_within
     if fp8:
         acc *= v_scale
-    tl.store(result, acc / total[:, None], mask=real)
+    tl.store(result, acc / total[:, None], mask=v_real)
 
 
 @triton.jit
@@ -264,6 +305,7 @@ def _find_split(
     num_chunks,
     target_splits,
     min_split,
+    window,
     most_tokens: tl.constexpr,
     block_chunks: tl.constexpr,
 ):
@@ -279,7 +321,7 @@ def _find_split(
     real = chunks < num_chunks
     first_rows = tl.load(row_starts + chunks, real, 0)
     num_items = tl.cdiv(tl.load(row_starts + chunks + 1, real, 0) - first_rows, most_tokens)
-    numbers = tl.load(ends + chunks, real, 0)
+    numbers = _most_visible(tl.load(ends + chunks, real, 0), window, most_tokens)
     split_size = tl.maximum(tl.sum(num_items * numbers) // target_splits, min_split)
     splits = _num_splits(numbers, split_size)
     units = num_items * splits
@@ -292,10 +334,19 @@ def _find_split(
 
 
 @triton.jit
-def _num_splits(end, split_size):
-    """Most KV splits of an item of a chunk that ends at `end`. Rounded down: one program more than
-    the SMs hold would take as long as all others."""
-    return tl.maximum(end // split_size, 1)
+def _most_visible(end, window, most_tokens: tl.constexpr):
+    """Most keys that the tokens of an item see in a chunk that ends at `end`."""
+    if window is None:
+        return end
+    else:
+        return tl.minimum(end, window + (most_tokens - 1))
+
+
+@triton.jit
+def _num_splits(num_keys, split_size):
+    """Most KV splits of an item that sees so many keys. Rounded down: one program more than the SMs
+    hold would take as long as all others."""
+    return tl.maximum(num_keys // split_size, 1)
 
 
 @triton.jit
@@ -307,19 +358,19 @@ def _merge(
     num_splits,
     real,
     num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
+    v_head_dim: tl.constexpr,
     block_m: tl.constexpr,
-    block_d: tl.constexpr,
+    block_v: tl.constexpr,
 ):
-    """(acc [block_m, block_d], total [block_m]) of all splits of an item, added in their order."""
-    pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
-    acc = tl.zeros((block_m, block_d), tl.float32)
+    """(acc [block_m, block_v], total [block_m]) of all splits of an item, added in their order."""
+    pairs, dims = tl.arange(0, block_m), tl.arange(0, block_v)
+    acc = tl.zeros((block_m, block_v), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
     for split in tl.range(0, num_splits, num_stages=1):
         place = first_place + split * num_kv_heads
-        lanes = pairs[:, None] * head_dim + dims[None, :]
-        some_acc = tl.load(accs + place * (block_m * head_dim) + lanes, real, 0.0)
+        lanes = pairs[:, None] * v_head_dim + dims[None, :]
+        some_acc = tl.load(accs + place * (block_m * v_head_dim) + lanes, real, 0.0)
         some_peak = tl.load(peaks + place * block_m + pairs)
         some_total = tl.load(totals + place * block_m + pairs)
         higher = tl.maximum(peak, some_peak)
@@ -342,34 +393,51 @@ def _attend_tiles(
     table,
     first,
     end,
+    window,
     scale,
+    softcap,
+    num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
-    row_size: tl.constexpr,
+    v_head_dim: tl.constexpr,
     page_size: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    block_v: tl.constexpr,
     masked: tl.constexpr,
     fp8: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Adds keys first..end to acc [block_m, block_d], peak and total [block_m]. Unless `masked`,
+    """Adds keys first..end to acc [block_m, block_v], peak and total [block_m]. Unless `masked`,
     they are whole tiles, and every query sees all of them."""
-    pages = load_pages(table, first, end, page_size, block_n)
+    row_size: tl.constexpr = num_kv_heads * head_dim
+    v_row_size: tl.constexpr = num_kv_heads * v_head_dim
+    # With a window, tiles do not begin at multiples of their size.
+    in_page: tl.constexpr = window is None and page_size % block_n == 0
+    pages = load_pages(table, first, end, page_size, in_page, block_n)
     for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
+        offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_d)
+        v_offsets = offsets_of(pages, start, v_row_size, page_size, in_page, block_n, block_v)
         # One tile ahead, so that no load of keys waits for a load of pages.
-        pages = load_pages(table, start + block_n, end, page_size, block_n)
+        pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
         if masked or head_dim != block_d:
-            mask = in_cache(keys, end, head_dim, block_d)
-            tile, values = tl.load(k + offsets, mask, 0.0), tl.load(v + offsets, mask, 0.0)
+            tile = tl.load(k + offsets, in_cache(keys, end, head_dim, block_d), 0.0)
         else:
-            tile, values = tl.load(k + offsets), tl.load(v + offsets)
+            tile = tl.load(k + offsets)
+        if masked or v_head_dim != block_v:
+            values = tl.load(v + v_offsets, in_cache(keys, end, v_head_dim, block_v), 0.0)
+        else:
+            values = tl.load(v + v_offsets)
         tile, values = tile.to(query.dtype), values.to(query.dtype)
         scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        visible = None
         if masked:
-            scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
-        weights, decay, peak = fold(scores, scale, peak, fp8)
+            if window is None:
+                visible = keys[None, :] <= positions[:, None]
+            else:  # from 0 on, and below the window: one comparison of unsigned numbers
+                distances = positions[:, None] - keys[None, :]
+                visible = distances.to(tl.uint32, bitcast=True) < window.to(tl.uint32)
+        weights, decay, peak = fold(scores, visible, scale, softcap, peak, fp8)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
     return acc, peak, total

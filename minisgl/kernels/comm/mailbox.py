@@ -54,6 +54,13 @@ class Mailbox:
         return rows.shape[1] == self.size and self.inbox.itemsize == 2 * rows.itemsize
 
 
+def sending(mailbox: Mailbox | None) -> tuple[tuple[int, ...] | None, Tensor | None, int, int]:
+    """The arguments `targets`, `exchanges`, `max_rows` and `rank` of a kernel that may send."""
+    if mailbox is None:
+        return None, None, 0, 0
+    return mailbox.targets, mailbox.exchanges, mailbox.max_rows, mailbox.rank
+
+
 def addresses_after(rank: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
     """The addresses rotated to start after `rank`, so that ranks write to different peers at a
     time; relative order also lets all ranks share one compiled kernel."""

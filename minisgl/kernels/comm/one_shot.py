@@ -1,8 +1,9 @@
 """Collectives of few rows in one shot, through memory that the GPUs of one host can address.
 
 Every rank sends all of its rows to all inboxes (mailbox.py), and adds up what it receives. The GEMM
-that computes the rows can send them itself (linear/launch.py), which saves the latency of a launch;
-then only the second half is done here. With many rows the bandwidth counts; see two_shot.py.
+that computes the rows can send them itself (linear/epilogue.py), which saves the latency of a
+launch; then only the second half is done here. With many rows the bandwidth counts; see
+two_shot.py.
 
 An all-reduce and the norm after it are one kernel. All ranks add in the same order, and so have the
 same sum, bit for bit.
@@ -20,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox, receive, send
-from minisgl.kernels.device import apply_norm, rms_scale
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.launch_options import pdl_options, warps_for
 
 
 def all_reduce(part: Tensor, mailbox: Mailbox) -> Tensor:
@@ -47,7 +48,7 @@ def all_reduce_norm(
 def received_norm(
     rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
-    """all_reduce_norm of summands that the ranks have sent or will send, by linear_send."""
+    """all_reduce_norm of summands that the ranks have sent or will send, by a GEMM."""
     out = torch.empty_like(rows)
     _launch(out, None, rows, weight, eps, mailbox)
     return out, rows

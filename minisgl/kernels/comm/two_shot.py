@@ -15,7 +15,7 @@ from torch import Tensor
 from minisgl.kernels.comm.mailbox import addresses_after, pointer
 from minisgl.kernels.comm.one_shot import finish_row
 from minisgl.kernels.comm.shared_memory import SharedMemory
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.launch_options import pdl_options, warps_for
 
 # Rows of a program in one round.
 _ROWS_OF_ROUND = tl.constexpr(4)

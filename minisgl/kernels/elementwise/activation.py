@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels import device
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels import inlined
+from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
 # A divisor of the usual intermediate sizes, so that no lane is idle.
@@ -17,7 +17,7 @@ _COLUMNS = 1024
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
     """As in dispatch.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the
-    rule of launch.py."""
+    rule of launch_options.py."""
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
@@ -61,5 +61,5 @@ def _silu_mul_tile(
 
     gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
     up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)
-    product = device.silu_mul(gate, up, gate.dtype)
+    product = inlined.silu_mul(gate, up, gate.dtype)
     tl.store(out + row[:, None] * size + column[None, :], product, mask=inside)

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
     """As in dispatch.py; both contiguous. `pdl`: overlap launches where the device can, by the rule
-    of launch.py; the ids may come from the launch before."""
+    of launch_options.py; the ids may come from the launch before."""
     assert token_ids.is_contiguous() and weight.is_contiguous()
     num_rows, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((num_rows, size))

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.config import UNSCALED, KVScales
-from minisgl.kernels.device import apply_norm, rms_scale, to_stored
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.inlined import apply_norm, rms_scale, to_stored
+from minisgl.kernels.launch_options import pdl_options
 
 
 def qk_norm_rope_store_kv(
@@ -26,7 +26,7 @@ def qk_norm_rope_store_kv(
     pdl: bool = True,
 ) -> Tensor:
     """As in dispatch.py; qkv and the caches contiguous. `pdl`: overlap launches where the device
-    can, by the rule of launch.py: positions and slot_mapping must be two launches old."""
+    can, by the rule of launch_options.py: positions and slot_mapping must be two launches old."""
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     table, q_weight, k_weight, eps = norm_rope
     assert (q_weight is None) == (k_weight is None)

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.device import apply_norm, rms_scale
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
     """As in dispatch.py; x contiguous. pdl: overlap launches where the device can, by the rule of
-    launch.py."""
+    launch_options.py."""
     out = torch.empty_like(x)
     _launch(out, x, None, weight, eps, pdl=pdl)
     return out

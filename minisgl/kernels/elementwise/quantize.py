@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels import device
-from minisgl.kernels.device import apply_norm, rms_scale
-from minisgl.kernels.launch import pdl_options, warps_for
-from minisgl.kernels.rows import Fp8Rows, room
+from minisgl.kernels import inlined
+from minisgl.kernels.fp8_rows import Fp8Rows, room
+from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
 _COLUMNS = 1024  # of a row that a program has at work at a time
@@ -31,7 +31,7 @@ def quantize(
 
     group: columns that share a scale, a power of two up to 1024; or static: [1] float32, the scale
     of all; or neither: each row has one. `pdl`: overlap launches where the device can, by the rule
-    of launch.py.
+    of launch_options.py.
     """
     return _quantize(x, x.shape[1], group, static, gated=False, pdl=pdl)
 
@@ -161,7 +161,7 @@ def _load(x, column, size: tl.constexpr, gated: tl.constexpr):
     found = tl.load(x + column, mask=column < size, other=0.0)
     if gated:
         up = tl.load(x + size + column, mask=column < size, other=0.0)
-        found = device.silu_mul(found, up, found.dtype)
+        found = inlined.silu_mul(found, up, found.dtype)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Experts of few rows, of which two rarely share an expert; see launch.py."""
+"""Experts of few rows, of which two rarely share an expert; see fused_experts.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.device import from_here, silu_mul
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.inlined import from_here, silu_mul
+from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import expert_places, multiply, place_for_sum, weights_of
 from minisgl.kernels.tuning import FewTiles

@@ -1,4 +1,4 @@
-"""Experts of many rows, of which each expert has several; see launch.py."""
+"""Experts of many rows, of which each expert has several; see fused_experts.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.device import silu_mul
-from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.inlined import silu_mul
+from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import multiply, place_for_sum, topk_softmax
 from minisgl.kernels.tuning import ManyTiles
@@ -169,15 +169,32 @@ def _expert_product(
             weight, source, output, row, inside, num_outputs, num_inputs, gated, exact,
             block_n, block_m, block_k,
         )  # fmt: skip
-        kind = target.dtype.element_ty
-        if gated:
-            result = silu_mul(total, up_total, kind)
-        else:
-            pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-            result = total.to(kind).to(tl.float32) * pair_weight[None, :]
-        target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
-        mask = (output < num_outputs)[:, None] & inside[None, :]
-        tl.store(target_at, result.to(kind), mask=mask)
+        store_outputs(target, weights, total, up_total, pair, inside, output, num_outputs, gated)
+
+
+@triton.jit
+def store_outputs(
+    target,
+    weights,
+    total,
+    up_total,
+    pair,
+    inside,
+    output,
+    num_outputs: tl.constexpr,
+    gated: tl.constexpr,
+):
+    """Writes columns `output` of the pairs that are `inside`: silu(total) · up_total if gated, else
+    the weighted total. total, up_total: [outputs, pairs] float32."""
+    kind = target.dtype.element_ty
+    if gated:
+        result = silu_mul(total, up_total, kind)
+    else:
+        pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
+        result = total.to(kind).to(tl.float32) * pair_weight[None, :]
+    target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
+    mask = (output < num_outputs)[:, None] & inside[None, :]
+    tl.store(target_at, result.to(kind), mask=mask)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.reference import Routing
 
 
@@ -22,7 +22,7 @@ def place_for_sum(
 
 def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
     """As topk_softmax of reference.py; logits contiguous. pdl: overlap launches where the device
-    can, by the rule of kernels/launch.py."""
+    can, by the rule of kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)

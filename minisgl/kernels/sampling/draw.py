@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.sampling.device_order import order_key
+from minisgl.kernels.sampling.filters import load_filters
 from minisgl.kernels.sampling.noise import gumbel, most_gumbel, words_of_quads
 from minisgl.kernels.sampling.rows import (
     SEED,
     SEGMENT_QUADS,
     ids_of,
-    load_filters,
     load_integer,
     load_logits,
     segment_maxima,
@@ -59,7 +59,7 @@ def draw_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     index = tl.load(output_index + row).to(tl.int32)
     seed = load_integer(records, slot, SEED)
-    temperature, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size)
+    temperature, _, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size, full)
     source = source_of(
         logits,
         edited,

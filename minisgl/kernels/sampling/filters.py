@@ -1,9 +1,11 @@
-"""min_p, top_k and top_p after the first pass, in Triton: one kernel that sums weights, and one
-that decides each row's token.
+"""The filters (top_n_sigma, min_p, top_k, top_p) after the first pass, in Triton: one kernel that
+sums weights, and one that decides each row's token.
 
-All three filters keep a prefix of one order (order.py), so the kept tokens are those with keys from
-some `low` on. The token drawn from all tokens is the one drawn from the kept ones if it is kept; if
-not, another is drawn from those before it.
+All filters keep a prefix of one order (order.py), so the kept tokens are those with keys from some
+`low` on. The token drawn from all tokens is the one drawn from the kept ones if it is kept; if not,
+another is drawn from those before it.
+
+Only the full variant computes top_n_sigma: one program reads all logits of a row that has it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.sampling import tables
 from minisgl.kernels.sampling.device_order import (
     LOWEST,
     id_of,
@@ -26,14 +29,40 @@ from minisgl.kernels.sampling.rows import (
     SEED,
     SEGMENT_QUADS,
     ids_of,
-    load_filters,
+    load_float,
     load_integer,
     load_logits,
     source_of,
 )
 
+_TEMPERATURE = tl.constexpr(tables.FLOATS["temperature"])
+_TOP_P = tl.constexpr(tables.FLOATS["top_p"])
+_MIN_P = tl.constexpr(tables.FLOATS["min_p"])
+_TOP_K = tl.constexpr(tables.INTEGERS["top_k"])
+_TOP_N_SIGMA = tl.constexpr(tables.FLOATS["top_n_sigma"])
 LIST_SEGMENTS = tl.constexpr(64)  # segments of a list that are processed at a time
 LIST_IDS = tl.constexpr(64 * 64)  # the ids of these; also the number of keys that can be gathered
+
+
+@triton.jit
+def load_filters(records, slot, vocab_size, full: tl.constexpr):
+    """(temperature, top_p, min_p, num_sigma, top_k, by_top_k, by_top_p, filtered).
+
+    num_sigma: of top_n_sigma; by_top_k: top_k is on, which is decided from the segment maxima
+    alone; by_top_p: top_p is on; filtered: any filter is on.
+    """
+    temperature = load_float(records, slot, _TEMPERATURE)
+    top_p = load_float(records, slot, _TOP_P)
+    min_p = load_float(records, slot, _MIN_P)
+    top_k = load_integer(records, slot, _TOP_K)
+    num_sigma = tl.cast(0.0, tl.float32)
+    if full:
+        num_sigma = load_float(records, slot, _TOP_N_SIGMA)
+    random = temperature > 0
+    by_top_k = random & (top_k > 0) & (top_k < vocab_size)
+    by_top_p = random & (top_p < 1)
+    filtered = by_top_k | by_top_p | (random & ((min_p > 0) | (num_sigma > 0)))
+    return temperature, top_p, min_p, num_sigma, top_k, by_top_k, by_top_p, filtered
 
 
 @triton.jit(
@@ -60,15 +89,17 @@ def weigh_kernel(
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One part of a row with top_p and without top_k: the total weight of the tokens that min_p
-    keeps, and of those among them that precede the drawn token."""
+    """One part of a row with top_p and without top_k and top_n_sigma: the total weight of the
+    tokens that min_p keeps, and of those among them that precede the drawn token."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    temperature, _, min_p, _, by_top_k, by_top_p, _ = load_filters(records, slot, vocab_size)
-    if by_top_p & (by_top_k == 0):
+    temperature, _, min_p, num_sigma, _, by_top_k, by_top_p, _ = load_filters(
+        records, slot, vocab_size, full
+    )
+    if by_top_p & (by_top_k == 0) & (num_sigma == 0):
         source = source_of(
             logits,
             edited,
@@ -138,9 +169,39 @@ def _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block: tl.c
 @triton.jit
 def _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block: tl.constexpr):
     """The largest logit after temperature: division keeps the order."""
+    return tl.div_rn(_peak(peaks, row, num_tiles, num_splits, tiles_block), temperature)
+
+
+@triton.jit
+def _peak(peaks, row, num_tiles, num_splits, tiles_block: tl.constexpr):
     parts = tl.arange(0, tiles_block)
     found = tl.load(peaks + row * num_tiles + parts, mask=parts < num_splits, other=-float("inf"))
-    return tl.div_rn(tl.max(found), temperature)
+    return tl.max(found)
+
+
+@triton.jit
+def _deviation(source, full: tl.constexpr):
+    """The standard deviation of a row's logits, as by deviation of reference.py."""
+    quads_block: tl.constexpr = LIST_SEGMENTS * SEGMENT_QUADS
+    counts = tl.zeros([quads_block], tl.int32)
+    sums = tl.zeros([quads_block], tl.int64)
+    squares = tl.zeros([quads_block], tl.int64)
+    ids = ids_of(tl.arange(0, quads_block))
+    following = load_logits(source, ids, ids < source[4], full)
+    for _ in range(tl.cdiv(source[4], LIST_IDS)):
+        x = following
+        ids += LIST_IDS
+        following = load_logits(source, ids, ids < source[4], full)  # one tile ahead
+        counted = x > -float("inf")
+        steps = tl.floor(tl.minimum(tl.maximum(x, -1024.0), 1024.0) * 1024 + 0.5)
+        steps = tl.where(counted, steps, 0.0).to(tl.int64)
+        counts += tl.sum(counted.to(tl.int32), axis=1)
+        sums += tl.sum(steps, axis=1)
+        squares += tl.sum(steps * steps, axis=1)
+    count = tl.maximum(tl.sum(counts), 1).to(tl.float64)
+    mean = tl.sum(sums).to(tl.float64) / count
+    variance = tl.maximum(tl.sum(squares).to(tl.float64) / count - mean * mean, 0.0)
+    return tl.sqrt_rn(variance.to(tl.float32)) * (1 / 1024)
 
 
 @triton.jit
@@ -202,8 +263,8 @@ def settle_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered = load_filters(
-        records, slot, vocab_size
+    temperature, top_p, min_p, num_sigma, top_k, by_top_k, by_top_p, filtered = load_filters(
+        records, slot, vocab_size, full
     )
     token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
     if filtered:
@@ -225,12 +286,18 @@ def settle_kernel(
         segment_list += row * (num_segments + LIST_SEGMENTS)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
         low = _least_kept(largest, min_p)
+        if full:  # noqa: SIM102, the one is known to the compiler
+            if num_sigma > 0:
+                peak = _peak(peaks, row, num_tiles, num_splits, tiles_block)
+                least = tl.div_rn(peak - num_sigma * _deviation(source, full), temperature)
+                low = tl.maximum(low, least_key(least))
         target = tl.cast(1.0, tl.float64)  # a kept token has less weight before it
         settled = tl.cast(0, tl.int1)
+        unweighed = by_top_p & (by_top_k | (num_sigma > 0))  # by weigh_kernel
         if not by_top_k:
             drawn = _key_of_token(source, token, temperature, full)
-            settled = drawn >= low
-            if by_top_p:
+            settled = (drawn >= low) & (unweighed == 0)
+            if by_top_p & (unweighed == 0):
                 total, before = _weighed(sums, row, num_tiles, num_splits, tiles_block)
                 target = _target(total, top_p)
                 rejected = before.to(tl.float64) >= target
@@ -259,9 +326,9 @@ def settle_kernel(
                     full,
                 )
                 low = tl.maximum(low, last)
-            # Draw a token and sum the weights before it, until a token is kept. With top_k the
-            # total weight is not known yet: then the first iteration sums it, and draws nothing.
-            draws = (by_top_k & by_top_p) == 0
+            # Draw a token and sum the weights before it, until a token is kept. Where the total
+            # weight is not known yet, the first iteration sums it, and draws nothing.
+            draws = unweighed == 0
             hot = (by_top_k == 0) & (listed > LIST_SEGMENTS)
             while not settled:
                 weighs = by_top_p

@@ -8,10 +8,10 @@ that rounding may differ. Three ideas keep the cost near that of reading the log
   scores from the words' float bits, and computes them only if the bound reaches the best so far
   (of n tiles, about ln n do). The bounds of a filtered row are kept for segments of 64 ids: if its
   draw is rejected, the next one is searched in the few segments with the largest bounds.
-- min_p, top_k and top_p each keep a prefix of one order: logit descending, then id ascending. So
-  nothing is sorted. The winner among all tokens is the winner among the kept ones if it is kept
-  itself, which the sum of the weights before it decides; otherwise the search continues among
-  the tokens before it. A draw from all survives top_p with probability top_p or more.
+- Each filter keeps a prefix of one order: logit descending, then id ascending. So nothing is
+  sorted. The winner among all tokens is the winner among the kept ones if it is kept itself, which
+  the sum of the weights before it decides; otherwise the search continues among the tokens before
+  it. A draw from all survives top_p with probability top_p or more.
 - The first pass writes the maximum of every segment. The k likeliest tokens are in the k segments
   with the largest maxima (of equal maxima, those with lower ids), because each of these has a token
   that precedes every token of the other segments. So top_k rereads k segments instead of the row,
@@ -45,7 +45,7 @@ import torch
 import triton
 from torch import Tensor
 
-from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.sampling.draw import draw_kernel
 from minisgl.kernels.sampling.filters import LIST_IDS, LIST_SEGMENTS, settle_kernel, weigh_kernel
 from minisgl.kernels.sampling.order import ids_of
@@ -101,7 +101,7 @@ class TritonSampling:
     `logits` [rows, vocab] are float32, bfloat16 or float16, ids contiguous, and stay as they are;
     `slots` and `output_index` [rows] are as for `Sampler.sample`. Token ids are [rows] int64.
     With `masked`, rows whose records say so obey the masks of `tables`, and read only the logits of
-    allowed tokens; without it masks are ignored. The kernels keep to the rule of launch.py.
+    allowed tokens; without it masks are ignored. The kernels keep to the rule of launch_options.py.
     """
 
     def __init__(self, tables: SamplingTables, workspace: SampleWorkspace) -> None:
@@ -117,8 +117,8 @@ class TritonSampling:
         top_p: bool = True,
         masked: bool = False,
     ) -> Tensor:
-        """Samples with the plain variant: greedy, temperature, min_p, top_k, top_p and seed. Three
-        kernels; without `top_p`, which no row may then use, two."""
+        """Samples with the plain variant: greedy, or with temperature, seed and common filters.
+        Three kernels; without `top_p`, which no row may then use, two."""
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
@@ -166,8 +166,8 @@ class TritonSampling:
         top_p: bool = True,
         masked: bool = False,
     ) -> tuple[Tensor, TokenScores]:
-        """Samples with the full variant: edits and penalties, too, and counts the tokens into the
-        history.
+        """Samples with the full variant: edits, penalties and rare filters, too, and counts the
+        tokens into the history.
 
         Two kernels more. Of the scores, a row's logprob and its first num_logprobs top logprobs are
         written; those of rows that want none are undefined. Raises RuntimeError if it is captured

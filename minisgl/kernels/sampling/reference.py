@@ -6,7 +6,8 @@ bit. No function reads a tensor back to the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,14 +19,15 @@ from minisgl.matcher import WORD_BITS
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row is sampled. A filter that is None is off for all rows and costs nothing."""
+    """How each row is sampled."""
 
     temperature: Tensor  # [rows] float32; 0: greedy
     seed: Tensor  # [rows] int64
     output_index: Tensor  # [rows] int64: the number of output tokens before this one
-    min_p: Tensor | None = None  # [rows] float32; 0: off
-    top_k: Tensor | None = None  # [rows] int64; 0: off
-    top_p: Tensor | None = None  # [rows] float32; 1: off, 0: the likeliest token
+    # By name, each [rows]: top_n_sigma and min_p (float32, 0: off), top_k (int64, 0: off), top_p
+    # (float32, 1: off, 0: the likeliest token). One that is not there is off for all rows, and
+    # costs nothing.
+    filters: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +102,40 @@ def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
     (the Gumbel-max trick, Gumbel 1954).
 
     `logits` [rows, vocab] float32 have bias, penalties and masks applied. Greedy rows are returned
-    as they are; the others after temperature, min_p, top_k and top_p with noise added, so that the
-    argmax is a sample of the remaining tokens. A token's noise does not depend on the filters.
+    as they are; the others after temperature and filters with noise added, so that the argmax is a
+    sample of the remaining tokens. A token's noise does not depend on the filters.
     Without filters the logits may be a vocabulary shard that starts at `first_id`, a multiple of 4.
     """
     greedy = rows.temperature[:, None] == 0
-    scaled = logits / rows.temperature[:, None].masked_fill(greedy, 1.0)
-    if rows.min_p is not None:
-        floor = scaled.amax(dim=-1, keepdim=True) + rows.min_p[:, None].log()
+    temperature = rows.temperature[:, None].masked_fill(greedy, 1.0)
+    scaled = logits / temperature
+    if (num := rows.filters.get("top_n_sigma")) is not None:
+        least = (logits.amax(dim=-1) - num * deviation(logits))[:, None] / temperature
+        scaled = scaled.masked_fill((scaled < least) & (num > 0)[:, None], -torch.inf)
+    min_p, top_k, top_p = map(rows.filters.get, ("min_p", "top_k", "top_p"))
+    if min_p is not None:
+        floor = scaled.amax(dim=-1, keepdim=True) + min_p[:, None].log()
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
-    if rows.top_k is not None or rows.top_p is not None:
-        scaled = scaled.masked_fill(~_keep_top(scaled, rows.top_k, rows.top_p), -torch.inf)
+    if top_k is not None or top_p is not None:
+        scaled = scaled.masked_fill(~_keep_top(scaled, top_k, top_p), -torch.inf)
     uniform_numbers = uniform(rows.seed, rows.output_index, logits.shape[1], first_id)
     gumbel = -(-uniform_numbers.log()).log()
     return torch.where(greedy, logits, scaled + gumbel)
+
+
+def deviation(logits: Tensor) -> Tensor:
+    """The standard deviation of each row's logits, without those of -inf: [rows] float32.
+
+    They count in steps of 2**-10 and up to a size of 2**10, because sums of integers do not depend
+    on the order of addition; they are exact for a vocabulary of up to 2**23.
+    """
+    counted = logits > -torch.inf
+    steps = (logits.clamp(-(2.0**10), 2.0**10) * 2.0**10 + 0.5).floor()
+    steps = steps.masked_fill(~counted, 0.0).long()
+    count = counted.sum(dim=-1).clamp(min=1).double()
+    mean = steps.sum(dim=-1).double() / count
+    variance = (steps * steps).sum(dim=-1).double() / count - mean * mean
+    return variance.clamp(min=0.0).float().sqrt() * 2.0**-10
 
 
 def _keep_top(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

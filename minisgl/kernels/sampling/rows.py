@@ -12,16 +12,12 @@ SEGMENT_QUADS = tl.constexpr(16)  # four ids are a quad, which shares one call o
 _WORDS = tl.constexpr(tables.RECORD_WORDS)
 _FIRST_FLOAT_WORD = tl.constexpr(tables.FIRST_FLOAT_WORD)
 _NUM_LOGPROBS_WORD = tl.constexpr(tables.NUM_LOGPROBS_WORD)
-SEED = tl.constexpr(tables.SEED)
-TOP_K = tl.constexpr(tables.TOP_K)
-MIN_TOKENS = tl.constexpr(tables.MIN_TOKENS)
-NUM_EDITS = tl.constexpr(tables.NUM_EDITS)
-TEMPERATURE = tl.constexpr(tables.TEMPERATURE)
-TOP_P = tl.constexpr(tables.TOP_P)
-MIN_P = tl.constexpr(tables.MIN_P)
-REPETITION = tl.constexpr(tables.REPETITION)
-FREQUENCY = tl.constexpr(tables.FREQUENCY)
-PRESENCE = tl.constexpr(tables.PRESENCE)
+SEED = tl.constexpr(tables.INTEGERS["seed"])
+MIN_TOKENS = tl.constexpr(tables.INTEGERS["min_tokens"])
+NUM_EDITS = tl.constexpr(tables.INTEGERS["num_edits"])
+REPETITION = tl.constexpr(tables.FLOATS["repetition_penalty"])
+FREQUENCY = tl.constexpr(tables.FLOATS["frequency_penalty"])
+PRESENCE = tl.constexpr(tables.FLOATS["presence_penalty"])
 
 
 @triton.jit
@@ -48,24 +44,6 @@ def load_num_logprobs(records, slot):
 @triton.jit
 def is_masked(records, slot):
     return (tl.load(records + slot * _WORDS + _NUM_LOGPROBS_WORD) >> 32) != 0
-
-
-@triton.jit
-def load_filters(records, slot, vocab_size):
-    """(temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered).
-
-    by_top_k: top_k is on, which is decided from the segment maxima alone; by_top_p: top_p is on;
-    filtered: any filter is on.
-    """
-    temperature = load_float(records, slot, TEMPERATURE)
-    top_p = load_float(records, slot, TOP_P)
-    min_p = load_float(records, slot, MIN_P)
-    top_k = load_integer(records, slot, TOP_K)
-    random = temperature > 0
-    by_top_k = random & (top_k > 0) & (top_k < vocab_size)
-    by_top_p = random & (top_p < 1)
-    filtered = by_top_k | by_top_p | (random & (min_p > 0))
-    return temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered
 
 
 @triton.jit

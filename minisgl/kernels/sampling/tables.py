@@ -1,8 +1,8 @@
 """The sampling parameters of each slot on the device, as the torch reference and the Triton kernels
 read them.
 
-A slot's parameters are one record of 72 bytes, and an edit of its logits is one word of 8 bytes, so
-that a join writes each table once.
+A slot's parameters are one record of a few words, and an edit of its logits is one word of 8 bytes,
+so that a join writes each table once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.matcher import mask_words
-from minisgl.request import MAX_EDITS, SamplingParams
+from minisgl.request import MAX_EDITS, PARAMETERS, SAMPLED, SamplingParams
 
-# A record, in words of 8 bytes: five int64 (SEED to NUM_PROMPT_TOKENS), six float32, two to a word
-# (TEMPERATURE to PRESENCE), and the int32 num_logprobs and masked in the last word.
-RECORD = struct.Struct("<5q6f2i")
-RECORD_WORDS = RECORD.size // 8
-SEED, TOP_K, MIN_TOKENS, NUM_EDITS, NUM_PROMPT_TOKENS = range(5)
-TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
-FIRST_FLOAT_WORD, NUM_LOGPROBS_WORD = 5, 8
+
+def _columns(kind: type[int] | type[float]) -> dict[str, int]:
+    return {
+        parameter.name: parameter.column
+        for parameter in PARAMETERS.values()
+        if parameter.kind is kind and parameter.column is not None
+    }
+
+
+# The columns of a record by their numbers; the parameters of requests declare theirs.
+INTEGERS = {"seed": 0, "num_edits": 3, "num_prompt_tokens": 4, **_columns(int)}
+FLOATS = _columns(float)
+# A record, in words of 8 bytes: the integers as int64, the floats as float32, two to a word, and
+# the int32 num_logprobs and masked in the last word.
+FIRST_FLOAT_WORD = len(INTEGERS)
+NUM_LOGPROBS_WORD = FIRST_FLOAT_WORD + (len(FLOATS) + 1) // 2
+RECORD_WORDS = NUM_LOGPROBS_WORD + 1
+_RECORD = struct.Struct(f"<{len(INTEGERS)}q{len(FLOATS)}f{len(FLOATS) % 2 * 4}x2i")
+_IN_ORDER = (*sorted(INTEGERS, key=INTEGERS.__getitem__), *sorted(FLOATS, key=FLOATS.__getitem__))
 
 
 def pack_record(
@@ -35,22 +47,15 @@ def pack_record(
     num_prompt_tokens: int,
     masked: bool = False,
 ) -> bytes:
-    """top_k 0: off; temperature 0: greedy; num_logprobs -1: none, 0: of the sampled token only."""
-    return RECORD.pack(
-        seed,
-        max(params.top_k, 0),
-        params.min_tokens,
-        num_edits,
-        num_prompt_tokens,
-        0.0 if params.greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        -1 if params.logprobs is None else params.logprobs,
-        masked,
-    )
+    """temperature 0: greedy; num_logprobs -1: none, 0: of the sampled token only."""
+    values: dict[str, float] = {
+        parameter.name: parameter.stored(getattr(params, parameter.name)) for parameter in SAMPLED
+    }
+    values |= {"seed": seed, "num_edits": num_edits, "num_prompt_tokens": num_prompt_tokens}
+    if params.greedy:
+        values["temperature"] = 0.0
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    return _RECORD.pack(*(values[name] for name in _IN_ORDER), num_logprobs, masked)
 
 
 def pack_edits(edits: Sequence[tuple[int, float]]) -> NDArray[np.int64]:
@@ -94,14 +99,11 @@ class SamplingTables:
 # The fields of records and edits in torch, as views if possible
 
 
-def integers_of(records: Tensor) -> Tensor:
-    """[..., 5] int64, from SEED to NUM_PROMPT_TOKENS."""
-    return records[..., :FIRST_FLOAT_WORD]
-
-
-def floats_of(records: Tensor) -> Tensor:
-    """[..., 6] float32, from TEMPERATURE to PRESENCE."""
-    return records.view(torch.float32)[..., 2 * FIRST_FLOAT_WORD : 2 * NUM_LOGPROBS_WORD]
+def column_of(records: Tensor, name: str) -> Tensor:
+    """[...] int64 or float32: a column of INTEGERS or FLOATS."""
+    if name in INTEGERS:
+        return records[..., INTEGERS[name]]
+    return records.view(torch.float32)[..., 2 * FIRST_FLOAT_WORD + FLOATS[name]]
 
 
 def masked_of(records: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
 from minisgl_cli.chat.model import ReplyDelta
 from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
-from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.reply_record import ReplyRecord
 
 
 def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:

@@ -32,7 +32,7 @@ from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.chat.config import ChatConfig
 from minisgl_cli.chat.model import ContextFullError, ReplyDelta
 from minisgl_cli.chat.parameters import NAMES
-from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.reply_record import ReplyRecord
 from minisgl_cli.chat.server_model import ServerModel
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"

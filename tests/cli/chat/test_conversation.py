@@ -23,7 +23,7 @@ from minisgl.request import FinishReason, OutputDelta
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
 from minisgl_cli.chat.prompt_reuse import keep_seen
-from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.reply_record import ReplyRecord
 
 
 class Said:

@@ -26,7 +26,7 @@ from support.layer_cases import Heads, check_heads
 
 from minisgl.attention.base import DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention
+from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
 from minisgl.kernels.tuning import DecodeTiles
 

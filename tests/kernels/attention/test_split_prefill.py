@@ -23,9 +23,10 @@ from support.attention_cases import (
     paged_cache,
 )
 
-from minisgl.attention.base import LayerKV, PrefillBatch
+from minisgl.attention.base import PrefillBatch
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention, prefill_splits
+from minisgl.attention.triton_attention import TritonAttention, prefill_splits
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.attention.paged_common import SplitWorkspace
 from minisgl.kernels.attention.paged_prefill import paged_prefill, split_room
@@ -53,11 +54,12 @@ def some_workspace(shape: Shape, tiles: PrefillTiles) -> SplitWorkspace:
 
 def attend(
     q: Tensor,
-    kv: LayerKV,
+    kv: PagedKV,
     rows: PrefillBatch,
     tiles: PrefillTiles,
     workspace: SplitWorkspace,
-    scale: float = SHAPE.spec.scale,
+    spec: AttentionSpec = SHAPE.spec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     return paged_prefill(
         q,
@@ -66,7 +68,8 @@ def attend(
         rows.page_table,
         rows.row_starts,
         rows.ends,
-        scale=scale,
+        spec=spec,
+        sinks=sinks,
         tiles=tiles,
         target_splits=TARGET,
         workspace=workspace,
@@ -77,9 +80,16 @@ def attend(
 class Splitting(TorchAttention):
     """A backend that splits chunks over the same number of programs on every device."""
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        heads = Shape(1, q.shape[2], kv.page_size, kv.k.shape[2])
-        return attend(q, kv, batch, TILES, some_workspace(heads, TILES), spec.scale)
+    def prefill(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        batch: PrefillBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        heads = Shape(1, kv.v.shape[3], kv.page_size, kv.k.shape[2])
+        return attend(q, kv, batch, TILES, some_workspace(heads, TILES), spec, sinks)
 
 
 def num_used(workspace: SplitWorkspace, tiles: PrefillTiles) -> int:

@@ -31,9 +31,9 @@ from support.attention_cases import (
 )
 
 from minisgl.attention.backends import make_attention
-from minisgl.attention.base import Attention, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.attention.base import Attention, BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention
+from minisgl.attention.triton_attention import TritonAttention
 from minisgl.kernels import dispatch
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
@@ -230,6 +230,7 @@ def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
         slot_mapping=torch.cat((slots, chunk_slots)),
         decodes=rows,
         chunks=chunks if num_chunk_rows else PrefillBatch.of(table[:0], (), ()),
+        slots=BatchSlots(positions, chunk),  # not looked at
     )
     turned: list[int] = []
     qk_norm_rope_store_kv = dispatch.qk_norm_rope_store_kv

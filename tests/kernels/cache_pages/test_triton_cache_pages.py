@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.page_cases import CASES, CPU, check_round_trip, planes_of
 
-from minisgl.kernels.cache_pages import dispatch
+from minisgl.kernels.cache_pages import page_copies
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 
@@ -22,5 +22,5 @@ DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 def test_the_kernel_moves_pages_bit_by_bit(
     case: tuple[torch.dtype, int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "runs_triton", lambda device: True)
+    monkeypatch.setattr(page_copies, "runs_triton", lambda device: True)
     check_round_trip(DEVICE, planes_of(*case))

@@ -18,8 +18,9 @@ from support.mailboxes import make_mailboxes
 
 from minisgl.kernels.comm.one_shot import received_norm
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
-from minisgl.kernels.linear.launch import linear_send
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.epilogue import Epilogue
+from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = {
@@ -55,7 +56,9 @@ def test_products_sent_to_peers_arrive_in_their_norms(
         total = torch.zeros(m, n, device=DEVICE)
         for box, x, weight in zip(boxes, xs, weights, strict=True):
             its_bias = None if box.rank else bias
-            linear_send(x, weight, its_bias, box, workspace=space, tiles=HOW[how])
+            linear(
+                x, weight, its_bias, epilogue=Epilogue(mailbox=box), workspace=space, tiles=HOW[how]
+            )
             total += F.linear(x.float(), weight.float(), None if box.rank else bias.float())
         normed, added = reference.add_rms_norm(total.to(dtype), rows, factor, EPS)
         for box in boxes:

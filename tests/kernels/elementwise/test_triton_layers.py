@@ -28,12 +28,12 @@ from support.paged import PagedModel
 
 from minisgl.attention.base import Attention
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention
+from minisgl.attention.triton_attention import TritonAttention
 from minisgl.kernels import dispatch
-from minisgl.kernels.launch import pdl_options
-from minisgl.kernels.linear import config as linear_config
-from minisgl.kernels.linear.config import LinearWorkspace
-from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
+from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.linear import dense_tiles
+from minisgl.kernels.linear.dense_product import DenseProduct, LinearKernels
+from minisgl.kernels.linear.dense_tiles import allocate_workspace
 from minisgl.kernels.tuning import H200
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
@@ -130,8 +130,8 @@ def test_a_model_on_the_triton_kernels_matches_transformers(
     monkeypatch.setattr(dispatch, "_kernels_for", lambda device: kernels)
     if few_rows:
         for name in ("should_use", "should_fuse_norm"):
-            monkeypatch.setattr(linear_config, name, lambda *args, gated: True)
-        workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
+            monkeypatch.setattr(dense_tiles, name, lambda *args, gated: True)
+        workspace = allocate_workspace([(1024, 1024)], 64, DEVICE)
         for product in model._products():
             assert isinstance(product, DenseProduct)
             product.kernels = LinearKernels(H200, workspace, products=None)

@@ -24,7 +24,7 @@ from minisgl.kernels.elementwise.quantize import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
-from minisgl.kernels.rows import Fp8Rows, room
+from minisgl.kernels.fp8_rows import Fp8Rows, room
 from minisgl.kernels.tuning import H200
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ import torch
 
 from minisgl.config import QuantScheme, Storage
 from minisgl.kernels.linear.quantized import dequantize
-from minisgl.kernels.linear.weight_only.product import WeightOnlyInt4Product
+from minisgl.kernels.linear.weight_only.weight_only_product import WeightOnlyInt4Product
 from minisgl.kernels.linear.weight_only.weights import values
 from minisgl.layers.formats import QuantizedFormat
 from minisgl.layers.linear import Linear

@@ -22,7 +22,7 @@ from minisgl.kernels.linear.quantized import (
     rounded,
     unpack_int4,
 )
-from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import Routing
 
 N, K = 192, 320  # neither is a multiple of 128

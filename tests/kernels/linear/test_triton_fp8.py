@@ -20,13 +20,13 @@ from minisgl.config import Activations
 from minisgl.kernels.comm.one_shot import received_norm
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.quantize import quantize
-from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, split_k, workspace_size
-from minisgl.kernels.linear.fp8 import config
-from minisgl.kernels.linear.fp8.config import allocate_workspace, choose_tiles
-from minisgl.kernels.linear.fp8.launch import linear, linear_send
-from minisgl.kernels.linear.fp8.product import TensorCoreProduct, share_kernels
+from minisgl.kernels.fp8_rows import room
+from minisgl.kernels.linear.fp8 import fp8_tiles
+from minisgl.kernels.linear.fp8.fp8_gemm import linear
+from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct, share_kernels
+from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace, choose_tiles
+from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_k, workspace_size
 from minisgl.kernels.residual import Residual
-from minisgl.kernels.rows import room
 from minisgl.kernels.tuning import H200, UNTRIED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +96,7 @@ def test_what_is_sent_is_received(block: tuple[int, int] | None, m: int) -> None
         xs = [quantize(torch.randn(m, 160, device=DEVICE).half(), w.group) for _ in boxes]
         rows = torch.randn(m, 70, device=DEVICE).half()
         for x, box in zip(xs, boxes, strict=True):
-            linear_send(x, w, None, box, workspace=place)
+            linear(x, w, None, mailbox=box, workspace=place)
         total = sum(linear(x, w, None, workspace=place).float() for x in xs)
         for box in boxes:
             _, found = received_norm(rows.clone(), factor.half(), 1e-6, box)
@@ -152,7 +152,7 @@ def test_tiles_fit_into_shared_memory_and_workspace(
     n: int, k: int, group: int | None, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = replace(H200, shared_bytes=shared_bytes)
-    monkeypatch.setattr(config, "tuning_of", lambda device: tuning)
+    monkeypatch.setattr(fp8_tiles, "tuning_of", lambda device: tuning)
     place = allocate_workspace([(n, k, group)], torch.device("meta"))
     for m in (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 200, 256, 300, 1000, 5000, 16384):
         how = choose_tiles(m, n, k, tuning, group=group)
@@ -167,5 +167,5 @@ def test_tiles_fit_into_shared_memory_and_workspace(
 
 @pytest.mark.parametrize("group", [None, 128])
 def test_torch_multiplies_fp8_where_our_kernels_have_not_run(group: int | None) -> None:
-    assert config.should_use(H200, 1, group)
-    assert not config.should_use(UNTRIED, 1, group)
+    assert fp8_tiles.should_use(H200, 1, group)
+    assert not fp8_tiles.should_use(UNTRIED, 1, group)

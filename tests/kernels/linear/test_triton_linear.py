@@ -18,15 +18,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear import config
-from minisgl.kernels.linear.config import (
-    MAX_ROWS,
-    LinearTiles,
-    LinearWorkspace,
-    choose_tiles,
-    workspace_size,
-)
-from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
+from minisgl.kernels.linear import dense_tiles
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.dense_tiles import MAX_ROWS, allocate_workspace, choose_tiles
+from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
+from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
 from minisgl.kernels.tuning import H200, UNTRIED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +68,7 @@ def test_linear_silu_mul_matches_the_reference(m: int, size: int, k: int, how: L
     weight /= k**0.5
     room = workspace(m, 2 * size, k, how, gated=True)
     for _ in range(2):
-        out = linear_silu_mul(x, weight, workspace=room, tiles=how)
+        out = linear(x, weight, epilogue=GATED, workspace=room, tiles=how)
         expected = reference.silu_mul(F.linear(x, weight))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert not room.semaphores.any()
@@ -89,7 +85,9 @@ def test_linear_add_matches_the_reference_and_returns_squares(
     residual = torch.randn(m, n, device=DEVICE)
     expected, room = residual.clone(), workspace(m, n, k, how)
     for _ in range(2):
-        squares = linear_add(x, weight, bias, residual, workspace=room, tiles=how)
+        squares = linear(
+            x, weight, bias, epilogue=Epilogue(residual=residual), workspace=room, tiles=how
+        )
         expected = expected + F.linear(x, weight, bias)
         torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(squares.sum(1), expected.square().sum(1), rtol=1e-4, atol=1e-4)
@@ -101,7 +99,7 @@ def test_linear_add_rounds_like_linear_then_add() -> None:
     weight[:, 0] = 256 + torch.arange(48, device=DEVICE) / 16
     residual = torch.full((1, 48), -4096.0, device=DEVICE).half()
     expected = residual + (x.double() @ weight.double().T).half()
-    linear_add(x, weight.half(), None, residual, tiles=HOW["burst"])
+    linear(x, weight.half(), epilogue=Epilogue(residual=residual), tiles=HOW["burst"])
     assert torch.equal(residual, expected)
 
 
@@ -126,7 +124,7 @@ def test_linear_of_a_norm_matches_the_reference(
     out = linear(x, weight, bias, norm=norm, workspace=workspace(m, n, k, how), tiles=how)
     torch.testing.assert_close(out, F.linear(normed, weight, bias), rtol=1e-5, atol=1e-4)
     room = workspace(m, n, k, how, gated=True)
-    out = linear_silu_mul(x, weight, norm=norm, workspace=room, tiles=how)
+    out = linear(x, weight, epilogue=GATED, norm=norm, workspace=room, tiles=how)
     expected = reference.silu_mul(F.linear(normed, weight))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -165,7 +163,7 @@ def test_linear_silu_mul_rounds_like_linear_then_silu_mul(how: LinearTiles) -> N
     x = torch.randint(-2, 3, (5, 200), device=DEVICE).half() / 4
     weight = torch.randint(-2, 3, (2 * 40, 200), device=DEVICE).half() / 4
     room = workspace(5, 80, 200, how, gated=True)
-    out = linear_silu_mul(x, weight, workspace=room, tiles=how)
+    out = linear(x, weight, epilogue=GATED, workspace=room, tiles=how)
     expected = reference.silu_mul((x.double() @ weight.double().T).half())
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=0)
 
@@ -180,8 +178,10 @@ def test_strided_rows_match_torch(how: LinearTiles) -> None:
 def test_empty_batches_give_empty_results() -> None:
     x, weight = torch.randn(0, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
     assert linear(x, weight).shape == (0, 32)
-    assert linear_silu_mul(x, weight).shape == (0, 16)
-    assert len(linear_add(x, weight, None, torch.randn(0, 32, device=DEVICE))) == 0
+    assert linear(x, weight, epilogue=GATED).shape == (0, 16)
+    assert (
+        len(linear(x, weight, epilogue=Epilogue(residual=torch.randn(0, 32, device=DEVICE)))) == 0
+    )
 
 
 SHAPES = [(4096, 1024), (1024, 2048), (151936, 1024), (7168, 5120), (5120, 17408), (130, 100)]
@@ -197,8 +197,8 @@ def test_the_allocated_workspace_is_large_enough_for_any_call(
     n: int, k: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = replace(H200, shared_bytes=shared_bytes)
-    monkeypatch.setattr(config, "tuning_of", lambda device: tuning)
-    room = LinearWorkspace.allocate([(n, k)], 256, torch.device("meta"))
+    monkeypatch.setattr(dense_tiles, "tuning_of", lambda device: tuning)
+    room = allocate_workspace([(n, k)], 256, torch.device("meta"))
     for m in range(1, 257):
         for gated in (False, True):
             how = choose_tiles(m, n, k, tuning, gated=gated)
@@ -261,6 +261,6 @@ def test_linear_tiles_on_an_h200_are_the_measured_ones() -> None:
 
 @pytest.mark.parametrize("m", [1, 16, 32])
 def test_cublas_multiplies_where_our_kernels_have_not_run(m: int) -> None:
-    assert config.should_use(H200, m, 1024, 4096, gated=False)
-    assert not config.should_use(UNTRIED, m, 1024, 4096, gated=False)
-    assert not config.should_fuse_norm(UNTRIED, m, 1024, 1024, gated=False)
+    assert dense_tiles.should_use(H200, m, 1024, 4096, gated=False)
+    assert not dense_tiles.should_use(UNTRIED, m, 1024, 4096, gated=False)
+    assert not dense_tiles.should_fuse_norm(UNTRIED, m, 1024, 1024, gated=False)

@@ -19,16 +19,11 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.weight_only_cases import GivenWords, packed_int4, random_e4m3, random_int4
 
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
-from minisgl.kernels.linear.launch import FusedNorm
-from minisgl.kernels.linear.weight_only import product as weight_only
-from minisgl.kernels.linear.weight_only.config import allocate_workspace, choose_tiles
-from minisgl.kernels.linear.weight_only.launch import (
-    dequantize,
-    linear,
-    linear_add,
-    linear_silu_mul,
-)
+from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
+from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
+from minisgl.kernels.linear.weight_only import weight_only_product
+from minisgl.kernels.linear.weight_only.weight_only_gemm import dequantize, linear
+from minisgl.kernels.linear.weight_only.weight_only_tiles import allocate_workspace, choose_tiles
 from minisgl.kernels.linear.weight_only.weights import WeightWords, int4_words, values
 from minisgl.kernels.tuning import H200
 
@@ -142,7 +137,7 @@ def test_linear_silu_mul(kind: str, normed: bool, splits: int) -> None:
     norm = FusedNorm(torch.randn(k, device=DEVICE).to(HALF), EPS, squares) if normed else None
     how = tiles(weight, splits)
     room = workspace(m, 2 * size, k, how, gated=True)
-    out = linear_silu_mul(x, weight, norm=norm, workspace=room, tiles=how)
+    out = linear(x, weight, epilogue=GATED, norm=norm, workspace=room, tiles=how)
     if norm is not None:
         x = reference.rms_norm(x, norm.weight, EPS)
     expected = reference.silu_mul((x.double() @ exact.T).to(HALF))
@@ -159,7 +154,7 @@ def test_linear_add(kind: str, splits: int) -> None:
         residual, how = residual.to(DEVICE), tiles(weight, splits)
         expected = residual.double() + (x.double() @ exact.T).to(HALF).double()
         room = workspace(m, n, k, how)
-        squares = linear_add(x, weight, None, residual, workspace=room, tiles=how)
+        squares = linear(x, weight, epilogue=Epilogue(residual=residual), workspace=room, tiles=how)
         torch.testing.assert_close(residual.double(), expected, rtol=2e-3, atol=2e-3)
         wide = residual.float().square().sum(1)
         torch.testing.assert_close(squares.sum(1), wide, rtol=1e-4, atol=1e-4)
@@ -169,17 +164,26 @@ def test_no_rows() -> None:
     weight, _ = random_int4(32, 128, 128, HALF, symmetric=True, device=DEVICE)
     x = torch.empty(0, 128, device=DEVICE, dtype=HALF)
     assert linear(x, weight).shape == (0, 32)
-    assert linear_silu_mul(x, weight).shape == (0, 16)
-    assert len(linear_add(x, weight, None, torch.empty(0, 32, device=DEVICE, dtype=HALF))) == 0
+    assert linear(x, weight, epilogue=GATED).shape == (0, 16)
+    assert (
+        len(
+            linear(
+                x, weight, epilogue=Epilogue(residual=torch.empty(0, 32, device=DEVICE, dtype=HALF))
+            )
+        )
+        == 0
+    )
 
 
 def test_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows and many take other kernels, with the same W."""
-    monkeypatch.setattr(weight_only, "runs_triton", lambda device: True)
-    monkeypatch.setattr(weight_only, "tuning_of", lambda device: replace(H200, weight_only_rows=32))
+    monkeypatch.setattr(weight_only_product, "runs_triton", lambda device: True)
+    monkeypatch.setattr(
+        weight_only_product, "tuning_of", lambda device: replace(H200, weight_only_rows=32)
+    )
     words, exact = random_int4(64, 256, 128, HALF, symmetric=False, device=DEVICE)
     product = GivenWords(words, HALF)
-    weight_only.share_kernels([product], HALF, DEVICE)
+    weight_only_product.share_kernels([product], HALF, DEVICE)
     assert product.kernels is not None
     x = torch.randn(33, 256, device=DEVICE).to(HALF)
     for m in (0, 1, 32, 33):
@@ -210,7 +214,7 @@ def test_tiles_fit(
         return
     tuning = replace(H200, shared_bytes=shared_bytes)
     monkeypatch.setattr(
-        "minisgl.kernels.linear.weight_only.config.tuning_of", lambda device: tuning
+        "minisgl.kernels.linear.weight_only.weight_only_tiles.tuning_of", lambda device: tuning
     )
     room = allocate_workspace([(n, k, span, bits)], torch.device("meta"))
     for m in (1, 8, 9, 16, 17, 33, 64, 65, 127, 129, 256, 257, 1000, tuning.weight_only_rows):

@@ -25,10 +25,10 @@ from support.quantized import FORMATS, load_plain, quantize
 from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
 from minisgl.kernels.comm.mailbox import Mailbox
-from minisgl.kernels.linear import dense, select
-from minisgl.kernels.linear.dense import DenseProduct
-from minisgl.kernels.linear.weight_only import product as weight_only
-from minisgl.kernels.linear.weight_only.product import WeightOnlyProduct
+from minisgl.kernels.linear import dense_product, select_product
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.weight_only import weight_only_product
+from minisgl.kernels.linear.weight_only.weight_only_product import WeightOnlyProduct
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import H200
 from minisgl.models.loader import load_model
@@ -49,9 +49,9 @@ KINDS = {
 def tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of this bound, and kernels also in the interpreter."""
     found = replace(H200, weight_only_rows=16, weight_only_dense_rows=BOUND)
-    for module in (select, dense, weight_only):
+    for module in (select_product, dense_product, weight_only_product):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
-    for module in (dense, weight_only):
+    for module in (dense_product, weight_only_product):
         monkeypatch.setattr(module, "tuning_of", lambda device: found)
     if DEVICE.type == "cpu":
         name = "minisgl.kernels.linear.cublaslt.load_products"
@@ -92,7 +92,7 @@ def product_of(kind: str, bias: Tensor | None = None) -> GivenWords:
     torch.manual_seed(0)
     words, _ = KINDS[kind](SIZE, SIZE, dtype=HALF)
     product = GivenWords(words, HALF, bias)
-    select.share_kernels([product], HALF, DEVICE)
+    select_product.share_kernels([product], HALF, DEVICE)
     return product
 
 
@@ -106,7 +106,7 @@ def rows(count: int) -> Tensor:
 def test_every_method_computes_the_same_with_a_copy(kind: str, biased: bool) -> None:
     bias = torch.linspace(-1, 1, SIZE, device=DEVICE).to(HALF) if biased else None
     plain, product = product_of(kind, bias), product_of(kind, bias)
-    select.prepare([product], HALF, dense_copies=True)
+    select_product.prepare([product], HALF, dense_copies=True)
     for method in METHODS.values():
         for m in (BOUND, BOUND + 1, 129):
             x = rows(m)
@@ -116,7 +116,7 @@ def test_every_method_computes_the_same_with_a_copy(kind: str, biased: bool) -> 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_copy_is_for_more_rows_than_the_bound(name: str) -> None:
     method, plain, product = METHODS[name], product_of("int4"), product_of("int4")
-    select.prepare([product], HALF, dense_copies=True)
+    select_product.prepare([product], HALF, dense_copies=True)
     assert product.dense is not None
     product.dense.weight.zero_()
     for m in (0, 1, BOUND):
@@ -132,11 +132,11 @@ def test_rows_for_other_ranks_are_sent_by_the_kernel_of_their_weights(
     m: int, sender: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    for name, module in (("words", "linear.weight_only.launch"), ("copy", "linear.launch")):
-        kernel = f"minisgl.kernels.{module}.linear_send"
+    for name, module in (("words", "weight_only.weight_only_gemm"), ("copy", "dense_gemm")):
+        kernel = f"minisgl.kernels.linear.{module}.linear"
         monkeypatch.setattr(kernel, lambda *args, name=name, **options: sent.append(name))
     product, mailbox = product_of("int4"), cast(Mailbox, object())
-    select.prepare([product], HALF, dense_copies=True)
+    select_product.prepare([product], HALF, dense_copies=True)
     assert product.send(rows(m), mailbox) is not None
     assert sent == [sender]
     assert product.send(rows(200), mailbox) is None, "the ranks add up so many in another way"
@@ -145,21 +145,21 @@ def test_rows_for_other_ranks_are_sent_by_the_kernel_of_their_weights(
 def test_copies_share_kernels_with_the_dense_products_and_need_no_room_to_dequantise() -> None:
     product, head = product_of("int4"), DenseProduct(rows(SIZE))
     products = [product, head]
-    select.share_kernels(products, HALF, DEVICE)
+    select_product.share_kernels(products, HALF, DEVICE)
     assert product.kernels is not None and product.kernels.dequantized is not None
-    assert select.dense_copy_bytes(products, HALF) == SIZE * SIZE * 2
-    select.prepare(products, HALF)
+    assert select_product.dense_copy_bytes(products, HALF) == SIZE * SIZE * 2
+    select_product.prepare(products, HALF)
     assert product.dense is None
-    select.prepare(products, HALF, dense_copies=True)
+    select_product.prepare(products, HALF, dense_copies=True)
     assert product.dense is not None and product.dense.kernels is head.kernels is not None
     assert product.kernels.dequantized is None
 
 
 def test_products_without_kernels_have_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "runs_triton", lambda device: False)
+    monkeypatch.setattr(select_product, "runs_triton", lambda device: False)
     product = product_of("int4")
-    assert select.dense_copy_bytes([product], HALF) == 0
-    select.prepare([product], HALF, dense_copies=True)
+    assert select_product.dense_copy_bytes([product], HALF) == 0
+    select_product.prepare([product], HALF, dense_copies=True)
     assert product.dense is None
 
 
@@ -182,12 +182,12 @@ def test_a_model_whose_steps_cross_the_bound_matches_transformers(
     copies = [p.dense for p in products if p.dense is not None]
     assert len(copies) == len(products) == 4
 
-    monkeypatch.setattr("minisgl.kernels.linear.config.should_use", lambda *args, gated: False)
+    monkeypatch.setattr("minisgl.kernels.linear.dense_tiles.should_use", lambda *args, gated: False)
     multiplied: list[int] = []
     for copy in copies:
-        gemm = copy._gemm
+        separate = copy.separate
         monkeypatch.setattr(
-            copy, "_gemm", lambda x, gemm=gemm: multiplied.append(len(x)) or gemm(x)
+            copy, "separate", lambda x, gemm=separate: multiplied.append(len(x)) or gemm(x)
         )
     sizes = (11, 3, 5, 1)
     paged, found, at = PagedModel(model, config, page_size=16), [], 0

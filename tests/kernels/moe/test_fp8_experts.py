@@ -17,11 +17,10 @@ from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe import select
-from minisgl.kernels.moe.fp8 import launch
-from minisgl.kernels.moe.fp8.config import choose_tiles
-from minisgl.kernels.moe.fp8.product import TensorCoreExperts
-from minisgl.kernels.moe.quantized import Fp8Experts
+from minisgl.kernels.moe import select_experts
+from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
+from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import Routing
 from minisgl.kernels.tuning import H200
 
@@ -58,18 +57,18 @@ def test_a_nan_row_harms_no_other_row(kind: str) -> None:
 def test_the_kernels_are_selected_where_they_run(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
     made = random_experts(4, 64, 32, None, TOKEN, DEVICE)
-    chosen = select.fp8_experts(made.gate_up, made.down, activations=TOKEN)
+    chosen = select_experts.fp8_experts(made.gate_up, made.down, activations=TOKEN)
     assert isinstance(chosen, TensorCoreExperts) == on_gpu
-    as_it_is = select.fp8_experts(made.gate_up, made.down, activations=Activations.NONE)
+    as_it_is = select_experts.fp8_experts(made.gate_up, made.down, activations=Activations.NONE)
     assert not isinstance(as_it_is, TensorCoreExperts)
 
 
 def test_no_rows() -> None:
     experts = random_experts(4, 64, 32, None, TOKEN, DEVICE)
     x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
-    out, _ = launch.fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    out, _ = fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
     assert out.shape == (0, 64)
 
 
@@ -88,7 +87,7 @@ def test_tiles_fit_into_shared_memory(in_blocks: bool, size: int, shared_bytes: 
     tuning, routing = replace(H200, shared_bytes=shared_bytes), Routing(8, normalize=True)
     kinds = set()
     for num_rows in (1, 2, 8, 32, 64, 128, 256, 384, 768, 1024, 6144, 8192, 16384):
-        how = choose_tiles(num_rows, experts, routing, tuning)
+        how = choose_fp8_tiles(num_rows, experts, routing, tuning)
         products = [(how.inner, 2, 128), (how.outer, 1, width if in_blocks else 128)]
         for product, halves, block_k in products:
             tile = (product.block_n * halves + product.block_m) * block_k + 4 * product.block_m

@@ -14,9 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.int4_expert_cases import check, random_experts
 
-from minisgl.kernels.moe import select
-from minisgl.kernels.moe.int4 import launch
-from minisgl.kernels.moe.int4.product import WeightOnlyExperts
+from minisgl.kernels.moe import select_experts
+from minisgl.kernels.moe.int4_experts import WeightOnlyExperts, fused_experts
 from minisgl.kernels.moe.reference import Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -35,9 +34,9 @@ def test_a_nan_row_harms_no_other_row() -> None:
     experts = random_experts(4, 64, 64, (64, 64), symmetric=False, device=DEVICE)
     routing = Routing(2, normalize=True)
     x, logits = torch.randn(3, 64, device=DEVICE), torch.randn(3, 4, device=DEVICE)
-    clean, _ = launch.fused_experts(x, logits, experts, routing, pdl=False)
+    clean, _ = fused_experts(x, logits, experts, routing, pdl=False)
     x[1, 40], logits[2] = torch.nan, torch.nan
-    out, _ = launch.fused_experts(x, logits, experts, routing, pdl=False)
+    out, _ = fused_experts(x, logits, experts, routing, pdl=False)
     assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
 
 
@@ -45,14 +44,14 @@ def test_a_nan_row_harms_no_other_row() -> None:
 def test_the_kernels_are_selected_where_they_run(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
     made = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
-    chosen = select.int4_experts(made.gate_up, made.down)
+    chosen = select_experts.int4_experts(made.gate_up, made.down)
     assert isinstance(chosen, WeightOnlyExperts) == on_gpu
 
 
 def test_no_rows() -> None:
     experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
     x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
-    out, _ = launch.fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    out, _ = fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
     assert out.shape == (0, 64)

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.expert_cases import check_choose, check_equals, check_mix, check_nan
 
-from minisgl.kernels.moe.config import choose_tiles
+from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.tuning import H200, ExpertTiles, FewTiles, ManyTiles
 

@@ -10,6 +10,7 @@ import torch
 from minisgl.kernels.sampling.reference import (
     SamplingRows,
     add_bias,
+    deviation,
     margin,
     penalize,
     perturb,
@@ -31,7 +32,7 @@ def rows_of(count: int, temperature: float = 1.0, **filters: float) -> SamplingR
         temperature=torch.full((count,), temperature),
         seed=torch.arange(count) * 1_000_003 - 7,
         output_index=torch.arange(count) % 5,
-        **{
+        filters={
             name: torch.full((count,), value, dtype=dtypes.get(name, torch.float32))
             for name, value in filters.items()
         },
@@ -74,6 +75,32 @@ class TestFilters:
         assert kept(logits, temperature=0.5, min_p=0.4) == [0]
         assert kept([1, 1, 0], min_p=1) == [0, 1]
 
+    def test_top_n_sigma_is_relative_to_the_largest_whatever_the_temperature(self):
+        logits = [4.0, 3.0, 2.0, 1.0, 0.0]  # the standard deviation is the root of 2
+        for temperature in (0.3, 1.0, 2.0):
+            assert kept(logits, temperature, top_n_sigma=1) == [0, 1]
+            assert kept(logits, temperature, top_n_sigma=1.42) == [0, 1, 2]
+            assert kept(logits, temperature, top_n_sigma=0.7) == [0]
+            assert kept(logits, temperature, top_n_sigma=0) == [0, 1, 2, 3, 4]
+        assert kept([2.5, 2.5, 2.5], top_n_sigma=0.1) == [0, 1, 2]
+        assert kept(logits, top_n_sigma=1.42, top_k=2) == kept(logits, top_n_sigma=1) == [0, 1]
+        assert kept([0.0, 0.0, 0.0, 0.0, 9.0], top_n_sigma=2, top_p=0.1) == [4]
+
+    def test_top_n_sigma_counts_no_masked_token(self):
+        logits = [4.0, -INF, 3.0, 2.0, -INF, 1.0, 0.0]
+        assert kept(logits, top_n_sigma=1) == [0, 2]
+        assert kept([-INF, -3.0, -INF], top_n_sigma=2) == [1]
+        assert kept([-INF, -INF], top_n_sigma=2) == []
+
+    def test_the_standard_deviation_is_that_of_numpy(self):
+        logits = random_logits(8, 5000) * torch.logspace(-1, 1.5, 8)[:, None] - 40
+        expected = torch.from_numpy(logits.double().numpy().std(axis=1))
+        torch.testing.assert_close(deviation(logits).double(), expected, rtol=1e-5, atol=1e-4)
+        masked = logits.masked_fill(torch.rand(8, 5000) < 0.5, -INF)
+        left = [row[row > -INF].double().numpy().std() for row in masked]
+        expected = torch.tensor(left, dtype=torch.float64)
+        torch.testing.assert_close(deviation(masked).double(), expected, rtol=1e-5, atol=1e-4)
+
     def test_top_p_renormalises_what_min_p_and_top_k_leave(self):
         logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
         assert kept(logits, top_p=0.5) == [0, 1]
@@ -91,7 +118,7 @@ class TestFilters:
 
 def test_a_filter_that_is_off_changes_no_bit():
     logits, plain = random_logits(9, 301), rows_of(9, 0.7)
-    off = rows_of(9, 0.7, min_p=0.0, top_k=0, top_p=1.0)
+    off = rows_of(9, 0.7, min_p=0.0, top_k=0, top_p=1.0, top_n_sigma=0.0)
     assert torch.equal(perturb(logits, off), perturb(logits, plain))
 
 
@@ -102,15 +129,21 @@ def test_a_row_is_filtered_the_same_alone_and_in_any_batch():
         temperature=torch.tensor([0.0, 0.3, 1.0, 1.7]).repeat(6),
         seed=torch.arange(count) * 77,
         output_index=torch.arange(count),
-        min_p=torch.tensor([0.0, 0.05, 0.0]).repeat(8),
-        top_k=torch.tensor([0, 3, 50, 1000]).repeat_interleave(6),
-        top_p=torch.tensor([1.0, 0.9, 0.5, 0.0, 1.0, 0.99]).repeat(4),
+        filters={
+            "min_p": torch.tensor([0.0, 0.05, 0.0]).repeat(8),
+            "top_k": torch.tensor([0, 3, 50, 1000]).repeat_interleave(6),
+            "top_p": torch.tensor([1.0, 0.9, 0.5, 0.0, 1.0, 0.99]).repeat(4),
+            "top_n_sigma": torch.tensor([0.0, 2.5, 0.0, 1.0]).repeat_interleave(6),
+        },
     )
     together = perturb(logits, rows)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     for chosen in (order, *torch.arange(count).split(1)):
         part = SamplingRows(
-            **{name: getattr(rows, name)[chosen] for name in SamplingRows.__dataclass_fields__}
+            temperature=rows.temperature[chosen],
+            seed=rows.seed[chosen],
+            output_index=rows.output_index[chosen],
+            filters={name: values[chosen] for name, values in rows.filters.items()},
         )
         assert torch.equal(perturb(logits[chosen], part), together[chosen])
 

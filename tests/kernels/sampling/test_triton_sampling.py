@@ -268,6 +268,49 @@ class TestMasks:
             assert batch.run(rows=[row]) == tokens[row]
 
 
+SIGMA = [
+    SamplingParams(temperature=t, top_n_sigma=n, top_p=p, top_k=k, min_p=m)
+    for t, n, p, k, m in [
+        (1.0, 1.5, 1.0, 0, 0.0),
+        (2.0, 0.3, 1.0, 0, 0.0),
+        (0.7, 3.0, 0.8, 0, 0.0),
+        (1.9, 2.2, 0.3, 0, 0.0),
+        (1.5, 2.0, 1.0, 40, 0.0),
+        (1.6, 2.5, 0.6, 90, 0.0),
+        (1.3, 4.0, 0.9, 0, 0.02),
+        (1.0, 100.0, 1.0, 0, 0.0),
+        (1.0, -1.0, 1.0, 0, 0.0),
+    ]
+]
+
+
+class TestTopNSigma:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("vocab_size", VOCABS)
+    def test_tokens_equal_the_reference(self, vocab_size: int, dtype: torch.dtype) -> None:
+        logits = random_logits(18, vocab_size, seed=40, dtype=dtype).to(DEVICE)
+        batch = Batch.of(SIGMA, 18, logits)
+        assert batch.check(batch.run(full=True)) == 0
+        batch.output_index.add_(1)
+        tokens = batch.run(full=True)
+        assert batch.check(tokens) == 0
+        for row in range(9):
+            assert batch.run(full=True, rows=[row]) == tokens[row]
+
+    @pytest.mark.parametrize("vocab_size", [1000, 5000])
+    def test_a_masked_token_does_not_count(self, vocab_size: int) -> None:
+        allowed = allowed_tokens(18, vocab_size)
+        batch = Batch.of(SIGMA, 18, masked_logits(18, vocab_size, seed=41), allowed=allowed)
+        tokens = batch.run(full=True)
+        assert batch.check(tokens) == 0
+        assert all(int(tokens[row]) in ids for row, ids in allowed.items())
+
+    def test_a_token_outside_of_the_standard_deviations_is_never_drawn(self) -> None:
+        logits = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0]).repeat(200, 1).to(DEVICE)
+        batch = Batch.of([SamplingParams(temperature=2, top_n_sigma=1)], 200, logits)
+        assert {*batch.run(full=True).tolist()} == {0, 1}
+
+
 class TestFull:
     @pytest.mark.parametrize("vocab_size", VOCABS)
     def test_tokens_history_and_logprobs_equal_the_reference(self, vocab_size: int) -> None:

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots import dispatch, kernels
-from minisgl.kernels.slots.state import OutputRing, SlotRows, SlotState
+from minisgl.kernels.slots import slot_kernels, slot_updates
+from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -33,7 +33,12 @@ def state_on(device: torch.device, page_size: int) -> SlotState:
     tokens = torch.randint(0, 1000, (NUM_SLOTS + 1,), generator=random).int()
     numbers = torch.randint(0, 50, (NUM_SLOTS + 1, 3), generator=random).to(device)
     return SlotState(
-        table.to(device), lengths.to(device), tokens.to(device), numbers[:, 1], page_size
+        page_table=table.to(device),
+        lengths=lengths.to(device),
+        last_tokens=tokens.to(device),
+        drafts=tokens[:, None][:, :0].to(device),
+        prompt_lengths=numbers[:, 1],
+        page_size=page_size,
     )
 
 
@@ -54,8 +59,8 @@ def test_rows_are_made_of_their_slots_which_advance(page_size: int) -> None:
             SlotRows.allocate(9, MAX_PAGES + 3, device).first(len(slots), MAX_PAGES)
             for device in (DEVICE, CPU)
         )
-        kernels.read_slots(slots.to(DEVICE), found_state, found_rows)
-        dispatch.read_slots(slots, state, rows)
+        slot_kernels.read_slots(slots.to(DEVICE), found_state, found_rows)
+        slot_updates.read_slots(slots, state, rows)
         for found, wanted in zip(used(found_rows, page_size), used(rows, page_size), strict=True):
             assert torch.equal(found, wanted)
         assert torch.equal(found_state.lengths.cpu(), state.lengths)
@@ -71,8 +76,8 @@ def test_tokens_and_scores_go_to_their_slots_and_around_the_ring(
     for step in range(4):
         slots, tokens = torch.randperm(NUM_SLOTS)[:num_rows], torch.randint(0, 1000, (num_rows,))
         args = (slots, tokens, some_scores(num_rows, num_top))
-        kernels.feed_slots(*(on_device(each) for each in args), found_state, found_ring)
-        dispatch.feed_slots(*args, state, ring, ring_entry=step % 3)
+        slot_kernels.feed_slots(*(on_device(each) for each in args), found_state, found_ring)
+        slot_updates.feed_slots(*args, state, ring, ring_entry=step % 3)
         assert torch.equal(found_state.last_tokens.cpu(), state.last_tokens)
         for found, wanted in zip(astuple(found_ring), astuple(ring), strict=True):
             assert torch.equal(found.cpu(), wanted)

@@ -8,7 +8,7 @@ import pytest
 from support.parsed_answers import QWEN, form_of, parsed
 
 from minisgl.events import ContentText
-from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 
 ARGUMENTS = '{"a": "END"}'
 CALL = f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}}}</tool_call>'

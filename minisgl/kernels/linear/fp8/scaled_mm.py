@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from minisgl.kernels.fp8_rows import Fp8Rows, room
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.rows import Fp8Rows, room
 
 
 def takes(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> bool:
@@ -28,7 +28,7 @@ def takes(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> bool:
 
 
 def linear(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> Tensor:
-    """As fp8/launch.py's; what it computes, `takes` says."""
+    """As fp8_gemm.py's; what it computes, `takes` says."""
     data, scale, block = weights
     if block is None:
         return F.scaled_mm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.linear.weight_only.device import e4m3_planes, half_of, int4_planes
+from minisgl.kernels.linear.weight_only.unpacking import e4m3_planes, half_of, int4_planes
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_BIAS = {torch.bfloat16: 128, torch.float16: 1024}  # see int4_bias in device.py
-_E4M3_FACTOR = {torch.bfloat16: 1, torch.float16: 256}  # see e4m3_planes in device.py
+_BIAS = {torch.bfloat16: 128, torch.float16: 1024}  # see int4_bias in unpacking.py
+_E4M3_FACTOR = {torch.bfloat16: 1, torch.float16: 256}  # see e4m3_planes in unpacking.py
 
 
 class WeightWords(NamedTuple):

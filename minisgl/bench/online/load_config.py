@@ -1,0 +1,161 @@
+"""The options of the load of `bench serve`. Imports nothing heavy, so that --help is fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.client.address import check_address
+from minisgl.client.keys import check_key_options
+from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.errors import ConfigError, one_of
+
+ENDPOINTS = ("auto", "completions", "chat")
+ARRIVALS = ("poisson", "constant")
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
+load_option = partial(option, group="Load")
+
+
+class Point(NamedTuple):
+    """The load of one measurement of a sweep."""
+
+    request_rate: float | None  # requests a second; None: as fast as possible
+    max_concurrency: int | None  # None: any number at once
+
+    def __str__(self) -> str:
+        rate, most = self.request_rate, self.max_concurrency
+        pace = "as fast as possible" if rate is None else f"{rate:g} requests/s"
+        return pace if most is None else f"{pace}, at most {most} at once"
+
+    def short(self) -> str:
+        rate, most = self.request_rate, self.max_concurrency
+        if rate is None:
+            return "inf" if most is None else f"{most} at once"
+        return f"{rate:g}/s" if most is None else f"{rate:g}/s, {most} at once"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """The server and the load. Raises ConfigError for an invalid value."""
+
+    url: str | None = load_option(
+        None,
+        "Server of the OpenAI API to measure, such as http://HOST:8000/v1; --model is then the "
+        "name in requests. Without it a server is started.",
+    )
+    api_key: str | None = load_option(
+        None, "Key for --url; MINISGL_API_KEY if not given.", secret=True
+    )
+    api_key_file: str | None = load_option(None, "File with that key.")
+    endpoint: str = load_option(
+        "auto",
+        "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",
+    )
+    request_rate: tuple[str, ...] = load_option(
+        ("inf",),
+        "Requests a second, inf for as fast as possible; several, with commas, are a sweep.",
+    )
+    arrivals: str = load_option(
+        "poisson", "At a rate: poisson (random) or constant (evenly spaced)."
+    )
+    max_concurrency: tuple[str, ...] = load_option(
+        (), "Requests at once at most; several, with commas, are a sweep."
+    )
+    goodput: tuple[str, ...] = load_option(
+        (),
+        "Limits in milliseconds, such as ttft:500,tpot:50,e2e:9000; reports requests that meet "
+        "all of them.",
+    )
+    stop_at_eos: bool = load_option(False, "Stop at EOS; output lengths become upper bounds.")
+    vocab_size: int | None = load_option(
+        None, "With --url, token ids of prompts stay below it; 10,001 if not given.",
+    )  # fmt: skip
+    request_timeout: float = load_option(600.0, "Seconds after which a request counts as failed.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.url is not None:
+            check_address(self.url)
+        check_key_options(self)
+        for name in ("api_key", "api_key_file", "vocab_size"):
+            if self.url is None and getattr(self, name) is not None:
+                shown = "(not shown)" if name == "api_key" else getattr(self, name)
+                raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
+        if self.endpoint not in ENDPOINTS:
+            refuse(self, "endpoint", one_of(ENDPOINTS))
+        if self.arrivals not in ARRIVALS:
+            refuse(self, "arrivals", one_of(ARRIVALS))
+        check_at_least(self, "vocab_size", 1)
+        if not self.request_timeout > 0:
+            refuse(self, "request_timeout", "allowed: a number above 0")
+        points = self.points  # which looks at every value
+        if (
+            len({point.request_rate for point in points})
+            < len(points)
+            > len({point.max_concurrency for point in points})
+        ):
+            given = ",".join(self.max_concurrency)
+            allowed = "a sweep goes over this or over --request-rate; allowed: one value"
+            raise ConfigError("--max-concurrency", given, allowed)
+        _ = self.limits_s
+
+    @property
+    def points(self) -> list[Point]:
+        """The measurements, in the order given."""
+        rates = _parts(self.request_rate)
+        given = _numbers("--max-concurrency", self.max_concurrency, whole=True)
+        most: list[int | None] = [int(number) for number in given]
+        return [
+            Point(None if rate == math.inf else rate, concurrency)
+            for rate in _numbers("--request-rate", tuple(rates or ["inf"]))
+            for concurrency in (most or [None])
+        ]
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """The limits of goodput by name, in seconds."""
+        limits: dict[str, float] = {}
+        for part in _parts(self.goodput):
+            name, _, value = part.partition(":")
+            try:
+                limit = float(value) / 1e3
+            except ValueError:
+                limit = math.nan
+            if name not in LATENCIES or not limit > 0:
+                allowed = one_of(f"{name}:MILLISECONDS" for name in LATENCIES)
+                raise ConfigError("--goodput", part, allowed)
+            limits[name] = limit
+        return limits
+
+
+def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
+    """Raise ConfigError if the workload cannot be sent with this load."""
+    if workload.kind == "multi-turn" and load.endpoint == "completions":
+        raise ConfigError("--endpoint", load.endpoint, "allowed with --workload multi-turn: chat")
+    timed = any(point.request_rate is not None for point in load.points)
+    if workload.kind == "trace" and timed:
+        given = ",".join(load.request_rate)
+        raise ConfigError("--request-rate", given, "a trace has its own times: --trace-scale")
+
+
+def _parts(values: tuple[str, ...]) -> list[str]:
+    """Split the values of an option that may be repeated and may be a list."""
+    return [part for part in ",".join(values).split(",") if part]
+
+
+def _numbers(name: str, values: tuple[str, ...], *, whole: bool = False) -> list[float]:
+    """The numbers without duplicates, in the order given; above 0."""
+    numbers: dict[float, None] = {}
+    for part in _parts(values):
+        try:
+            number = int(part) if whole else float(part)
+        except ValueError:
+            number = -1
+        if not number > 0:
+            allowed = "whole numbers of 1 or more" if whole else "numbers above 0, or inf"
+            raise ConfigError(name, ",".join(values), f"allowed: {allowed}")
+        numbers[number] = None
+    return list(numbers)

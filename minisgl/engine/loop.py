@@ -1,0 +1,210 @@
+"""The loop of steps: plan, launch, collect, settle, hand out.
+
+A finished step is handled in one callback of the event loop: settle it, plan and launch the next
+step, and only then hand out the tokens. Detokenization and delivery so overlap with the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from minisgl.engine.delivery import Delivery
+from minisgl.engine.failures import Failures
+from minisgl.engine.masks import FailedRequests, MaskFiller
+from minisgl.engine.page_moves import PageMoves
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stats import Meter
+from minisgl.engine.waiting_thread import WaitingThread
+from minisgl.matcher import MaskRows
+from minisgl.request import Request
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Keeps as many steps in flight as the device needs. Used on the engine's event loop."""
+
+    def __init__(
+        self, loaded: Loaded[Any], scheduler: Scheduler, delivery: Delivery, meter: Meter
+    ) -> None:
+        self._runner = loaded.runner
+        self._scheduler = scheduler
+        self._delivery = delivery
+        self._meter = meter
+        self.moves = PageMoves(loaded, scheduler, self.wake)
+        self.failures = Failures(loaded, scheduler, delivery, self.moves)
+        self._masks = MaskFiller(loaded.model.vocab_size, loaded.defaults.eos_token_ids)
+        # One step beyond those that run, one in each stage, is launched, so that the device never
+        # waits for the loop.
+        self._max_in_flight = loaded.config.pp + loaded.config.overlap
+        self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
+        self._loop = asyncio.get_running_loop()
+        self._is_awake = False
+        self._step_ended = asyncio.Event()
+        self._collector = WaitingThread("minisgl-collector", self._wait_for)
+
+    def wake(self) -> None:
+        """Launch steps in the loop's next iteration: requests submitted together share a step."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._loop.call_soon(self._on_wake)
+
+    def _on_wake(self) -> None:
+        self._is_awake = False
+        try:
+            self._launch_steps()
+        except Exception as error:
+            self.failures.die(error)
+
+    def _launch_steps(self) -> None:
+        """Launch what may be in flight; nothing follows a deferred plan before its sampling."""
+        while (
+            self.failures.failure is None
+            and self._deferred is None
+            and self._scheduler.num_in_flight < self._max_in_flight
+        ):
+            plan = self._scheduler.plan()
+            self.moves.start()  # planning may have begun some; they do not depend on this plan
+            if plan is None:
+                return
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        if self._scheduler.num_in_flight == 1:
+            self._meter.step_began(time.monotonic())
+        try:
+            masks = self._fill_masks(plan) if plan.masked_slots and not plan.deferred else None
+            handle = self._runner.launch(plan, masks)
+        except Exception as error:
+            self._fail(plan.step, error)
+            return
+        if plan.deferred:
+            self._deferred = plan, handle
+        else:
+            self._collect(plan, handle)
+
+    def _collect(self, plan: StepPlan, handle: Any) -> None:
+        self._collector.add((plan.step, handle))
+        self.moves.launched(plan, handle)
+        self.failures.step_began(plan)
+
+    def _wait_for(self, launched: tuple[int, Any]) -> None:
+        """Wait for a launched step. Called by the collector's thread."""
+        step, handle = launched
+        try:
+            outcome: StepResult | Exception = self._runner.collect(handle)
+        except Exception as error:
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
+            self._loop.call_soon_threadsafe(self._on_step, step, outcome)
+
+    def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
+        """Handle the end of a step or its failure. Called once for each step, in order."""
+        self.failures.step_ended()
+        self._step_ended.set()
+        if self.failures.failure is not None or step != self._scheduler.next_to_settle:
+            return  # nothing is settled any more, or an earlier step has failed
+        try:
+            if isinstance(outcome, Exception):
+                self._fail(step, outcome)
+                self._launch_steps()
+            else:
+                self._settle(outcome)
+        except Exception as error:
+            self.failures.die(error)
+
+    def _settle(self, result: StepResult) -> None:
+        now = time.monotonic()
+        self._meter.step_ended(now, captured=result.captured)
+        settled = self._scheduler.settle(result)
+        if settled.masked:
+            self._follow(settled.masked)
+        if self._deferred is not None:
+            self._sample(*self._deferred)
+        self._launch_steps()
+        self._delivery.hand_out(settled, now)
+
+    def _sample(self, plan: StepPlan, handle: Any) -> None:
+        """Let the rest of the deferred plan follow, if its masks can be filled."""
+        if not self._scheduler.can_fill_masks(plan):
+            return
+        self._deferred = None
+        try:
+            self._runner.sample(handle, self._fill_masks(plan))
+        except Exception as error:
+            self._fail(plan.step, error)
+        else:
+            self._collect(plan, handle)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._deferred = None  # it is later than any step that may fail
+        self.failures.step_failed(step, error)
+
+    # -- masks -------------------------------------------------------------------------------------
+
+    def _follow(self, masked: Sequence[Request]) -> None:
+        """Tell matchers their requests' new tokens, and end the requests that are complete."""
+        self._end(self._masks.accept(masked))
+        for request in masked:
+            complete = request.matcher is not None and request.matcher.finished
+            if complete and not request.finished:
+                self._scheduler.finish(request, request.num_output_tokens)
+
+    def _fill_masks(self, plan: StepPlan) -> MaskRows:
+        masks: MaskRows = self._runner.new_masks(plan)
+        began = time.perf_counter()
+        failed = self._masks.fill(self._scheduler.masked_requests(plan.step), masks)
+        self._meter.masks_filled(len(masks), time.perf_counter() - began)
+        self._end(failed)
+        return masks
+
+    def _end(self, failed: FailedRequests) -> None:
+        for request, error in failed:
+            logger.warning("request %s: %s", request.id, error)
+            self._delivery.cancel(request, error)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def store_all(self) -> None:
+        """Write to disk what the other tiers hold, so that it outlives the engine. No other step
+        follows."""
+        self._max_in_flight = 0
+        await self._all_settle()
+        plan = self._scheduler.plan_offload() if self.failures.failure is None else None
+        if plan is not None:
+            self._launch(plan)
+            await self._all_settle()
+        if self.failures.failure is None:
+            await self.moves.store_all()
+
+    async def _all_settle(self) -> None:
+        while self._scheduler.num_in_flight and self.failures.failure is None:
+            self._step_ended.clear()
+            await self._step_ended.wait()
+
+    async def end(self) -> bool:
+        """Launch nothing any more, and wait until the launched steps have ended; False if they
+        hang."""
+        self._max_in_flight = 0
+        self._deferred = None
+        self.moves.close()
+        self._end_threads()
+        await self.failures.steps_end(asyncio.wrap_future(self._collector.ended))
+        return self._collector.ended.done()
+
+    def abandon(self, timeout_s: float) -> bool:
+        """Do the same without the event loop, which has stopped. Blocks."""
+        self._end_threads()
+        return self._collector.ended in wait([self._collector.ended], timeout_s).done
+
+    def _end_threads(self) -> None:
+        self._collector.end()
+        self.moves.end()

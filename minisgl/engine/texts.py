@@ -1,0 +1,357 @@
+"""Turns texts and conversations into token ids, before they reach the engine.
+
+A short text is encoded on the event loop, in under a millisecond. Everything else runs on a few
+daemon threads, which do not keep the process alive. Neither long texts nor chat templates that
+never finish delay short texts: a rendering that takes longer than others is killed, and repeated
+in a line of its own. One for which nobody waits any more is killed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from minisgl.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    MinisglError,
+    QueueFullError,
+    TextTooLongError,
+)
+from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
+from minisgl.text.template_facts import TemplateFacts, probe
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
+
+# Above the ratio of any natural language or code.
+MAX_CHARS_PER_TOKEN = 16
+ALWAYS_TAKEN_CHARS = 1 << 20
+# Texts and template inputs of up to this size go to the queue of short work: about 10 ms each.
+SHORT_BYTES = 16 << 10
+# Size of a place; a text occupies one for every started PLACE_BYTES.
+PLACE_BYTES = 32 << 10
+# Work is ordered by arrival plus one second per this many bytes: short texts overtake long ones.
+BYTES_PER_SECOND = 64 << 10
+# Processor time of a rendering; most take some milliseconds. One that needs more is slow, and holds
+# up its line no longer than this.
+SLOW_SECONDS = 0.15
+NUM_SLOW = 4  # slow ones rendered at once
+SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
+INTERRUPT_S = 0.1  # between attempts to end a rendering, which may not have begun
+# A drain gives callers this long to submit token ids that they have just received.
+SUBMIT_S = 0.1
+JOIN_S = 5.0
+
+T = TypeVar("T")
+Work = Callable[[Renderer], T]
+
+
+@dataclass(order=True, slots=True)
+class _Task:
+    priority: float  # lowest first
+    number: int  # order of arrival, which breaks ties of priority
+    work: Work[Any] = field(compare=False)
+    future: asyncio.Future[Any] = field(compare=False)
+
+
+class _Worker:
+    """A thread and the process that renders chat templates for it, started when first needed."""
+
+    def __init__(
+        self, renderer: Renderer, done: Callable[[_Worker, _Task, Any, Exception | None], None]
+    ) -> None:
+        self.renderer = renderer
+        self._done = done
+        self._loop = asyncio.get_running_loop()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="minisgl-intake", daemon=True)
+        self.thread.start()
+
+    def begin(self, task: _Task) -> None:
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """End after the current task; a rendering is interrupted."""
+        self.renderer.close()
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        self._work()
+        self.renderer.close()
+        self.renderer.wait()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            result, error = None, None
+            try:
+                result = task.work(self.renderer)
+            except Exception as raised:
+                error = raised
+            try:
+                self._loop.call_soon_threadsafe(self._done, self, task, result, error)
+            except RuntimeError:  # the loop was closed without closing the engine
+                return
+            del task, result, error
+
+
+class _WorkQueue:
+    """A priority queue of work, short before long, and its threads. Used by one event loop."""
+
+    def __init__(self, make_renderer: Callable[[], Renderer], num_threads: int = 1) -> None:
+        self._make_renderer = make_renderer
+        self._num_threads = num_threads
+        self._waiting: list[_Task] = []  # a heap
+        self._idle: list[_Worker] = []
+        self._busy: dict[_Worker, _Task] = {}
+        self._num_tasks = 0
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, work: Work[T], size: int) -> T:
+        """Run `work` in a thread when its turn comes and return its result. size: in bytes."""
+        if self._closed:
+            raise EngineStoppedError("The engine takes no more texts.")
+        self._num_tasks += 1
+        priority = self._loop.time() + size / BYTES_PER_SECOND
+        task = _Task(priority, self._num_tasks, work, self._loop.create_future())
+        heapq.heappush(self._waiting, task)
+        self._dispatch()
+        try:
+            result: T = await task.future
+        except asyncio.CancelledError:
+            self._interrupt(task)
+            raise
+        return result
+
+    def _interrupt(self, task: _Task) -> None:
+        """End the rendering of a task for which nobody waits, once it has begun."""
+        for worker, current in self._busy.items():
+            if current is task:
+                worker.renderer.interrupt()
+                self._loop.call_later(INTERRUPT_S, self._interrupt, task)
+                return
+
+    def _dispatch(self) -> None:
+        while self._waiting:
+            if self._waiting[0].future.done():  # the caller is gone
+                heapq.heappop(self._waiting)
+                continue
+            worker = self._find_worker()
+            if worker is None:
+                return
+            self._busy[worker] = task = heapq.heappop(self._waiting)
+            worker.begin(task)
+
+    def _find_worker(self) -> _Worker | None:
+        if self._idle:
+            return self._idle.pop()
+        if len(self._busy) < self._num_threads:
+            return _Worker(self._make_renderer(), self._on_done)
+        return None
+
+    def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
+        del self._busy[worker]
+        if self._closed or self._idle:
+            worker.end()
+        else:
+            self._idle.append(worker)
+        if not task.future.done():
+            if error is None:
+                task.future.set_result(result)
+            else:
+                task.future.set_exception(error)
+        self._dispatch()
+
+    def end(self) -> list[threading.Thread]:
+        """Accept no more work; returns the threads, which are about to end."""
+        self._closed = True
+        workers = [*self._idle, *self._busy]
+        for worker in workers:
+            worker.end()
+        return [worker.thread for worker in workers]
+
+    def fail(self, reason: MinisglError) -> None:
+        """Fail everything that is queued or running."""
+        for task in (*self._waiting, *self._busy.values()):
+            if not task.future.done():
+                task.future.set_exception(reason)
+        self._waiting.clear()
+
+
+class Texts:
+    """Turns texts and conversations into token ids. Used by the engine's event loop only."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_seq_len: int,
+        num_places: int,
+        make_renderer: Callable[..., Renderer] = Renderer,
+    ) -> None:
+        """num_places: maximum number of short texts in progress; a long text occupies several."""
+        self._tokenizer = tokenizer
+        self._max_seq_len = max_seq_len
+        self._max_chars = max(ALWAYS_TAKEN_CHARS, MAX_CHARS_PER_TOKEN * max_seq_len)
+        self._num_places = num_places
+        self._num_taken = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._loop = asyncio.get_running_loop()
+        self._last_left_s = -SUBMIT_S
+        make_quick = partial(make_renderer, processor_seconds=SLOW_SECONDS)
+        make_slow = partial(make_renderer, niceness=SLOW_NICENESS)
+        self._short = _WorkQueue(make_quick)
+        self._long_renderings = _WorkQueue(make_quick)
+        self._slow_renderings = _WorkQueue(make_slow, NUM_SLOW)
+        self._long_texts = _WorkQueue(make_quick)  # one at a time, to bound memory
+        self._lines = (
+            self._short,
+            self._long_renderings,
+            self._slow_renderings,
+            self._long_texts,
+        )
+        self._threads: list[threading.Thread] = []  # that are about to end
+        self._warming: asyncio.Future[None] | None = None
+        self._facts: asyncio.Future[TemplateFacts] | None = None
+
+    def warm(self) -> None:
+        """Start a rendering process, so that the first conversation does not wait for it."""
+
+        async def start() -> None:
+            with contextlib.suppress(Exception):  # the first conversation reports the error
+                await self._short.run(Renderer.start, 0)
+
+        self._warming = asyncio.ensure_future(start())
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
+        """Tokenize a text.
+
+        Raises ContextLengthError for a text that cannot fit into the context (not with
+        `any_length`), TextTooLongError beyond MAX_CHARS_PER_TOKEN, and QueueFullError.
+        """
+        if len(text) <= MAX_SHORT_CHARS:
+            self._last_left_s = self._loop.time()
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with self._places(len(text)):
+            return await self._encode(text, "prompt", add_special_tokens, any_length)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
+    ) -> list[int]:
+        """Tokenize a conversation with the model's chat template; raises as `encode` does."""
+        call = encode_call(self._tokenizer.template_call(messages, **options))
+        with self._places(len(call)):
+            text = await self._render(call)
+            return await self._encode(text, "messages", False, any_length)
+
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does, found out once. Raises EngineStoppedError."""
+
+        def look(renderer: Renderer) -> TemplateFacts:
+            return probe(
+                lambda messages, options: renderer.render(
+                    encode_call(self._tokenizer.template_call(messages, **options))
+                )
+            )
+
+        found = self._facts
+        if found is None or (found.done() and (found.cancelled() or found.exception())):
+            self._facts = found = asyncio.ensure_future(self._slow_renderings.run(look, 0))
+        return await asyncio.shield(found)
+
+    async def _render(self, call: bytes) -> str:
+        def render(renderer: Renderer) -> str:
+            return renderer.render(call)
+
+        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
+        try:
+            return await line.run(render, len(call))
+        except EndlessTemplateError:
+            return await self._slow_renderings.run(render, len(call))
+
+    async def _encode(
+        self, text: str, param: str, add_special_tokens: bool, any_length: bool
+    ) -> list[int]:
+        self._check_length(text, param, any_length)
+        encode = partial(
+            self._tokenizer.encode,
+            text,
+            add_special_tokens=add_special_tokens,
+            param=param,
+            max_tokens=None if any_length else self._max_seq_len,
+        )
+        if len(text) <= MAX_SHORT_CHARS:
+            return encode()
+        line = self._short if len(text) <= SHORT_BYTES else self._long_texts
+        return await line.run(lambda _: encode(), len(text))
+
+    def _check_length(self, text: str, param: str, any_length: bool) -> None:
+        """Check the number of characters, which is known without reading the text."""
+        num_chars = self._tokenizer.num_chars(text)
+        fewest = self._tokenizer.fewest_tokens(num_chars)
+        if fewest > self._max_seq_len and not any_length:
+            raise ContextLengthError(
+                fewest, None, self._max_seq_len, at_least=True, prompt_field=param
+            )
+        if num_chars > self._max_chars:
+            raise TextTooLongError(
+                param,
+                f"The text has {num_chars} characters; at most {self._max_chars} are taken, which "
+                f"is more than sequences of {self._max_seq_len} tokens hold.",
+            )
+
+    @contextlib.contextmanager
+    def _places(self, size: int) -> Iterator[None]:
+        """Reserve places for a text of `size` bytes. Raises QueueFullError if too few are free,
+        except for a text that is alone."""
+        num = 1 + size // PLACE_BYTES
+        if self._num_taken and self._num_taken + num > self._num_places:
+            raise QueueFullError("Too much text is waiting to be tokenized; try again later.")
+        self._num_taken += num
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_taken -= num
+            self._last_left_s = self._loop.time()
+            if not self._num_taken:
+                self._empty.set()
+
+    async def settle(self) -> None:
+        """Wait until all callers have their token ids and have had time to submit them."""
+        while True:
+            await self._empty.wait()
+            rest_s = self._last_left_s + SUBMIT_S - self._loop.time()
+            if rest_s <= 0:
+                return
+            await asyncio.sleep(rest_s)
+
+    def close(self, reason: MinisglError) -> None:
+        """Fail all pending work with `reason`. Idempotent."""
+        self.end()
+        for line in self._lines:
+            line.fail(reason)
+
+    def end(self) -> None:
+        """End the threads once the loop has stopped, without failing pending work. Thread-safe."""
+        for line in self._lines:
+            self._threads += line.end()
+
+    def join(self) -> None:
+        """Block until the threads have ended, for a few seconds at most. Call `close` before.
+
+        The interpreter must not exit while the tokenizers library runs in one of them.
+        """
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,112 @@
+"""Products with FP8 weights on a GPU with FP8 tensor cores.
+
+x is rounded to FP8 once, in the kernel that computes it where that is a norm or SiLU · up, and the
+GEMM takes it so: ours with few rows, torch's with many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from minisgl.config import Activations
+from minisgl.kernels.elementwise.quantize import (
+    add_rms_norm_quantize,
+    quantize,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
+from minisgl.kernels.fp8_rows import Fp8Rows, Rows
+from minisgl.kernels.linear.fp8 import fp8_gemm, scaled_mm
+from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace, should_use
+from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights
+from minisgl.kernels.linear.tiles import LinearWorkspace
+from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.tuning import DeviceTuning, tuning_of
+
+if TYPE_CHECKING:
+    from minisgl.kernels.comm.mailbox import Mailbox
+
+
+class Fp8Kernels(NamedTuple):
+    """The memory and the tuning that the products of a model share; one product runs at a time."""
+
+    tuning: DeviceTuning
+    workspace: LinearWorkspace
+
+
+class TensorCoreProduct(Fp8Product):
+    """The product on FP8 tensor cores. x is rounded with scales of its rows, of the columns of a
+    row that meet one block of W, or with the checkpoint's."""
+
+    def __init__(
+        self,
+        weight: Fp8Weights,
+        bias: Tensor | None = None,
+        *,
+        activations: Activations,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        assert activations != Activations.GROUP or weight.block is not None
+        super().__init__(weight, bias, activations=activations, input_scale=input_scale)
+        self._group = weight.group if activations == Activations.GROUP else None
+        self._kernels: Fp8Kernels | None = None  # see share_kernels
+
+    def __call__(self, x: Rows) -> Tensor:
+        return self._multiply(self._rounded(x))
+
+    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+        rows, delta = residual.rows, residual.delta
+        scales = (self._group, self.input_scale)
+        if residual.pending is not None:
+            normed, rows = norm(residual, weights)
+            x = quantize(normed, *scales)
+        elif delta is None:
+            x = rms_norm_quantize(rows, weights.weight, weights.eps, *scales)
+        else:
+            x = add_rms_norm_quantize(delta, rows, weights.weight, weights.eps, *scales)
+        return self._multiply(x), rows
+
+    def silu_mul(self, gate_up: Tensor) -> Rows:
+        return silu_mul_quantize(gate_up, self._group, self.input_scale)
+
+    def send(self, x: Rows, mailbox: Mailbox) -> PendingNorm | None:
+        kernels, weight = self._kernels, self.weight
+        assert kernels is not None
+        if not should_use(kernels.tuning, len(x), weight.group):
+            return None
+        from minisgl.kernels.comm import one_shot
+
+        fp8_gemm.linear(
+            self._rounded(x), weight, self.bias, mailbox=mailbox, workspace=kernels.workspace
+        )
+        return partial(one_shot.received_norm, mailbox=mailbox)
+
+    def _rounded(self, x: Rows) -> Fp8Rows:
+        return x if isinstance(x, Fp8Rows) else quantize(x, self._group, self.input_scale)
+
+    def _multiply(self, x: Fp8Rows) -> Tensor:
+        kernels, weight = self._kernels, self.weight
+        assert kernels is not None
+        if not should_use(kernels.tuning, len(x), weight.group) and scaled_mm.takes(
+            x, weight, self.bias
+        ):
+            return scaled_mm.linear(x, weight, self.bias)
+        return fp8_gemm.linear(x, weight, self.bias, workspace=kernels.workspace)
+
+
+def share_kernels(products: Iterable[Product]) -> None:
+    """Give the FP8 products among these, which run one at a time, the memory that their kernels
+    need."""
+    fp8 = [product for product in products if isinstance(product, TensorCoreProduct)]
+    if not fp8:
+        return
+    device = fp8[0].weight.data.device
+    shapes = {(*product.weight.data.shape, product.weight.group) for product in fp8}
+    kernels = Fp8Kernels(tuning_of(device), allocate_workspace(shapes, device))
+    for product in fp8:
+        product._kernels = kernels

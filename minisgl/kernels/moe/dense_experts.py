@@ -1,0 +1,50 @@
+"""Experts with weights of the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.moe import reference
+from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.residual import Residual
+
+
+class DenseExperts(ExpertsProduct):
+    """Computed by kernels where Triton runs, and by the reference elsewhere."""
+
+    def __init__(self, experts: ExpertWeights) -> None:
+        self.experts = experts
+
+    @staticmethod
+    def allocate(
+        num_experts: int, hidden_size: int, size: int, *, dtype: torch.dtype
+    ) -> DenseExperts:
+        """Uninitialised weights, on torch's default device."""
+        gate_up = torch.empty((num_experts, 2 * size, hidden_size), dtype=dtype)
+        down = torch.empty((num_experts, hidden_size, size), dtype=dtype)
+        return DenseExperts(ExpertWeights(gate_up, down))
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
+
+    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+        if runs_triton(x.device):
+            from minisgl.kernels.moe.fused_experts import fused_experts
+
+            return fused_experts(x, logits, self.experts, routing)[0]
+        chosen, weights = reference.topk_softmax(logits, routing)
+        return reference.fused_experts(x, self.experts, chosen, weights)
+
+    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+        if runs_triton(x.device):
+            from minisgl.kernels.moe.fused_experts import fused_experts
+
+            rows, squares = fused_experts(x, logits, self.experts, routing, rows)
+            return Residual(rows, squares=squares)
+        return super().add_to(x, logits, routing, rows)

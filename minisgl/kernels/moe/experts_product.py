@@ -1,0 +1,37 @@
+"""The products of a layer's experts, whatever their weights are made of.
+
+A format of weights is one subclass, as in linear/product.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.residual import Residual
+
+
+class ExpertsProduct(ABC):
+    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
+
+    x: [num_rows, hidden_size] and the router's logits: [num_rows, num_experts], both contiguous and
+    of the model's dtype.
+    """
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors that a checkpoint fills in place, by the names of the layer's parameters."""
+        ...
+
+    @abstractmethod
+    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+        """Returns a new tensor like x."""
+        ...
+
+    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+        """The stream rows + self(...). May overwrite rows, which are like x."""
+        return Residual(rows, delta=self(x, logits, routing))

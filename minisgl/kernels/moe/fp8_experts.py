@@ -1,0 +1,270 @@
+"""A mixture of experts in FP8: the inputs of both products are rounded to e4m3, in a launch before
+each GEMM, which multiplies on FP8 tensor cores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.config import Activations
+from minisgl.kernels.elementwise.quantize import quantize, round_to_fp8
+from minisgl.kernels.fp8_rows import Fp8Rows
+from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.linear.fp8.fp8_kernel import down, scale_row
+from minisgl.kernels.linear.gemm_parts import load
+from minisgl.kernels.linear.quantized import Fp8Weights
+from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
+from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
+from minisgl.kernels.moe.quantized_experts import Fp8Experts
+from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.routing import place_for_sum, topk_softmax
+from minisgl.kernels.residual import Residual
+from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
+
+_EXACT_K = 128  # products that the tensor cores add up by themselves
+
+
+def fused_experts(
+    x: Tensor,
+    logits: Tensor,
+    experts: Fp8Experts,
+    routing: Routing,
+    residual: Tensor | None = None,
+    *,
+    tiles: ManyTiles | None = None,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As fused_experts of moe/fused_experts.py, for experts whose inputs are rounded."""
+    tensors = (x, logits, *experts.weights.values(), *(() if residual is None else (residual,)))
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    if tiles is None:
+        tiles = choose_fp8_tiles(len(x), experts, routing, tuning_of(x.device))
+    if len(x) == 0:
+        return place_for_sum(x, residual, 1)
+    return _many_rows_experts(x, logits, experts, routing, residual, tiles, pdl)
+
+
+def _many_rows_experts(
+    x: Tensor,
+    logits: Tensor,
+    experts: Fp8Experts,
+    routing: Routing,
+    residual: Tensor | None,
+    tiles: ManyTiles,
+    pdl: bool,
+) -> tuple[Tensor, Tensor | None]:
+    hidden_size = x.shape[1]
+    num_experts, _, size = experts.down.data.shape
+    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+    pairs = list_pairs(chosen, num_experts, pdl=pdl)
+    scales = experts.input_scales
+    inner = x.new_empty((chosen.numel(), size))
+    outputs = x.new_empty((chosen.numel(), hidden_size))
+    for source, weight, static, target, product in (
+        (x, experts.gate_up, scales and scales.gate_up, inner, tiles.inner),
+        (inner, experts.down, scales and scales.down, outputs, tiles.outer),
+    ):
+        if experts.activations == Activations.STATIC:
+            assert static is not None
+            rounded = _round_pairs(source, chosen, static, pdl=pdl)
+        else:
+            group = weight.group if experts.activations == Activations.GROUP else None
+            rounded = quantize(source, group, pdl=pdl)
+        _multiply(rounded, weight, target, pairs, weights, product, gated=source is x, pdl=pdl)
+    return add_outputs(outputs, x, residual, routing.top_k, pdl=pdl)
+
+
+def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
+    """Each pair's row of `source` with the scale of its expert. The rows of `source` are those of
+    the pairs, or each is the row of several."""
+    num_pairs, size = chosen.numel(), source.shape[1]
+    out = torch.empty((num_pairs, size), dtype=torch.float8_e4m3fn, device=source.device)
+    scales = torch.empty(num_pairs, dtype=torch.float32, device=source.device)
+    block = min(triton.next_power_of_2(size), 1024)
+    _round_pair[(num_pairs, triton.cdiv(size, block))](
+        out,
+        scales,
+        source,
+        chosen,
+        static,
+        size=size,
+        shared=num_pairs // len(source),
+        block=block,
+        num_warps=warps_for(block, 8),
+        **pdl_options(source.device, pdl),
+    )
+    return Fp8Rows(out, scales, source.dtype)
+
+
+def _multiply(
+    rows: Fp8Rows,
+    weight: Fp8Weights,
+    target: Tensor,
+    pairs: tuple[Tensor, Tensor],
+    weights: Tensor,
+    tiles: ExpertTiles,
+    *,
+    gated: bool,
+    pdl: bool,
+) -> None:
+    counts, lists = pairs
+    (num_pairs, num_outputs), num_inputs = target.shape, rows.data.shape[1]
+    across = triton.cdiv(num_outputs, tiles.block_n) * tiles.places
+    _expert_product[(across, len(counts))](
+        rows.data,
+        rows.scale,
+        weight.data,
+        weight.scale,
+        target,
+        counts,
+        lists,
+        weights,
+        lists.shape[1],
+        # Where whole rows have scales, all groups have the same.
+        rows.scale.stride(1) if rows.scale.dim() == 2 else 0,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        shared=num_pairs // len(rows),
+        places=tiles.places,
+        gated=gated,
+        scale_rows=0 if weight.block is None else weight.block[0],
+        exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
+        whole_k=num_inputs % tiles.block_k == 0 and tiles.block_k >= 32,
+        block_n=tiles.block_n,
+        block_m=tiles.block_m,
+        block_k=tiles.block_k,
+        stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        **pdl_options(target.device, pdl),
+    )
+
+
+class TensorCoreExperts(Fp8Experts):
+    """Experts in FP8 whose inputs are rounded, on a GPU."""
+
+    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+        return fused_experts(x, logits, self, routing)[0]
+
+    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+        rows, squares = fused_experts(x, logits, self, routing, rows)
+        return Residual(rows, squares=squares)
+
+
+@triton.jit
+def _round_pair(
+    out,
+    scales,
+    source,
+    chosen,
+    static,
+    size: tl.constexpr,
+    shared: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A part of a pair's row."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    scale = tl.load(static + tl.load(chosen + pair))
+    x = tl.load(source + pair // shared * size + column, mask=column < size, other=0.0)
+    tl.store(
+        out + pair * size + column, round_to_fp8(x.to(tl.float32), scale, True), mask=column < size
+    )
+    if tl.program_id(1) == 0:
+        tl.store(scales + pair, scale)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expert_product(
+    source,
+    source_scale,
+    weight,
+    w_scale,
+    target,
+    counts,
+    lists,
+    weights,
+    num_rows,
+    scale_stride,
+    num_outputs: tl.constexpr,
+    num_inputs: tl.constexpr,
+    shared: tl.constexpr,
+    places: tl.constexpr,
+    gated: tl.constexpr,
+    scale_rows: tl.constexpr,
+    exact_k: tl.constexpr,
+    whole_k: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """As that of moe/many_rows.py. shared: pairs of a row of `source`; the other arguments are
+    those of linear/fp8/fp8_kernel.py."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    across: tl.constexpr = (num_outputs + block_n - 1) // block_n
+    place, expert = tl.program_id(0) // across, tl.program_id(1)
+    tile = tl.program_id(0) % across
+    output = tile * block_n + tl.arange(0, block_n)
+    w_row = tl.arange(0, block_n)
+    if num_outputs % block_n != 0:  # rows past the end repeat the last one; they are not written
+        w_row = tl.minimum(w_row, num_outputs - 1 - tile * block_n)
+    halves: tl.constexpr = 2 if gated else 1
+    columns = tl.arange(0, block_k if block_k > 32 else 32)[None, :]  # of fewer, the rest is masked
+    weight += (expert.to(tl.int64) * (halves * num_outputs) + tile * block_n) * num_inputs
+    w_place = w_row[:, None] * num_inputs + columns
+    up_weight = weight + num_outputs * num_inputs
+    if scale_rows > 0:
+        across_k: tl.constexpr = (num_inputs + block_k - 1) // block_k
+        num_scales: tl.constexpr = (halves * num_outputs + scale_rows - 1) // scale_rows * across_k
+        w_scale += expert * num_scales + scale_row(tile, w_row, block_n, scale_rows) * across_k
+        up_scale = w_scale + num_outputs // scale_rows * across_k
+    else:
+        w_scale += (expert * halves * num_outputs + tile * block_n) + w_row
+        up_scale = w_scale + num_outputs
+    count = tl.load(counts + expert)
+    lists += expert.to(tl.int64) * num_rows
+    for first in range(place * block_m, count, places * block_m):
+        member = first + tl.arange(0, block_m)
+        inside = member < count
+        pair = tl.load(lists + member, mask=inside, other=0)
+        row = pair // shared
+        x_place = row.to(tl.int64)[:, None] * num_inputs + columns
+        total = tl.zeros([block_n, block_m], tl.float32)
+        up_total = tl.zeros([block_n, block_m], tl.float32)
+        if scale_rows > 0:
+            by_w = tl.load(w_scale)
+            by_up = tl.load(up_scale) if gated else by_w
+        for start in tl.range(0, num_inputs, block_k, num_stages=stages):
+            within = (columns < block_k) & (start + columns < num_inputs)
+            w = load(weight + start + w_place, within, whole_k)
+            x = tl.trans(load(source + start + x_place, within, whole_k))
+            if gated:
+                up = load(up_weight + start + w_place, within, whole_k)
+            if scale_rows > 0:
+                # The scales of W are loaded one tile ahead, those of x by the pipeline.
+                ahead = tl.minimum(start + block_k, num_inputs - 1) // block_k
+                by_x = tl.load(source_scale + start // block_k * scale_stride + row)[None, :]
+                total += tl.dot(w, x) * (down(by_w) * by_x)
+                by_w = tl.load(w_scale + ahead)
+                if gated:
+                    up_total += tl.dot(up, x) * (down(by_up) * by_x)
+                    by_up = tl.load(up_scale + ahead)
+            else:
+                total = tl.dot(w, x, total, max_num_imprecise_acc=exact_k)
+                if gated:
+                    up_total = tl.dot(up, x, up_total, max_num_imprecise_acc=exact_k)
+        if scale_rows == 0:
+            by_x = tl.load(source_scale + row)[None, :]
+            total *= tl.load(w_scale)[:, None] * by_x
+            if gated:
+                up_total *= tl.load(up_scale)[:, None] * by_x
+        store_outputs(target, weights, total, up_total, pair, inside, output, num_outputs, gated)

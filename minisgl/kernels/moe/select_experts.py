@@ -1,0 +1,34 @@
+"""Selects the product of a layer's experts for the device of their weights."""
+
+from __future__ import annotations
+
+from minisgl.config import Activations
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
+
+
+def fp8_experts(
+    gate_up: Fp8Weights,
+    down: Fp8Weights,
+    *,
+    activations: Activations,
+    input_scales: InputScales | None = None,
+) -> Fp8Experts:
+    """Experts in FP8; the arguments are those of Fp8Experts."""
+    kind = Fp8Experts
+    if activations != Activations.NONE and runs_triton(gate_up.data.device):
+        from minisgl.kernels.moe.fp8_experts import TensorCoreExperts
+
+        kind = TensorCoreExperts
+    return kind(gate_up, down, activations=activations, input_scales=input_scales)
+
+
+def int4_experts(gate_up: Int4Weights, down: Int4Weights) -> Int4Experts:
+    """Experts in INT4; the arguments are those of Int4Experts."""
+    kind = Int4Experts
+    if runs_triton(gate_up.data.device):
+        from minisgl.kernels.moe.int4_experts import WeightOnlyExperts
+
+        kind = WeightOnlyExperts
+    return kind(gate_up, down)

@@ -1,0 +1,99 @@
+"""The state of slots on the device, the rows that a step makes of it, and the ring of its
+results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """The state of each slot on the device. The last slot is scratch, for padded rows: its length
+    stays 0, and its pages are page 0."""
+
+    page_table: Tensor  # [num_slots + 1, max_pages] int32
+    lengths: Tensor  # [num_slots + 1] int32: tokens whose KV is written
+    last_tokens: Tensor  # [num_slots + 1] int32: sampled, with no KV yet
+    drafts: Tensor  # [num_slots + 1, max_run - 1] int32: a guess of the tokens after the last
+    prompt_lengths: Tensor  # [num_slots + 1] int64, of any stride
+    page_size: int
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.page_table.shape[0] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The rows of a batch, a run for each slot. Rows of the scratch slot have position and length
+    0."""
+
+    slots: Tensor  # [num_rows] int64
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
+    output_index: Tensor  # [num_rows] int64: of the token that the row samples
+    lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
+    page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
+
+    @staticmethod
+    def allocate(num_rows: int, max_pages: int, device: torch.device) -> SlotRows:
+        numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
+        lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
+        slots, token_ids, positions, slot_mapping, output_index = numbers
+        return SlotRows(
+            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table
+        )
+
+    def first(self, num_rows: int, width: int) -> SlotRows:
+        """A view of the first rows, and of `width` columns of their page table."""
+        return SlotRows(
+            slots=self.slots[:num_rows],
+            token_ids=self.token_ids[:num_rows],
+            positions=self.positions[:num_rows],
+            slot_mapping=self.slot_mapping[:num_rows],
+            output_index=self.output_index[:num_rows],
+            lengths=self.lengths[:num_rows],
+            page_table=self.page_table[:num_rows, :width],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRing:
+    """A ring buffer in host memory; the device writes one entry per step.
+
+    Pinned and mapped if the device is a GPU, whose kernels write to it directly.
+    """
+
+    token_ids: Tensor  # [ring, rows] int32
+    logprob: Tensor  # [ring, rows] float32; as in TokenScores
+    top_ids: Tensor  # [ring, rows, num_top] int32; as in TokenScores
+    top_logprobs: Tensor  # [ring, rows, num_top] float32; as in TokenScores
+    run_lengths: Tensor  # [ring, rows] int32: of the runs; undefined if all have one token
+    next_entry: Tensor  # [1] int32, on the device: the index of the next step's entry
+
+    @staticmethod
+    def allocate(size: int, num_rows: int, num_top: int, device: torch.device) -> OutputRing:
+        pinned = device.type == "cuda"
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros((size, *shape), dtype=dtype, pin_memory=pinned)
+
+        return OutputRing(
+            token_ids=zeros(num_rows, dtype=torch.int32),
+            logprob=zeros(num_rows, dtype=torch.float32),
+            top_ids=zeros(num_rows, num_top, dtype=torch.int32),
+            top_logprobs=zeros(num_rows, num_top, dtype=torch.float32),
+            run_lengths=zeros(num_rows, dtype=torch.int32),
+            next_entry=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+
+def slot_mapping_of(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """The KV slots of `positions` [n] int64 of the requests in `slots` [n] int64: [n] int64."""
+    pages = page_table[slots, positions // page_size].to(torch.int64)
+    return pages * page_size + positions % page_size

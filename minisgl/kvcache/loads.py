@@ -1,0 +1,108 @@
+"""Loads from host memory that plans carry: which are on their way, and what the next plan does.
+
+A load writes its pages outside of the order of launches: they are locked until it has landed, and
+nobody reads them before the plan that awaits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from minisgl.kvcache.copies import Load
+from minisgl.kvcache.host import UNPLANNED
+from minisgl.kvcache.page_pool import PagePool
+from minisgl.kvcache.prefix import Node
+from minisgl.kvcache.radix import RadixCache
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A load that was planned, and not known to have landed."""
+
+    node: Node  # the last one that it fills
+    pages: Sequence[int]
+    step: int  # whose plan carries it; UNPLANNED before that
+
+
+class Loads:
+    def __init__(self, cache: RadixCache, device: PagePool, max_pages: int | None) -> None:
+        """max_pages: number of pages on their way that keep the lane busy until more can follow;
+        None: any."""
+        self.num_begun = 0  # since the start
+        self._cache = cache
+        self._device = device
+        self._max_pages = max_pages
+        self._in_flight: dict[int, InFlight] = {}
+        self._new: list[Load] = []  # for the next plan
+        self._awaits: list[int] = []  # for the next plan
+
+    @property
+    def in_flight(self) -> Mapping[int, InFlight]:
+        return self._in_flight
+
+    @property
+    def are_planned(self) -> bool:
+        """Whether the next plan begins or awaits loads."""
+        return bool(self._new or self._awaits)
+
+    @property
+    def is_lane_busy(self) -> bool:
+        """Whether a load that began now would only queue up behind others."""
+        if self._max_pages is None:
+            return False
+        return sum(len(load.pages) for load in self._in_flight.values()) >= self._max_pages
+
+    def begin(self, node: Node, pages: Sequence[int]) -> int:
+        """Load the end of a match, the locked `node`, into `pages` with the next plan."""
+        self.num_begun += 1
+        load = self.num_begun
+        host_pages = self._cache.fill(node, pages, load)
+        self._in_flight[load] = InFlight(node, pages, UNPLANNED)
+        self._device.mark_written(pages, UNPLANNED)
+        self._new.append(Load(load, tuple(host_pages), tuple(pages)))
+        return load
+
+    def above(self, node: Node) -> dict[int, int]:
+        """The loads that write pages of the prefix up to `node`, and how many of these each."""
+        found: dict[int, int] = {}
+        at: Node | None = node if self._in_flight else None
+        while at is not None:
+            if at.load:
+                found[at.load] = found.get(at.load, 0) + len(at.pages)
+            at = at.parent
+        return found
+
+    def landed(self, load: int) -> None:
+        """Make the pages of a load ordinary ones from the next plan on, which awaits it.
+
+        Does nothing for a load that had landed or failed.
+        """
+        found = self._in_flight.pop(load, None)
+        if found is not None:
+            self._cache.filled(found.node)
+            self._awaits.append(load)
+
+    def await_unwanted(self, wanted: Iterable[frozenset[int]]) -> None:
+        """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
+        if self._in_flight:
+            for load in self._in_flight.keys() - frozenset[int]().union(*wanted):
+                self.landed(load)
+
+    def drop_since(self, step: int) -> None:
+        """Have the next plan await the loads of failed steps, so that their pages can be used
+        again."""
+        for load, found in list(self._in_flight.items()):
+            if found.step >= step:
+                self.landed(load)
+        self._new = []
+
+    def take(self, step: int) -> tuple[tuple[Load, ...], tuple[int, ...]]:
+        """The loads that the plan of `step` begins, and those that it awaits."""
+        taken = tuple(self._new), tuple(self._awaits)
+        for load in self._new:
+            if load.id in self._in_flight:
+                self._in_flight[load.id] = replace(self._in_flight[load.id], step=step)
+            self._device.mark_written(load.pages, step)
+        self._new, self._awaits = [], []
+        return taken

@@ -1,0 +1,232 @@
+"""Pages for and from other engines: who keeps them before, during and after their move.
+
+Other engines read pages that are lent to them, and write pages that are expected from them. Both
+are out of the order of launches: no plan writes the ones before `drop`, or uses the others before
+`adopt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.loads import Loads
+from minisgl.kvcache.moves import Place
+from minisgl.kvcache.page_pool import PagePool
+from minisgl.kvcache.prefix import Node
+from minisgl.kvcache.radix import RadixCache
+
+
+@dataclass(slots=True, eq=False)
+class Transit:
+    """Pages of a prefix that another engine reads or writes: in host memory, or on the device."""
+
+    place: Place
+    pages: Sequence[int]
+    node: Node | None = None  # of the prefix cache, whose pages these are, if they are lent
+    # Called once when a step has copied the pages, or has failed to: they are free then.
+    copied: Callable[[bool], None] | None = None
+    failed: bool = False
+
+
+class Transits:
+    def __init__(
+        self,
+        cache: RadixCache,
+        device: PagePool,
+        host: HostTier,
+        loads: Loads,
+        max_on_device: int,
+    ) -> None:
+        """max_on_device: number of pages that other engines may keep from requests."""
+        self._cache = cache
+        self._device = device
+        self._host = host
+        self._loads = loads
+        self._max_on_device = max_on_device
+        self._all: set[Transit] = set()
+
+    # -- pages that leave --------------------------------------------------------------------------
+
+    def lend(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
+        """Keep the cached prefix on the device as it is, for another engine to read; see `match`.
+
+        None if the device has no page of it, a step that writes it is in flight, or too many pages
+        are in transit.
+        """
+        match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
+        pages = match.pages
+        settled = self._device.are_settled(pages)
+        whole = not (match.num_host or self._loads.above(match.node))
+        if pages and settled and whole and self._has_room(len(pages)):
+            return self._begin(Transit(Place.DEVICE, pages, match.node))
+        self._cache.release(match.node)
+        return None
+
+    def copy_out(
+        self,
+        key: bytes,
+        num_tokens: int,
+        namespace: bytes = b"",
+        copied: Callable[[bool], None] = lambda is_whole: None,
+    ) -> Transit | None:
+        """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
+
+        The prefix itself stays where it is, unlocked. None if the device has no page of it, or host
+        memory no room.
+        """
+        match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
+        pages = [] if self._loads.above(match.node) else match.pages
+        self._cache.release(match.node)
+        return self._copy(pages, copied)
+
+    def copy_lent(
+        self, lent: Transit, copied: Callable[[bool], None] = lambda is_whole: None
+    ) -> Transit | None:
+        """Copy a lent prefix out instead, whose pages are unlocked; None if there is no room."""
+        copy = self._copy(lent.pages, copied)
+        self.drop(lent)
+        return copy
+
+    def _copy(self, pages: Sequence[int], copied: Callable[[bool], None]) -> Transit | None:
+        if not pages or not self._cache.make_room(len(pages)):
+            return None
+        return self._begin(Transit(Place.HOST, self._host.offload(pages), copied=copied))
+
+    @property
+    def is_copying_out(self) -> bool:
+        """Whether another engine waits for what the next plan copies."""
+        return any(
+            transit.copied is not None and self._host.is_planned(transit.pages[0])
+            for transit in self._all
+        )
+
+    def settled(self, step: int) -> None:
+        """Tell of the copies that steps up to `step` have made."""
+        for transit in [*self._all]:
+            if transit.copied is not None and self.is_written(transit, step):
+                self._tell(transit, is_whole=True)
+
+    def is_written(self, transit: Transit, step: int) -> bool:
+        """Whether steps up to `step` have written the pages of `copy_out`."""
+        if transit.place is Place.DEVICE:
+            return True
+        return all(self._host.written_by[page] <= step for page in transit.pages)
+
+    def drop_written_since(self, step: int) -> None:
+        """Drop what failed steps were to copy."""
+        for transit in [each for each in self._all if not self.is_written(each, step - 1)]:
+            self.drop(transit)
+            transit.failed = True
+            self._tell(transit, is_whole=False)
+
+    def give_up(self) -> None:
+        """Tell those who wait for copies that there will be none."""
+        for transit in self._all:
+            self._tell(transit, is_whole=False)
+
+    @staticmethod
+    def _tell(transit: Transit, *, is_whole: bool) -> None:
+        copied, transit.copied = transit.copied, None
+        if copied is not None:
+            copied(is_whole)
+
+    # -- pages that come ---------------------------------------------------------------------------
+
+    def expect(self, num_pages: int) -> Transit | None:
+        """Host pages for `num_pages` of another engine; None if there is no room.
+
+        Copies of launched plans may still be under way to or from them.
+        """
+        if not self._cache.make_room(num_pages):
+            return None
+        return self._begin(Transit(Place.HOST, self._host.take(num_pages)))
+
+    def expect_on_device(
+        self, key: bytes, start: int, num_pages: int, namespace: bytes = b""
+    ) -> Transit | None:
+        """Pages on the device for `num_pages` of `key` from page `start` on.
+
+        None if what is before them is not there, or there is no room without another plan: nothing
+        is evicted that has no copy, because only a plan copies it, and other plans may use the
+        pages until they are launched.
+        """
+        if self._loads.are_planned or self._host.num_planned:
+            return None
+        match = self._cache.acquire(key, start, namespace)
+        self._cache.release(match.node)
+        if len(match.pages) < start or not self._has_room(num_pages):
+            return None
+        missing = min(num_pages - self._device.num_free, self._cache.num_evictable)
+        if missing > 0:
+            self._device.free(self._cache.evict(missing, max_offloads=0))
+        if num_pages > self._device.num_free:
+            return None
+        return self._begin(Transit(Place.DEVICE, self._device.take(num_pages)))
+
+    def adopt(
+        self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
+    ) -> None:
+        """End a transit: its first pages hold `num_pages` of `key` from page `start` on."""
+        self._all.remove(transit)
+        pages = transit.pages
+        if transit.place is Place.DEVICE:
+            self._device.free(self._insert(pages[:num_pages], key, start, namespace))
+            self._device.free(pages[num_pages:])
+        else:
+            self._cache.put_host(namespace, key, start, pages, num_pages)
+
+    def _insert(
+        self, pages: Sequence[int], key: bytes, start: int, namespace: bytes
+    ) -> Sequence[int]:
+        """Have the cache take pages that no step has written; returns those that it refuses: all
+        if it has lost what was before them."""
+        match = self._cache.acquire(key, start, namespace)
+        refused = pages
+        if len(match.pages) == start:
+            refused = self._cache.insert(match.node, key, start, pages)
+            # With what is before them, they go if the step that writes it fails.
+            path = self._cache.acquire(key, start + len(pages), namespace)
+            taken = set(pages).difference(refused)
+            written_by = self._device.written_by
+            before = [written_by[page] for page in path.pages if page not in taken]
+            self._device.mark_written(taken, max(before, default=0))
+            self._cache.release(path.node)
+        self._cache.release(match.node)
+        return refused
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _has_room(self, num_pages: int) -> bool:
+        on_device = [len(each.pages) for each in self._all if each.place is Place.DEVICE]
+        return sum(on_device) + num_pages <= self._max_on_device
+
+    def _begin(self, transit: Transit) -> Transit:
+        self._all.add(transit)
+        return transit
+
+    def drop(self, transit: Transit) -> None:
+        """End a transit: its pages are free, or those of the prefix cache alone."""
+        if transit.failed:
+            return
+        self._all.remove(transit)
+        if transit.node is not None:
+            self._cache.release(transit.node)
+        else:
+            pool = self._device if transit.place is Place.DEVICE else self._host
+            pool.free(transit.pages)
+
+    @property
+    def locked(self) -> list[Node]:
+        """The ends of the prefixes that are lent."""
+        return [transit.node for transit in self._all if transit.node is not None]
+
+    def owned(self, place: Place) -> list[int]:
+        """The pages that are neither in the prefix cache nor in a lease."""
+        owners = [each for each in self._all if each.node is None and each.place is place]
+        return [page for transit in owners for page in transit.pages]
+
+    def audit(self) -> None:
+        """AssertionError if an invariant fails."""
+        assert self._has_room(0), "other engines keep too much from requests"

@@ -1,0 +1,49 @@
+"""Defines what the runner needs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from minisgl.attention.base import Attention, ForwardBatch
+from minisgl.attention.state import LayerState
+from minisgl.config import LayerSpec
+
+
+class Decoder(Protocol):
+    """One rank's part of a model, or of one stage of it, with its weights."""
+
+    @property
+    def dense_copy_bytes(self) -> int:
+        """The memory of the dense copies that `prepare` can make."""
+        ...
+
+    def prepare(self, *, dense_copies: bool = False) -> None:
+        """Prepare the kernels for the weights. Must be called before anything is captured."""
+        ...
+
+    def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
+        """What each layer keeps between steps, with the KV cache in `kv_dtype`."""
+        ...
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        states: Sequence[LayerState],
+        attention: Attention,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Run the rows of one step: [num_rows, hidden_size], for `logits`; of a stage that is not
+        the last, for the next one.
+
+        states: one a layer, as of `layer_specs`; what the rows add is written into them. received:
+        from the stage before, may be overwritten; None on the first.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size], rows of what the last stage has returned. Returns [n, part],
+        the rank's part of the vocabulary with its padding."""
+        ...

@@ -1,0 +1,114 @@
+"""Encodes step plans as bytes, which rank 0 sends to the other ranks.
+
+In steady decode a plan differs from the last one only in the number of the step, larger by one, and
+the length of its longest row, larger by a run; it is sent as the single byte AGAIN. Other plans are
+sent without their decode slots if these have not changed. In a pipeline, whose groups of rows take
+turns, all this is in comparison with the plan as many steps before as there are stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from minisgl.kvcache.moves import Move
+from minisgl.scheduler.plan import SlotJoin, StepPlan
+
+AGAIN = b"\0"
+SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
+MOVE = b"\3"  # begins a message with moves
+LISTEN = b"\4"  # begins a message with an address and a token
+
+# (True if the decode slots are those of the last plan and therefore omitted, the plan).
+_Message = tuple[bool, StepPlan]
+
+
+class PlanEncoder:
+    """Encodes all plans in launch order. A plan for which it raises must not be sent."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self._plans = _last_plans(num_stages)
+        self._msgpack = msgspec.msgpack.Encoder()
+
+    def encode(self, plan: StepPlan) -> bytes:
+        last = self._plans[0]
+        same_batch = plan.decode_slots is last.decode_slots
+        if (
+            same_batch
+            and not (plan.chunks or plan.joins or plan.grants or plan.copies)
+            and plan.step == self._plans[-1].step + 1
+            and plan.longest_decode == last.longest_decode + last.max_run
+            and plan.epoch == last.epoch
+            and plan.max_run == last.max_run
+            and plan.masked_slots == last.masked_slots
+            and plan.deferred == last.deferred
+            and plan.lag == last.lag
+        ):
+            data = AGAIN
+        else:
+            slots = () if same_batch else plan.decode_slots
+            joins = tuple(map(_without_text, plan.joins))
+            message: _Message = same_batch, replace(plan, decode_slots=slots, joins=joins)
+            data = self._msgpack.encode(message)
+        self._plans.append(plan)
+        return data
+
+
+def _last_plans(num_stages: int) -> deque[StepPlan]:
+    """The last plans, before the first: the next one is compared with the first of these."""
+    return deque([StepPlan(0, ())] * num_stages, num_stages)
+
+
+def _without_text(join: SlotJoin) -> SlotJoin:
+    """Remove the stop strings, which other ranks do not need and which may be invalid UTF-8."""
+    return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
+
+
+def encode_moves(moves: Sequence[Move]) -> bytes:
+    return MOVE + msgspec.msgpack.encode(list(moves))
+
+
+def decode_moves(data: bytes) -> list[Move]:
+    """data: a message that begins with MOVE."""
+    return msgspec.msgpack.decode(data[len(MOVE) :], type=list[Move])
+
+
+def encode_listen(address: str, token: bytes) -> bytes:
+    return LISTEN + msgspec.msgpack.encode((address, token))
+
+
+def decode_listen(data: bytes) -> tuple[str, bytes]:
+    """data: a message that begins with LISTEN."""
+    return msgspec.msgpack.decode(data[len(LISTEN) :], type=tuple[str, bytes])
+
+
+class PlanDecoder:
+    """Decodes the messages of one PlanEncoder, in order. Yields its plans without stop strings;
+    unchanged decode slots are the same object."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self._plans = _last_plans(num_stages)
+        self._msgpack = msgspec.msgpack.Decoder(_Message)
+
+    def decode(self, data: bytes) -> StepPlan:
+        last = self._plans[0]
+        if data == AGAIN:
+            plan = StepPlan(
+                step=self._plans[-1].step + 1,
+                decode_slots=last.decode_slots,
+                longest_decode=last.longest_decode + last.max_run,
+                epoch=last.epoch,
+                max_run=last.max_run,
+                masked_slots=last.masked_slots,
+                deferred=last.deferred,
+                lag=last.lag,
+            )
+        else:
+            same_batch, plan = self._msgpack.decode(data)
+            if same_batch:
+                plan = replace(plan, decode_slots=last.decode_slots)
+        self._plans.append(plan)
+        return plan

@@ -1,0 +1,259 @@
+"""The view that rank 0, or the process of another node, has of ranks in other processes: one thread
+starts, watches and ends them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import replace
+
+from minisgl.distributed.addresses import Listening
+from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.kvcache.moves import Move
+from minisgl.matcher import MaskRows
+from minisgl.ranks.processes.channel import (
+    HEARTBEAT_S,
+    Channel,
+    RankListens,
+    RankMoved,
+    Waitable,
+)
+from minisgl.ranks.processes.launcher import Launcher
+from minisgl.ranks.processes.mask_ring import StepMasks
+from minisgl.ranks.processes.plan_codec import SAMPLE, encode_listen, encode_moves
+from minisgl.ranks.processes.rank_watch import RankWatch, error_of
+from minisgl.ranks.processes.worker import RankSpec
+from minisgl.scheduler.plan import StepPlan
+
+# After noticing a failure a thread waits this long until its cause is found.
+VERDICT_S = 1.0
+# Ranks that have not ended this long after the close message are killed.
+CLOSE_LIMIT_S = 10.0
+# After a failure on a GPU this process exits, with this delay so that errors can be reported.
+EXIT_AFTER_S = 5.0
+TOLD_TO_END = "The ranks have been told to end."
+
+
+class RemoteRanks:
+    """Combines a Launcher, a Channel and a RankWatch. Thread-safe.
+
+    The ranks are killed when the watching thread ends, at the latest with this process.
+    """
+
+    def __init__(
+        self,
+        own: RankSpec,
+        launcher: Launcher,
+        channel: Channel,
+        ranks: Iterable[int],
+        elsewhere: Iterable[int] = (),
+        *,
+        may_hang: bool,
+    ) -> None:
+        """Return at once. own: the spec of one of the ranks; they differ only in their numbers.
+        ranks: those to start. elsewhere: those that other nodes start, which are only watched.
+        may_hang: steps of this process may never end without the ranks; it then has to exit."""
+        self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
+        # Called when a rank has ended a move, with its id and the number of pages.
+        self.moved: Callable[[int, int], None] = lambda move, num_pages: None
+        self.may_hang = may_hang
+        self._specs = [launcher.placed(replace(own, rank=rank)) for rank in ranks]
+        self._rendezvous = own.rendezvous
+        self._launcher = launcher
+        self._channel = channel
+        others = [*(spec.rank for spec in self._specs), *elsewhere]
+        self._watch = RankWatch(others, own.config.step_timeout)
+        self._listening: dict[int, RankListens] = {}
+        self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
+        self._ending = False
+        self._killing: threading.Timer | None = None
+        self._gone = threading.Event()
+        self._sending = threading.Lock()
+        # multiprocessing's exit handler would send SIGTERM, which ranks ignore, and wait for them.
+        atexit.register(self.kill)
+        threading.Thread(target=self._run, name="minisgl-ranks", daemon=True).start()
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        return {rank: state.pid for rank, state in self._launcher.states().items()}
+
+    @property
+    def silence(self) -> Mapping[int, float]:
+        """Seconds since the last heartbeat of each rank; one per second is expected."""
+        return self._watch.silence
+
+    def wait_ready(self, report: Callable[[float], None]) -> None:
+        """Block until all ranks have loaded; raises the reason if one cannot. report: called with
+        the fraction of ranks that have loaded, 0 to 1."""
+        with self._changed:
+            num_ranks = len(self._watch.silence)
+            while len(self._watch.ready) < num_ranks and not self.lost.done():
+                report(len(self._watch.ready) / num_ranks)
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+
+    def send(self, plan: bytes, masks: StepMasks | None = None) -> None:
+        """Send an encoded plan to every rank, and its masks. Raises EngineStoppedError."""
+        self._watch.num_launched += 1
+        self._send(plan, masks)
+
+    def send_sampling(self, masks: StepMasks) -> None:
+        """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
+        self._send(SAMPLE, masks)
+
+    def send_moves(self, moves: Sequence[Move]) -> None:
+        """Let every rank begin moves, as `send` does."""
+        self._send(encode_moves(moves), None)
+
+    def listen(self, address: str, token: bytes) -> Listening:
+        """Let every rank take part in moves between engines; see Tiers. Blocks. Raises OSError, or
+        the reason why the ranks are lost."""
+        self._listening.clear()
+        self._send(encode_listen(address, token), None)
+        with self._changed:
+            while len(self._listening) < len(self._watch.silence) and not self._ending:
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+        if len(self._listening) < len(self._watch.silence):
+            raise EngineStoppedError(TOLD_TO_END)
+        found = [self._listening[rank] for rank in sorted(self._listening)]
+        for each in found:
+            if each.obstacle:
+                raise OSError(each.obstacle)
+        return Listening.of(each.listening for each in found if each.listening is not None)
+
+    def masks(self, plan: StepPlan) -> MaskRows:
+        """Memory for the masks of a plan, which every rank finds there."""
+        return self._channel.masks(plan)
+
+    def _send(self, data: bytes, masks: StepMasks | None) -> None:
+        with self._sending:
+            if self._ending and not self.lost.done():
+                raise EngineStoppedError(TOLD_TO_END)
+            try:
+                self._channel.send(data, masks)
+            except OSError as error:
+                raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
+
+    def collected(self) -> None:
+        """Count a step that rank 0 has finished."""
+        self._watch.num_collected += 1
+
+    def lose(self, error: Exception) -> Exception:
+        """Give up because of an error of rank 0. Returns the cause: the error itself, or the death
+        of another rank that led to it."""
+        wait_for_futures((self.lost,), VERDICT_S)
+        self.fail(error_of(type(error).__name__)(f"Rank 0 failed: {error}"))
+        reason = self.lost.exception()
+        assert isinstance(reason, Exception)
+        return reason
+
+    def begin_to_end(self) -> None:
+        """Announce the end to the ranks; `send` fails from now on.
+
+        Unless `end` is called within CLOSE_LIMIT_S, the ranks are killed: on a GPU, leaving the
+        group blocks rank 0 until they take part.
+        """
+        late = EngineStoppedError(f"The ranks have not ended within {CLOSE_LIMIT_S:g} s.")
+        self._killing = threading.Timer(CLOSE_LIMIT_S, self.fail, (late,))
+        self._killing.daemon = True
+        self._killing.start()
+        with self._sending:
+            self._end_soon()
+            self._channel.send_close()
+
+    def end(self) -> None:
+        """Wait until all ranks have exited, and kill those still running after CLOSE_LIMIT_S."""
+        if self._killing is not None:
+            self._killing.cancel()
+        self._launcher.join(CLOSE_LIMIT_S)
+        self.kill()
+        atexit.unregister(self.kill)
+
+    def kill(self, reason: BaseException | None = None) -> None:
+        """Kill the ranks and wait for their end. reason: why, for other nodes."""
+        self._end_soon()
+        if isinstance(reason, MinisglError):
+            self._channel.send_failure(reason)
+        self._launcher.kill(CLOSE_LIMIT_S)
+        self._gone.set()
+
+    def close_rendezvous(self) -> None:
+        """Free the rendezvous. Where steps may hang, only after the group is closed or at exit."""
+        self._rendezvous.close()
+
+    def _end_soon(self) -> None:
+        """Hear the ranks no longer."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def fail(self, reason: Exception) -> None:
+        """Kill the ranks and fail `lost` with `reason`. Blocks until they are dead."""
+        with self._changed:
+            if self.lost.done():
+                return
+            self.lost.set_exception(reason)
+            self._changed.notify_all()
+        self.kill(reason)
+        if self.may_hang:
+            # A step of this process may wait for a dead rank for ever, and an orderly exit would
+            # wait for the step. So exit, after callers have had time to report the error.
+            leaving = threading.Timer(EXIT_AFTER_S, self._exit)
+            leaving.daemon = True
+            leaving.start()
+            atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        self.close_rendezvous()
+        os._exit(1)
+
+    def _run(self) -> None:
+        try:
+            ends = [self._channel.end_of(spec.rank) for spec in self._specs]
+            self._launcher.start(self._specs, ends)
+            self._channel.launched()
+            self._watch.begin(time.monotonic())
+            wakers = self._launcher.wakers()
+            while not self._ending:
+                self._receive(HEARTBEAT_S, wakers)
+                if self._verdict() is not None and not self._ending:
+                    self._await_cause()
+                    self.fail(self._verdict() or EngineStoppedError("A rank has failed."))
+            self._gone.wait()  # ending this thread would kill ranks that are about to exit
+        except Exception as error:
+            self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
+
+    def _receive(self, timeout_s: float, wakers: Sequence[Waitable] = ()) -> None:
+        """Take what the ranks send, for which it waits up to `timeout_s`."""
+        for rank, message in self._channel.receive(timeout_s, wakers):
+            if isinstance(message, RankMoved):
+                self.moved(message.move, message.num_pages)
+                continue
+            with self._changed:
+                if isinstance(message, RankListens):
+                    self._listening[rank] = message
+                else:
+                    self._watch.heard(rank, message)
+                self._changed.notify_all()
+        self._watch.look(time.monotonic(), self._channel.heartbeats())
+
+    def _await_cause(self) -> None:
+        """Listen for a moment: ranks may report a lost connection before the end of the one that
+        led to it is seen, here or, which takes longer, by another node."""
+        began = time.monotonic()
+        while True:
+            knows = self._watch.knows_cause(self._launcher.states(), self._channel.broken())
+            if time.monotonic() - began > VERDICT_S / (4 if knows else 2):
+                return
+            self._receive(VERDICT_S / 20)
+
+    def _verdict(self) -> Exception | None:
+        return self._watch.verdict(self._launcher.states(), self._channel.broken())

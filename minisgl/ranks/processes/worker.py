@@ -1,0 +1,190 @@
+"""The process of a rank other than 0: loads its part of the model, then runs rank 0's plans.
+
+It ends after the close message, when rank 0's process has died, and on any error. After an error it
+exits at once, because other ranks may wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minisgl.config import ResolvedConfig
+from minisgl.distributed.group import join_group
+from minisgl.distributed.interfaces import LOOPBACK
+from minisgl.distributed.layout import RankLayout
+from minisgl.distributed.pipeline import Pipeline
+from minisgl.errors import MinisglError, without_words
+from minisgl.models.config import ModelConfig
+from minisgl.ranks.processes.channel import (
+    HEARTBEAT_S,
+    RankEnd,
+    RankFailed,
+    RankListens,
+    RankMoved,
+    RankReady,
+)
+from minisgl.ranks.processes.plan_codec import (
+    LISTEN,
+    MOVE,
+    SAMPLE,
+    PlanDecoder,
+    decode_listen,
+    decode_moves,
+)
+from minisgl.ranks.processes.rendezvous import Rendezvous
+from minisgl.runner.load import Report, load_runner, rank_device
+from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.scheduler.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """The parameters of a rank, the same for all ranks except `rank` and the local numbers."""
+
+    rank: int  # among all ranks
+    local_rank: int  # among the ranks of its machine; also its GPU
+    num_local_ranks: int  # ranks of its machine, which share the cores
+    config: ResolvedConfig
+    model_config: ModelConfig
+    folder: Path
+    rendezvous: Rendezvous
+    interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
+
+
+def run_rank(spec: RankSpec, end: RankEnd) -> None:
+    """Run plans until the close message. Exits the process on an error or if rank 0 has died."""
+    logging.basicConfig(level=logging.WARNING, format=f"rank {spec.rank}: %(message)s")
+    threading.Thread(target=_beat, args=(end,), name="minisgl-heartbeat", daemon=True).start()
+    try:
+        _serve(spec, end)
+    except EOFError:  # rank 0 has died
+        os._exit(1)
+    except BaseException as error:
+        exit_with(end, error)
+
+
+def _beat(end: RankEnd) -> None:
+    while True:
+        end.beat()
+        time.sleep(HEARTBEAT_S)
+
+
+def exit_with(end: RankEnd, error: BaseException) -> None:
+    """Report the error and exit at once; an orderly exit could hang in a collective."""
+    message = str(error) if isinstance(error, MinisglError) else without_words(error)
+    with contextlib.suppress(OSError):
+        end.report(RankFailed(type(error).__name__, message))
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _serve(spec: RankSpec, end: RankEnd) -> None:
+    runner, pipeline = join_and_load(spec)
+    end.report(RankReady())
+    _run_plans(runner, end, spec.config.pp)
+    runner.close()
+    pipeline.close()
+
+
+def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Pipeline]:
+    """Join the groups and load this rank's part of the model. Every rank calls it, rank 0 too.
+
+    Blocks for seconds or minutes, until all ranks have loaded.
+    """
+    config = spec.config
+    if config.device == "cpu":
+        # With more threads than cores all ranks are slower.
+        num_threads = max(1, (os.cpu_count() or 1) // spec.num_local_ranks)
+        torch.set_num_threads(min(torch.get_num_threads(), num_threads))
+    device = rank_device(config, spec.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks, pipeline = join_group(
+        spec.rendezvous.store(),
+        spec.rank,
+        RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes),
+        device,
+        hidden_size=spec.model_config.hidden_size,
+        dtype=getattr(torch, config.dtype),
+        plain=config.disable_pynccl,
+        interface=spec.interface,
+    )
+    try:
+        runner = load_runner(
+            config,
+            spec.model_config,
+            spec.folder,
+            report,
+            ranks,
+            pipeline,
+            local_rank=spec.local_rank,
+        )
+    except BaseException:
+        if device.type == "cpu":
+            pipeline.abandon()
+        raise
+    return runner, pipeline
+
+
+def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
+    """Launch the plans of rank 0 until the close message, and wait for their steps."""
+    launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
+
+    def collect() -> None:
+        """Collect every step and drop its tokens, to detect steps that fail on this rank."""
+        runner.lanes.enter_thread()
+        while (handle := launched.get()) is not None:
+            try:
+                runner.collect(handle)
+            except BaseException as error:
+                exit_with(end, error)
+
+    reporting = threading.Lock()
+
+    def moved(move: int, num_pages: int) -> None:
+        with reporting, contextlib.suppress(OSError):  # rank 0 has died
+            end.report(RankMoved(move, num_pages))
+
+    collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
+    collector.start()
+    decoder = PlanDecoder(num_stages)
+    deferred: tuple[StepPlan, StepHandle] | None = None
+    while (data := end.receive()) is not None:
+        if data.startswith(MOVE):
+            runner.move(decode_moves(data), moved)
+            continue
+        if data.startswith(LISTEN):
+            with reporting:
+                end.report(_listen(runner, *decode_listen(data)))
+            continue
+        if data == SAMPLE:
+            assert deferred is not None, "what is to be sampled was launched"
+            plan, handle = deferred
+            runner.sample(handle, end.masks(plan))
+        else:
+            plan = decoder.decode(data)
+            has_masks = plan.masked_slots and not plan.deferred
+            handle = runner.launch(plan, end.masks(plan) if has_masks else None)
+            if plan.deferred:
+                deferred = plan, handle
+                continue
+        launched.put(handle)
+    launched.put(None)
+    collector.join()
+
+
+def _listen(runner: ModelRunner, address: str, token: bytes) -> RankListens:
+    try:
+        return RankListens(runner.listen(address, token))
+    except OSError as error:
+        return RankListens(None, str(error))

@@ -1,0 +1,258 @@
+"""Runs several ranks through the interface of one: rank 0 here, the others in processes.
+
+    this process                                   rank 1, 2, ...
+    launch(plan) ── the encoded plan ────────────▶ launch(plan)
+    collect(handle): the tokens of rank 0          (the same tokens, which are dropped, or none)
+
+Rank 0 is in the last stage of a pipeline, which samples.
+
+A step that fails on one rank is fatal for all: the others hang in a collective, which on a GPU
+nothing can interrupt. So a thread of this process starts and watches the other ranks; if one ends,
+every caller gets an error, even if the calling thread hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for_futures
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from minisgl.config import ResolvedConfig
+from minisgl.distributed.addresses import Listening
+from minisgl.distributed.layout import RankLayout
+from minisgl.distributed.pipeline import Pipeline
+from minisgl.errors import CheckpointError, ConfigError, MinisglError
+from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.moves import Done, Move
+from minisgl.matcher import MaskRows
+from minisgl.models.config import ModelConfig
+from minisgl.ranks.nodes.agreement import facts_of
+from minisgl.ranks.nodes.gathering import gather_nodes
+from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
+from minisgl.ranks.processes.channel import PipeChannel
+from minisgl.ranks.processes.fewest_pages import FewestPages
+from minisgl.ranks.processes.launcher import SpawnLauncher, spawn_obstacle
+from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
+from minisgl.ranks.processes.plan_codec import PlanEncoder
+from minisgl.ranks.processes.remote_ranks import RemoteRanks
+from minisgl.ranks.processes.rendezvous import FileRendezvous
+from minisgl.ranks.processes.worker import RankSpec, join_and_load
+from minisgl.runner.load import Report
+from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.scheduler.plan import StepPlan, StepResult
+
+
+def load_ranks(
+    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
+) -> SeveralRanks:
+    """Start the other ranks, here and on the nodes that join, and load a part of the model on
+    each of config.num_ranks ranks.
+
+    Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here or nodes
+    cannot join, CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
+    """
+    if reason := spawn_obstacle() or _group_obstacle():
+        raise ConfigError(*_option(config), reason)
+    report = report or (lambda phase, fraction: None)
+    others, own_spec, loaded = _start(config, model_config, folder, report)
+    own: tuple[ModelRunner, Pipeline] | None = None
+    try:
+        # In a daemon thread, which is abandoned if it waits for a rank that has died.
+        loading = _in_thread(lambda: join_and_load(own_spec, report))
+        either: list[Future[Any]] = [loading, others.lost]
+        wait_for_futures(either, return_when=FIRST_COMPLETED)
+        if not loading.done():
+            others.lost.result()
+        failed = loading.exception()
+        if isinstance(failed, CheckpointError):  # every rank raises the same
+            raise failed
+        if isinstance(failed, Exception):
+            raise others.lose(failed)
+        own = loading.result()
+        others.wait_ready(lambda fraction: report("waiting for the other ranks", fraction))
+        loaded()
+        if not others.may_hang:
+            others.close_rendezvous()
+    except BaseException as error:
+        others.kill(error)
+        if not others.may_hang:
+            for part in own or ():
+                part.close()
+            others.close_rendezvous()
+        raise
+    return SeveralRanks(*own, others, config.pp)
+
+
+def _start(
+    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report
+) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
+    """Start the other ranks. Returns them, the spec of rank 0, and what to call once all have
+    loaded."""
+    layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
+    here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
+    context = multiprocessing.get_context("spawn")
+    spawning = SpawnLauncher(context, layout)
+    masks = MaskRing.allocate(
+        context, config.max_running_requests, model_config.vocab_size, config.pp
+    )
+    pipes = PipeChannel(here, context, masks)
+    if config.nnodes == 1:
+        rendezvous = _file_rendezvous(config)
+        spec = RankSpec(0, 0, config.num_ranks, config, model_config, folder, rendezvous)
+        on_gpu = config.device == "cuda"
+        return RemoteRanks(spec, spawning, pipes, here, may_hang=on_gpu), spec, lambda: None
+    nodes = gather_nodes(
+        config,
+        facts_of(config, model_config, folder),
+        lambda fraction: report("waiting for the other nodes", fraction),
+    )
+    spec = RankSpec(
+        *(0, 0, layout.ranks_per_node, config, model_config, folder, nodes.rendezvous),
+        interface=nodes.interface,
+    )
+    others = RemoteRanks(
+        spec,
+        NodesLauncher(spawning, nodes),
+        NodesChannel(pipes, nodes, layout),
+        here,
+        elsewhere,
+        may_hang=True,  # also on a CPU, where gloo waits for a machine that is out of reach
+    )
+    return others, spec, nodes.loaded
+
+
+def _option(config: ResolvedConfig) -> tuple[str, int]:
+    """The option that asks for several ranks, and its value."""
+    return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
+
+
+def _file_rendezvous(config: ResolvedConfig) -> FileRendezvous:
+    try:
+        return FileRendezvous.create()
+    except OSError as obstacle:
+        reason = (
+            "the ranks exchange addresses through a temporary file, which cannot be created: "
+            f"{obstacle}"
+        )
+        raise ConfigError(*_option(config), reason) from obstacle
+
+
+def _group_obstacle() -> str | None:
+    """The reason why this process cannot form a group of ranks; None if it can."""
+    if dist.is_initialized():
+        return (
+            "this process has ranks already, of another engine or of your own; "
+            "close that engine, or use another process"
+        )
+    return None
+
+
+def _in_thread(
+    work: Callable[[], tuple[ModelRunner, Pipeline]],
+) -> Future[tuple[ModelRunner, Pipeline]]:
+    future: Future[tuple[ModelRunner, Pipeline]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="minisgl-load", daemon=True).start()
+    return future
+
+
+class SeveralRanks:
+    """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
+    EngineStoppedError.
+
+    `lost` fails with it at once, even while `collect` hangs. If a GPU was used, or other nodes, the
+    process exits a few seconds later.
+    """
+
+    def __init__(
+        self, own: ModelRunner, pipeline: Pipeline, others: RemoteRanks, num_stages: int = 1
+    ) -> None:
+        """own, pipeline: the runner of rank 0, and its place in the pipeline."""
+        self.capacity = own.capacity
+        self.load_rule = own.load_rule
+        self.disk = own.disk
+        self._fewest_pages = FewestPages(1 + len(others.silence))
+        others.moved = self._fewest_pages.ended
+        self.others = others
+        self._own = own
+        self._pipeline = pipeline
+        self._encoder = PlanEncoder(num_stages)
+        # If the other ranks were killed during a step, neither the step nor this process would end.
+        atexit.register(self.close)
+
+    @property
+    def lost(self) -> Future[None]:
+        return self.others.lost
+
+    def silence(self) -> Mapping[int, float]:
+        """Seconds since the last heartbeat of each rank but 0; one per second is expected."""
+        return self.others.silence
+
+    def give_up(self, reason: MinisglError) -> None:
+        """Kill the other ranks and fail with `reason`. Returns at once; any thread may call it."""
+        threading.Thread(
+            target=self.others.fail, args=(reason,), name="minisgl-kill", daemon=True
+        ).start()
+
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
+        sent = None if masks is None else StepMasks(plan.step, masks)
+        self.others.send(self._encoder.encode(plan), sent)
+        return self._own.launch(plan, masks)
+
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        return self.others.masks(plan)
+
+    def sample(self, handle: StepHandle, masks: MaskRows) -> None:
+        self.others.send_sampling(StepMasks(handle.step, masks))
+        self._own.sample(handle, masks)
+
+    def may_compile(self) -> bool:
+        return self._own.may_compile()
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        try:
+            return self._own.collect(handle)
+        except Exception as error:
+            raise self.others.lose(error) from error
+        finally:
+            self.others.collected()
+
+    def loads(self, handle: StepHandle) -> Iterator[int]:
+        """As of rank 0: the others await each load on their own device."""
+        return self._own.loads(handle)
+
+    def move(self, moves: Sequence[Move], done: Done) -> None:
+        self._fewest_pages.expect(moves, done)
+        self.others.send_moves(moves)
+        self._own.move(moves, self._fewest_pages.ended)
+
+    def listen(self, address: str, token: bytes) -> Listening:
+        """Of all ranks, as ModelRunner does. Blocks."""
+        return Listening.of(ranks.listen(address, token) for ranks in (self._own, self.others))
+
+    def traffic(self) -> HostTraffic | None:
+        """The copies of rank 0; those of the others are as many."""
+        return self._own.traffic()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self.lost.done() and self.others.may_hang:
+            return  # the steps in flight may never end
+        self.others.begin_to_end()
+        self._own.close()
+        self._pipeline.close()
+        self.others.end()
+        self.others.close_rendezvous()

@@ -1,0 +1,121 @@
+"""What a step computes on one device: forward, then sample. Both are queued on the compute lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minisgl.attention.base import Attention
+from minisgl.attention.state import LayerState, StateBySlot
+from minisgl.config import Capacity
+from minisgl.device.lanes import Lanes
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.models.decoder import Decoder
+from minisgl.runner.graphs import MAX_CHUNKS
+from minisgl.runner.sampler import Sampler
+from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.stage import Stage, whole_model
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
+from minisgl.scheduler.plan import SlotJoin, StepPlan
+
+
+class Computation:
+    """The model and all that changes on the device from step to step: its states, the tables of
+    slots, the state of sampling, and the ring of outputs.
+
+    Its methods may be captured: what they read of a step is in the tables, or in tensors that a
+    replay finds at the same place.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        states: list[LayerState],
+        capacity: Capacity,
+        vocab_size: int,
+        attention: Attention,
+        captured_attention: Attention,
+        lanes: Lanes,
+        ranks: Communicator = SINGLE_RANK,
+        stage: Stage | None = None,
+        max_run: int = 1,
+    ) -> None:
+        """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
+        the stage. max_run: of all plans."""
+        self.states = states  # what each layer keeps: paged KV, or a state by slot
+        self.vocab_size = vocab_size
+        self.lanes = lanes
+        self.ranks = ranks
+        self.stage = stage = stage or whole_model()
+        self._model = model
+        self._attention = attention
+        self._captured_attention = captured_attention
+        self.sampler = Sampler(
+            capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
+        )
+        self.tables = SlotTables(
+            num_slots=capacity.num_slots,
+            max_pages=-(-capacity.max_seq_len // capacity.page_size),
+            page_size=capacity.page_size,
+            prompt_lengths=self.sampler.num_prompt_tokens,
+            lanes=lanes,
+            max_run=max_run,
+        )
+        self.last_tokens = self.tables.state.last_tokens  # [num_slots + 1] int32
+        num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
+        self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
+
+    def join(self, joins: Sequence[SlotJoin]) -> None:
+        """Assign slots to requests: sampling parameters, and states of zeros."""
+        if not joins:
+            return
+        self.sampler.join(joins)
+        by_slot = [state for state in self.states if isinstance(state, StateBySlot)]
+        if by_slot:
+            (slots,) = self.lanes.upload([[join.slot for join in joins]])
+            for state in by_slot:
+                for tensor in state.tensors:
+                    tensor.index_fill_(0, slots, 0)
+
+    def forward(
+        self,
+        shape: StepShape,
+        packed_chunks: Tensor | None,
+        received: Tensor | None,
+        plan: StepPlan | None = None,
+    ) -> tuple[Tensor, SampleRows]:
+        """Compute the rows of a step: their hidden states, and which of them are sampled.
+
+        packed_chunks: of SlotTables.upload_chunks. received: the rows of the stage before. plan:
+        None while a step is captured.
+        """
+        chunks = None if packed_chunks is None else ChunkTensors.split(packed_chunks, shape)
+        inputs, samples = self.tables.inputs(plan, shape, chunks)
+        attention = self._captured_attention if plan is None else self._attention
+        attention.prepare(inputs)
+        hidden = self._model(inputs, self.states, attention, received)
+        return hidden, samples
+
+    def logits(self, hidden: Tensor, samples: SampleRows) -> Tensor | None:
+        """The logits of the sampled rows, for `sample`; None if there are none."""
+        if not len(samples.slots):
+            return None
+        return self._model.logits(hidden if samples.rows is None else hidden[samples.rows])
+
+    def whole_logits(self, rows: Tensor) -> Tensor:
+        """The logits [n, vocab_size] of rows of hidden states, of all ranks together."""
+        return self.ranks.all_gather(self._model.logits(rows))[:, : self.vocab_size]
+
+    def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
+        """Draw the tokens of a step, make them the last ones of their slots, and send them to the
+        ring's open entry."""
+        sampled = self.sampler.sample(logits, samples.slots, samples.output_index, features)
+        self.outputs.send(samples, sampled, self.tables.state)
+
+    def recount(self) -> None:
+        """Let host and device agree on the ring again, after a step that failed."""
+        with self.lanes.compute("recount"):
+            self.outputs.recount()

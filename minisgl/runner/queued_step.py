@@ -1,0 +1,58 @@
+"""A step whose work is queued on the device, until its result is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+from minisgl.device.copy_lanes import CopyMark
+from minisgl.device.lanes import EventMark
+from minisgl.request import TokenLogprobs
+from minisgl.runner.prompt_scores import PromptScores
+from minisgl.runner.sampler import list_logprobs
+from minisgl.runner.step_outputs import StepOutputs
+from minisgl.scheduler.plan import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """The end of a step's work, and where its outputs will be."""
+
+    step: int
+    done: EventMark
+    captured: bool
+    loads: Mapping[int, CopyMark]  # the ends of the loads that the plan carries, by id
+    ring_entry: int = 0
+    parts: tuple[range, ...] = ()  # rows of the entry that are sampled, in the order of the plan
+    num_logprobs: Sequence[int | None] = ()  # requested by each sampled slot; empty if none
+    run: int = 1  # rows of each slot in the first part, of which those count that the ring says
+    prompt_scores: PromptScores | None = None
+
+    def collect(self, outputs: StepOutputs) -> StepResult:
+        """Block until the step is done, and read its outputs."""
+        self.done.wait()
+        prompt_logprobs = {} if self.prompt_scores is None else self.prompt_scores.logprobs()
+        parts: Sequence[range] = self.parts
+        num_logprobs, run_lengths = self.num_logprobs, None
+        if self.run > 1:
+            decodes, chunks = parts
+            starts = decodes[:: self.run]
+            run_lengths = outputs.run_lengths(self.ring_entry, len(starts)) + [1] * len(chunks)
+            runs = (range(first, first + n) for first, n in zip(starts, run_lengths, strict=False))
+            parts = [*runs, chunks]
+            num_logprobs = [*chain.from_iterable(map(repeat, num_logprobs, run_lengths))]
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        for part in filter(len, parts):
+            first = len(token_ids)
+            part_ids = outputs.token_ids(self.ring_entry, part)
+            token_ids += part_ids
+            wanted = num_logprobs[first : len(token_ids)]
+            if any(num is not None for num in wanted):
+                scores = outputs.scores(self.ring_entry, part)
+                listed = list_logprobs(part_ids, scores, wanted)
+                logprobs |= {first + row: entry for row, entry in listed.items()}
+        return StepResult(
+            self.step, token_ids, logprobs, prompt_logprobs, self.captured, run_lengths
+        )

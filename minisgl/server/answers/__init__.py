@@ -1,0 +1,1 @@
+"""From a request to its sequences, and from their tokens to what the APIs render."""

@@ -1,0 +1,163 @@
+"""ASGI responses that generate on the engine, and abort their requests however they end.
+
+The abort is in the `finally` of the response itself: a client that disconnects while an event is
+being sent would not close an async generator, so a `finally` there would run only at garbage
+collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from minisgl.errors import ContextLengthError, EngineStoppedError
+from minisgl.server.answers.reply import Reply, ReplyChoice
+from minisgl.server.http.access_log import log_failure
+from minisgl.server.served_engine import ServedEngine, ServedStream
+
+MAX_TURN_S = 0.005  # for which submitting the choices of one answer may block the loop
+# From this many tokens on, logprobs are encoded in a thread: some 10 µs each with 20 alternatives.
+MANY_SCORED = 256
+
+
+class ReplyResponse(ABC):
+    """An ASGI response that generates the choices of `reply`."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        reply: Reply,
+        *,
+        limit_field: str = "max_tokens",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """`limit_field` is the client's name for max_tokens. `headers`: besides the usual ones."""
+        self._engine = engine
+        self._reply = reply
+        self._limit_field = limit_field
+        self._headers = headers
+        self._left = False  # whether the client disconnected before its answer was complete
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: list[ServedStream] = []
+        self._scope = scope
+        watching: asyncio.Task[None] | None = None
+        try:
+            # Submit everything before the first byte, so that a rejection has its own status.
+            turn_began_s = time.monotonic()
+            for choice in self._reply.choices:
+                job = choice.job
+                id = f"{self._reply.id}-{job.index}"
+                stream = self._engine.submit(
+                    job.prompt_token_ids,
+                    job.params,
+                    request_id=id,
+                    cache_salt=job.cache_salt,
+                    tenant=job.tenant,
+                    parser=job.parser,
+                    matcher=job.matcher,
+                )
+                streams.append(stream)
+                if time.monotonic() - turn_began_s > MAX_TURN_S:
+                    await asyncio.sleep(0)
+                    turn_began_s = time.monotonic()
+            watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
+            await self._respond(streams, send)
+        except ContextLengthError as error:
+            prompt_field = self._reply.prompt_field
+            raise error.with_names(
+                prompt_field=prompt_field, limit_field=self._limit_field
+            ) from None
+        except EngineStoppedError:
+            if not self._left:  # otherwise the client is gone
+                raise
+        finally:
+            if watching is not None:
+                watching.cancel()
+            for stream in streams:
+                stream.abort()
+
+    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
+        """Abort the requests when the client disconnects, which ends their streams."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        for stream in streams:
+            stream.abort()
+
+    @abstractmethod
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None: ...
+
+
+class WholeResponse(ReplyResponse):
+    """One JSON object, sent when all choices are complete."""
+
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
+        choices = self._reply.choices
+        await _all_or_none(map(_keep, choices, streams))
+        many = sum(choice.num_scored for choice in choices) > MANY_SCORED
+        body = await asyncio.to_thread(self._reply.whole) if many else self._reply.whole()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *self._headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class StreamedResponse(ReplyResponse):
+    """Server-sent events, one for each delta."""
+
+    HEADERS = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # nginx then forwards events without buffering
+    )
+
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
+        headers = [*self.HEADERS, *self._headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            if first := self._reply.first_events():
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+            choices = self._reply.choices
+            await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
+            last = self._reply.last_events()
+        except Exception as error:
+            if self._left:
+                raise
+            # The status has been sent, so the error is an event.
+            log_failure(self._scope, 200, error)
+            last = self._reply.failure_events(error)
+        await send({"type": "http.response.body", "body": last})
+
+
+async def _keep(choice: ReplyChoice, stream: ServedStream) -> None:
+    async for delta in stream:
+        choice.keep(delta)
+    choice.check_finished()
+
+
+async def _write(choice: ReplyChoice, stream: ServedStream, send: Send) -> None:
+    async for delta in stream:
+        many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
+        events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)
+        if events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+    choice.check_finished()
+
+
+async def _all_or_none(work: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run all concurrently. The first failure cancels the others and is raised."""
+    # Use tasks even for one: waking this coroutine goes through a dozen coroutines of frameworks.
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

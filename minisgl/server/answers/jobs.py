@@ -1,0 +1,151 @@
+"""The sequences that one request asks for, with the parameters of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from minisgl.errors import InvalidRequestError
+from minisgl.matcher import Matcher
+from minisgl.request import EVERYONE, MAX_INTEGER, SamplingParams, Tenant
+from minisgl.server.answers.plan import AnswerPlan, AnswerStyle
+from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
+from minisgl.server.served_engine import ServedEngine
+from minisgl.text.parsing.answer import AnswerParser
+
+MAX_SCORES = 1 << 19  # logprobs in an answer: one per token, and one per alternative
+SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """One sequence to generate: the input of the engine, and how the result is reported."""
+
+    index: int
+    k: int  # which of the n choices of its prompt
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    echo: str | None = None  # the text that the answer begins with
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False  # the tokens of logprobs are named by their ids
+    prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
+    cache_salt: str | None = None
+    tenant: Tenant = EVERYONE
+    matcher: Matcher | None = None  # of this answer alone, as is the parser
+    parser: AnswerParser | None = None
+    style: AnswerStyle | None = None  # of an answer that is parsed
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """A prompt, cut if the request wants that, and what its answers are sampled with."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+
+
+def fitted_prompts(
+    engine: ServedEngine,
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[list[int]],
+    *,
+    clamp: bool,
+) -> list[FittedPrompt]:
+    """The prompts of `body` with the parameters that fit beside each.
+
+    `clamp` shortens max_tokens to the room left. Raises InvalidRequestError.
+    """
+    params = body.sampling(engine.defaults)
+    clamp = clamp or body.asked_max_tokens is None
+    num_prompt_tokens = sum(map(len, prompts)) * body.num_choices
+    num_choices = len(prompts) * body.num_choices
+    scored = scored_room(params, num_prompt_tokens, num_choices)
+    found = []
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequestError("prompt", "has no tokens.")
+        most = engine.capacity.max_seq_len - (params.max_tokens or 1)
+        prompt = truncated(prompt, body.truncate_prompt_tokens, most)
+        room = engine.capacity.max_seq_len - len(prompt)
+        fitting = fitted(params, min(room, scored)) if clamp else params
+        if params.max_tokens is None and scored < room:
+            least = min(params.min_tokens, scored)
+            fitting = replace(params, max_tokens=scored, min_tokens=least)
+        if fitting.max_tokens is not None and scored < fitting.max_tokens <= room:
+            raise InvalidRequestError(
+                "logprobs",
+                f"{SCORES_LIMIT}: max_tokens of {num_choices} choices may be up to {scored}.",
+            )
+        found.append(FittedPrompt(prompt, fitting))
+    return found
+
+
+def jobs_of(
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[FittedPrompt],
+    echoes: Sequence[str | None],
+    tenant: Tenant,
+    plan: AnswerPlan,
+) -> list[GenerationJob]:
+    """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt."""
+    return [
+        GenerationJob(
+            index=index * body.num_choices + k,
+            k=k,
+            prompt_token_ids=prompt.token_ids,
+            params=for_choice(prompt.params, k, scores_prompt=k == 0 or body.scores_each_prompt),
+            echo=echo,
+            cache_salt=body.salt,
+            tenant=tenant,
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
+            matcher=plan.matcher(),
+            parser=plan.parser(),
+            style=plan.style,
+        )
+        for index, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
+        for k in range(body.num_choices)
+    ]
+
+
+def for_choice(params: SamplingParams, k: int, *, scores_prompt: bool = True) -> SamplingParams:
+    """The parameters of choice k. Choice 0 keeps the seed, so n = 1 is the first of n = 2."""
+    if not scores_prompt and params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    if params.seed is None or k == 0:
+        return params
+    digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest, signed=True))
+
+
+def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int) -> int:
+    """The number of tokens that each choice may have within MAX_SCORES logprobs of the answer.
+
+    `num_prompt_tokens` are those of all choices; raises InvalidRequestError if they are too many.
+    """
+    room = MAX_SCORES
+    if params.prompt_logprobs is not None:
+        room -= num_prompt_tokens * (1 + params.prompt_logprobs)
+        if room < 0:
+            raise InvalidRequestError(
+                "logprobs",
+                f"{SCORES_LIMIT}, and those of the prompts alone would be {MAX_SCORES - room}; "
+                "send fewer prompts at once or ask for fewer logprobs.",
+            )
+    return MAX_INTEGER if params.logprobs is None else room // (num_choices * (1 + params.logprobs))
+
+
+def fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """`params` with max_tokens shortened to `room`; unchanged if there is no room at all."""
+    if params.max_tokens is None or params.max_tokens <= room or room < 1:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
+    """The last `num_kept` tokens of a prompt; for -1 the last `most`, but at least one."""
+    if num_kept is None:
+        return prompt
+    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]

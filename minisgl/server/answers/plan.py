@@ -1,0 +1,218 @@
+"""What the answers to one conversation are held to, and how they are parsed and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+from minisgl.errors import InvalidRequestError
+from minisgl.events import Event, joined
+from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
+from minisgl.grammar.tool_grammars import calls_or
+from minisgl.matcher import Matcher
+from minisgl.request import StructuredOutput
+from minisgl.server.requests.chat_messages import NO_FACTS
+from minisgl.server.requests.constraints import constraint_of
+from minisgl.server.requests.request_types import ChatRequest, CompletionRequest, TokenizeRequest
+from minisgl.server.requests.templating import Reading, template_messages, template_options
+from minisgl.server.requests.tools import ToolUse, tool_use
+from minisgl.server.served_engine import CompiledGrammar, ServedEngine
+from minisgl.text.call_ids import new_call_id, short_id
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.names import NONE
+from minisgl.text.parsing.selection import AnswerFormat
+from minisgl.text.template_facts import TemplateFacts
+
+NO_TOKEN = -1
+Compile: TypeAlias = Callable[[StructuredOutput | None], Awaitable[CompiledGrammar]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStyle:
+    """How a parsed answer is reported."""
+
+    reasoning_fields: tuple[str, ...]  # the members that have the reasoning; none: it is left out
+    custom_names: frozenset[str]  # of the tools whose input is a text
+    short_ids: bool  # calls have ids of 9 letters and digits
+    count_call: Callable[[], None]
+    echo: tuple[Event, ...] = ()  # what the answer begins with
+    reasoning_end: str = ""  # the closing markers
+    call_end: str = ""
+
+    def call_id(self) -> str:
+        """An id for a call, unlike all others."""
+        return short_id(new_call_id()) if self.short_ids else new_call_id()
+
+
+def _no_parser() -> None:
+    """The text is the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """What the answers of one request have in common. Each gets a parser and a matcher."""
+
+    grammar: CompiledGrammar | None = None
+    gate: ReasoningGate | None = None
+    parser: Callable[[], AnswerParser | None] = _no_parser  # a new one for each answer
+    style: AnswerStyle | None = None
+
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        return () if self.grammar is None else self.grammar.ignored_keywords
+
+    def matcher(self) -> Matcher | None:
+        """A matcher for one answer."""
+        return None if self.grammar is None else self.grammar.matcher(self.gate)
+
+
+FREE = AnswerPlan()
+
+
+async def plan_completion(body: CompletionRequest, compile: Compile) -> AnswerPlan:
+    """The plan of completions, which are not parsed; raises as `compile`."""
+    constraint = constraint_of(body)
+    if constraint is None:
+        return FREE
+    return AnswerPlan(grammar=await compile(constraint))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation under the chat template."""
+
+    prompt_token_ids: list[int]
+    facts: TemplateFacts | None  # None: no tools are spoken of
+    tools: ToolUse | None
+
+
+async def read_conversation(
+    engine: ServedEngine,
+    body: ChatRequest | TokenizeRequest,
+    reading: Reading,
+    *,
+    parallel: bool | None = None,
+    any_length: bool = False,
+) -> Conversation:
+    """Tokenize the conversation of a request, with the tools that it offers.
+
+    Raises InvalidRequestError, and whatever `encode_chat` does.
+    """
+    tools = tool_use(body.tools, body.tool_choice, parallel)
+    facts = None
+    options = template_options(body, reading)
+    if tools is not None or any(message.is_about_tools for message in body.messages or ()):
+        facts = await engine.template_facts()
+    if tools is not None:
+        assert facts is not None
+        if not facts.offers_tools:
+            raise InvalidRequestError(
+                "tools",
+                "are not supported by this model: its chat template leaves them out. Leave them "
+                'out as well, or set tool_choice to "none".',
+            )
+        options["tools"] = tools.for_template()
+    messages = template_messages(body, facts or NO_FACTS, reading)
+    prompt = await engine.encode_chat(messages, any_length, **options)
+    return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlanner:
+    """Plans the answers to conversations."""
+
+    form: AnswerFormat  # of the model
+    tool_parser: str  # as the option says
+    reasoning_fields: tuple[str, ...]
+    count_call: Callable[[], None]
+
+    async def plan(
+        self,
+        engine: ServedEngine,
+        body: ChatRequest,
+        conversation: Conversation,
+        compile: Compile,
+    ) -> AnswerPlan:
+        """The plan of one conversation; raises InvalidRequestError, and as `compile`."""
+        tools = conversation.tools
+        if tools is not None and self.form.calls is None and self.tool_parser != NONE:
+            raise InvalidRequestError(
+                "tools",
+                "are not supported: the chat template does not show in which format this model "
+                "writes calls. Start the server with --tool-parser.",
+            )
+        wanted = constraint_of(body)
+        constraint = self._constraint(wanted, tools)
+        budget = body.thinking_token_budget
+        if budget is not None and self.form.reasoning is None:
+            raise InvalidRequestError(
+                "thinking_token_budget", "is not supported: this model's reasoning is not parsed."
+            )
+        grammar = None
+        if constraint is not None or budget is not None:
+            grammar = await compile(constraint)
+        if wanted is not None and tools is not None and tools.required:
+            await compile(wanted)  # of no effect, but what is wrong in it is refused
+        form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
+        parses_calls = tools is not None and form.calls is not None
+        parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
+        if not parsed and grammar is None:
+            return FREE
+        prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
+        is_open = tokenizer is not None and self.form.opens_reasoning(tokenizer, prompt)
+        gate = None
+        if grammar is not None:
+            gate = await reasoning_gate(self.form, engine.encode, is_open=is_open, budget=budget)
+        if not parsed:
+            return AnswerPlan(grammar=grammar, gate=gate)
+        facts = conversation.facts
+        shows_reasoning = form.reasoning is not None and body.wants_reasoning
+        return AnswerPlan(
+            grammar=grammar,
+            gate=gate,
+            parser=partial(
+                form.parser,
+                in_reasoning=is_open and form.reasoning is not None,
+                tools=tools.schemas if tools is not None and parses_calls else None,
+                parse_calls=parses_calls,
+                only_calls=tools is not None and tools.required,
+                held_to=tools.callable_names
+                if tools is not None and constraint is not None
+                else (),
+                skip_special_tokens=body.skip_special_tokens is not False,
+            ),
+            style=AnswerStyle(
+                reasoning_fields=self.reasoning_fields if shows_reasoning else (),
+                custom_names=tools.custom_names if tools is not None else frozenset(),
+                short_ids=facts is not None and facts.wants_short_ids,
+                count_call=self.count_call,
+                echo=_events_of(body.echoed, form),
+                reasoning_end=form.reasoning.close if form.reasoning else "",
+                call_end=form.calls.closing if form.calls else "",
+            ),
+        )
+
+    def _constraint(
+        self, wanted: StructuredOutput | None, tools: ToolUse | None
+    ) -> StructuredOutput | None:
+        """What the answer is held to: the tools, the constraint of the request, or either.
+
+        Where a call must be made, it is the tools: the constraint is one of content, and there is
+        none.
+        """
+        if tools is None:
+            return wanted
+        if wanted is None or tools.required:
+            return tools.grammar(self.form)
+        calls = tools.grammar(self.form, only_calls=True)
+        return wanted if calls is None else calls_or(calls, wanted)
+
+
+def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:
+    """What a text is that the answer goes on with: reasoning too, if it has a block."""
+    if not text:
+        return ()
+    parser = AnswerParser(None, form.reasoning, marker_ids={})
+    return (*joined([*parser.feed([(NO_TOKEN, text)]), *parser.finish(natural=False)]),)

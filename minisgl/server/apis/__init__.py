@@ -1,0 +1,1 @@
+"""The APIs: each reads its requests, and renders its answers."""

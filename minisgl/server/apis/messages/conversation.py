@@ -1,0 +1,169 @@
+"""Reads the messages of a request to the Messages API as those of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Raw
+
+from minisgl.errors import InvalidRequestError
+from minisgl.server.apis.messages.request_types import (
+    ContentBlock,
+    DocumentBlock,
+    ImageBlock,
+    InputMessage,
+    PartsSource,
+    Prompt,
+    ResultPart,
+    SearchResultBlock,
+    TextBlock,
+    TextSource,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from minisgl.server.requests.chat_messages import (
+    MAX_PARTS,
+    CalledFunction,
+    Images,
+    ToolCall,
+    image_text,
+)
+from minisgl.server.requests.translation import GAP, Turn
+
+# Claude Code begins its instructions with such a line. Parts of it may differ from request to
+# request, and what follows would not be found in the prefix cache.
+BILLING_HEADER = "x-anthropic-billing-header"
+FAILED = "Error: "  # before the result of a tool that failed
+
+
+def turns_of(body: Prompt, *, system_anywhere: bool, images: Images) -> list[Turn]:
+    """The conversation of `body`; raises InvalidRequestError.
+
+    system_anywhere: whether the template takes late instructions; otherwise the user gives them.
+    images: what becomes of them.
+    """
+    reader = _Reader(body.system or "", system_anywhere, images)
+    for index, message in enumerate(body.messages):
+        reader.read(message, f"messages.{index}")
+    reader.end_turn()
+    turns = reader.turns
+    if turns and turns[-1].is_open and not turns[-1].text.strip():
+        turns.pop()  # the answer would continue nothing
+    if all(turn.role == "system" for turn in turns):
+        raise InvalidRequestError("messages", "must have a message of the user.")
+    return turns
+
+
+class _Reader:
+    """Makes one message of what one side says, however many it sent, as Anthropic does."""
+
+    def __init__(
+        self, system: str | Sequence[TextBlock], system_anywhere: bool, images: Images
+    ) -> None:
+        self.turns: list[Turn] = []
+        self._system_anywhere = system_anywhere
+        self._images = images
+        self._num_blocks = 0
+        self._turn = Turn("system", "system")
+        for block in [TextBlock(system)] if isinstance(system, str) else system:
+            self._instruct(block.text)
+
+    def read(self, message: InputMessage, path: str) -> None:
+        role = message.role
+        begun = self.turns or self._turn.role != "system"
+        if role == "system" and begun and not self._system_anywhere:
+            role = "user"
+        if role != self._turn.role:
+            self.end_turn()
+            self._turn = Turn(role, path, gap="" if role == "assistant" else GAP)
+        content, path = message.content, f"{path}.content"
+        if isinstance(content, str):
+            content = [TextBlock(content)]
+        elif not content and role != "assistant":
+            raise InvalidRequestError(path, "must not be empty.")
+        self._count(len(content))
+        for index, block in enumerate(content):
+            self._read_block(block, message.role, f"{path}.{index}")
+
+    def _read_block(self, block: ContentBlock, role: str, path: str) -> None:
+        turn = self._turn
+        match block:
+            case ToolUseBlock():
+                _check_said_by("assistant", role, path)
+                turn.calls.append((path, ToolCall(block.id, function=_called(block))))
+            case ThinkingBlock(thinking):
+                _check_said_by("assistant", role, path)
+                turn.thoughts.append(thinking)
+            case ToolResultBlock():
+                _check_said_by("user", role, path)
+                # A template expects results behind their calls, before what the user has to say.
+                result = self._result(block, path)
+                self.turns.append(Turn("tool", path, [result], tool_call_id=block.tool_use_id))
+            case _:
+                text = self._text(block, path)
+                if role == "system":
+                    self._instruct(text or "")
+                elif text is not None:
+                    turn.texts.append(text)
+
+    def _instruct(self, text: str) -> None:
+        if text.startswith(BILLING_HEADER):
+            text = text.partition("\n")[2].lstrip("\n")
+        if text:
+            self._turn.texts.append(text)
+
+    def _count(self, num_blocks: int) -> None:
+        self._num_blocks += num_blocks
+        if self._num_blocks > MAX_PARTS:
+            raise InvalidRequestError("messages", f"must have at most {MAX_PARTS} blocks in all.")
+
+    def end_turn(self) -> None:
+        """Add what one side has said to the conversation."""
+        if self._turn.texts or self._turn.role == "assistant":
+            self.turns.append(self._turn)
+
+    def _result(self, result: ToolResultBlock, path: str) -> str:
+        content = self._joined(result.content or "", f"{path}.content")
+        return FAILED + content if result.is_error else content
+
+    def _joined(self, content: str | Sequence[ResultPart], path: str) -> str:
+        if isinstance(content, str):
+            return content
+        self._count(len(content))
+        texts = (self._text(block, f"{path}.{index}") for index, block in enumerate(content))
+        return GAP.join(filter(None, texts))
+
+    def _text(self, block: ContentBlock | ResultPart, path: str) -> str | None:
+        """The text of a block; None for one that concerns Anthropic's servers alone."""
+        match block:
+            case TextBlock(text):
+                return text
+            case SearchResultBlock(content, title, source):
+                return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
+            case ToolReferenceBlock(tool_name):
+                return tool_name
+            case ImageBlock():
+                return image_text(self._images, path, "image")
+            case DocumentBlock(TextSource(text), title, context):
+                return "\n".join(filter(None, [title, context, text]))
+            case DocumentBlock(PartsSource(content), title, context):
+                text = self._joined(content, f"{path}.source.content")
+                return "\n".join(filter(None, [title, context, text]))
+        return None
+
+
+def _called(call: ToolUseBlock) -> CalledFunction:
+    """The call as a chat has it, with a text for an input that is no object."""
+    data = bytes(call.input)
+    if data.startswith(b"{"):
+        return CalledFunction(call.name, msgspec.json.decode(data, type=dict[str, Raw]))
+    is_text = data.startswith(b'"')
+    return CalledFunction(call.name, msgspec.json.decode(data) if is_text else data.decode())
+
+
+def _check_said_by(side: str, role: str, path: str) -> None:
+    if role != side:
+        raise InvalidRequestError(path, f"is only allowed in a message of the {side}.")

@@ -1,0 +1,206 @@
+"""Answers to POST /v1/messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from minisgl.request import OutputDelta
+from minisgl.server.answers.blocks import Block, BlockChoice, BlockEvent, BlockStart, BlockText
+from minisgl.server.answers.jobs import GenerationJob
+from minisgl.server.answers.reply import Reply
+from minisgl.server.apis.messages.answer_types import (
+    AnswerBlock,
+    AnswerText,
+    AnswerThinking,
+    AnswerToolUse,
+    BlockDelta,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    InputJsonDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageEnd,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    OutputTokensDetails,
+    Ping,
+    SignatureDelta,
+    StopReason,
+    TextDelta,
+    ThinkingDelta,
+)
+from minisgl.server.apis.messages.request_types import ShownThinking
+from minisgl.server.http.encoding import encode, typed_event
+from minisgl.server.http.error_bodies import messages_error_body
+
+# Clients send it back with the thinking, and may not do without. It proves nothing here.
+SIGNATURE = "minisgl"
+RAW_INPUT = "_raw"  # the member of an input that has what the model wrote, if that is no object
+NO_INPUT = Raw(b"{}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageStyle:
+    """How one answer is reported."""
+
+    id: str
+    model: str
+    max_tokens: int | None  # that the client asked for; the answer may have less room
+    thinking: ShownThinking
+
+
+class MessageChoice(BlockChoice):
+    """A message of the assistant. Blocks that are not reported do not count in their `index`."""
+
+    def __init__(self, job: GenerationJob, style: MessageStyle) -> None:
+        super().__init__(job)
+        self._style = style
+        self._stop_text: str | None = None  # the stop sequence that was found
+        self._num_shown = 0
+        # The frequent event is encoded once for each block, and cut where its text is. Without a
+        # head the text of the block is not reported.
+        self._head = self._tail = b""
+
+    def events(self, delta: OutputDelta) -> bytes:
+        events = super().events(delta)
+        if self._finish_reason is None:
+            return events
+        if not self._num_shown:  # all of it is hidden thinking, and clients look at content[0]
+            events += self._start(AnswerText("")) + self._stop()
+        reason = self._stop_reason()
+        end = MessageEnd(reason, self._stop_sequence(reason))
+        return events + typed_event(MessageDelta(end, self._usage()))
+
+    def whole(self) -> MessageAnswer:
+        content = [self._whole_block(block) for block in self.blocks if self._is_shown(block)]
+        return self._message(content or [AnswerText("")], self._stop_reason())
+
+    def _end(self, delta: OutputDelta) -> None:
+        super()._end(delta)
+        if isinstance(delta.stop_reason, str):
+            self._stop_text = delta.stop_reason
+
+    def _stop_reason(self) -> StopReason:
+        """Calls are complete only where the model has ended the answer by itself."""
+        if self.check_finished() == "length":
+            most = self._style.max_tokens
+            out_of_room = most is None or self.last.num_output_tokens < most
+            return "model_context_window_exceeded" if out_of_room else "max_tokens"
+        if any(block.kind == "call" for block in self.blocks):
+            return "tool_use"
+        return "end_turn" if self._stop_text is None else "stop_sequence"
+
+    def _stop_sequence(self, reason: StopReason | None) -> str | None:
+        return self._stop_text if reason == "stop_sequence" else None
+
+    def _usage(self) -> MessagesUsage:
+        last = self.last
+        return MessagesUsage(
+            input_tokens=len(self.job.prompt_token_ids) - last.num_cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=last.num_cached_tokens,
+            output_tokens=last.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(last.num_reasoning_tokens),
+        )
+
+    def _message(self, content: list[AnswerBlock], stop_reason: StopReason | None) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._style.id,
+            role="assistant",
+            model=self._style.model,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=self._stop_sequence(stop_reason),
+            usage=self._usage(),
+        )
+
+    def _is_shown(self, block: Block) -> bool:
+        return block.kind != "reasoning" or self._style.thinking != "none"
+
+    def _whole_block(self, block: Block) -> AnswerBlock:
+        match block.kind:
+            case "text":
+                return AnswerText(block.text)
+            case "reasoning":
+                shown = self._style.thinking == "shown"
+                return AnswerThinking(block.text if shown else "", SIGNATURE)
+            case "call":
+                return _tool_use(block, _input(block.text))
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _opening(self, delta: OutputDelta) -> bytes:
+        self.last = delta
+        return typed_event(MessageStart(self._message([], None))) + typed_event(Ping())
+
+    def _event(self, found: BlockEvent) -> bytes:
+        if isinstance(found, BlockText):
+            return self._head and self._head + encode(found.text) + self._tail
+        block = found.block
+        self._head = b""
+        if not self._is_shown(block):
+            return b""
+        if isinstance(found, BlockStart):
+            match block.kind:
+                case "text":
+                    return self._start(AnswerText(""), TextDelta(""))
+                case "reasoning":
+                    shown = self._style.thinking == "shown"
+                    return self._start(AnswerThinking("", ""), ThinkingDelta("") if shown else None)
+                case "call":
+                    return self._start(_tool_use(block, NO_INPUT), InputJsonDelta(""))
+        if block.kind == "reasoning":
+            signed = ContentBlockDelta(self._num_shown, SignatureDelta(SIGNATURE))
+            return typed_event(signed) + self._stop()
+        return self._stop()
+
+    def _start(self, empty: AnswerBlock, delta: BlockDelta | None = None) -> bytes:
+        """delta: of the events that have the text of the block; None if it is not reported."""
+        if delta is not None:
+            event = typed_event(ContentBlockDelta(self._num_shown, delta))
+            self._head, _, self._tail = event.rpartition(b'""')
+        return typed_event(ContentBlockStart(self._num_shown, empty))
+
+    def _stop(self) -> bytes:
+        self._num_shown += 1
+        return typed_event(ContentBlockStop(self._num_shown - 1))
+
+
+def _tool_use(block: Block, input: Raw) -> AnswerToolUse:
+    assert block.call is not None
+    return AnswerToolUse(block.call.id, block.call.name, input)
+
+
+def _input(arguments: str) -> Raw:
+    """Arguments as the object that this API has; as one with their text if they are no object."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Raw])
+    except (ValueError, RecursionError):
+        return Raw(encode({RAW_INPUT: arguments}) if arguments else b"{}")
+    return Raw(arguments.encode())
+
+
+class MessageReply(Reply):
+    """The answer to a conversation."""
+
+    prompt_field = "messages"
+
+    def __init__(self, job: GenerationJob, style: MessageStyle, request_id: str) -> None:
+        super().__init__(style.id)
+        self._choice = MessageChoice(job, style)
+        self._request_id = request_id
+        self.choices = (self._choice,)
+
+    def whole(self) -> bytes:
+        return encode(self._choice.whole())
+
+    def last_events(self) -> bytes:
+        return typed_event(MessageStop())
+
+    def failure_events(self, error: Exception) -> bytes:
+        return typed_event(messages_error_body(error, self._request_id))

@@ -1,0 +1,273 @@
+"""The bodies of requests to the Messages API as types.
+
+Null stands for a field that is not given. What asks for work at Anthropic's own servers is known
+and has no effect: their tools, their caches, their way to shorten a conversation.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, Raw, Struct
+
+from minisgl.errors import InvalidRequestError
+from minisgl.server.requests.chat_messages import MAX_MESSAGES, Unsupported
+from minisgl.server.requests.request_types import Ignored, PositiveCount, StopStrings, check_off
+from minisgl.server.requests.tools import MAX_TOOLS
+from minisgl.server.requests.translation import TranslatedFields
+
+NOT_GIVEN: Any = None
+Schema: TypeAlias = dict[str, Raw]  # of JSON
+
+
+# -- content ---------------------------------------------------------------------------------------
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: Ignored = NOT_GIVEN
+
+
+class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking"):
+    """Thinking that only Anthropic can read."""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """A call that the assistant has made."""
+
+    id: str
+    name: str
+    input: Raw  # an object; clients that read a stream send back whatever its pieces make
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    """An image, which is not looked at."""
+
+
+class TextSource(Struct, tag_field="type", tag="text"):
+    data: str
+
+
+class PartsSource(Struct, tag_field="type", tag="content"):
+    content: str | list[TextBlock | ImageBlock]
+
+
+class DocumentBlock(Struct, tag_field="type", tag="document"):
+    """A document of plain text."""
+
+    source: TextSource | PartsSource
+    title: str | None = None
+    context: str | None = None
+    citations: Ignored = NOT_GIVEN
+
+
+class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
+    content: list[TextBlock]
+    title: str = ""
+    source: str = ""
+
+
+class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference"):
+    """Names a tool that a search has found."""
+
+    tool_name: str
+
+
+class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[ResultPart] | None = None
+    is_error: bool | None = None
+
+
+class ServerToolUseBlock(Struct, tag_field="type", tag="server_tool_use"):
+    """A call of a tool that Anthropic runs itself; so are the results below."""
+
+
+class WebSearchResultBlock(Struct, tag_field="type", tag="web_search_tool_result"):
+    pass
+
+
+class WebFetchResultBlock(Struct, tag_field="type", tag="web_fetch_tool_result"):
+    pass
+
+
+class CodeExecutionResultBlock(Struct, tag_field="type", tag="code_execution_tool_result"):
+    pass
+
+
+class BashResultBlock(Struct, tag_field="type", tag="bash_code_execution_tool_result"):
+    pass
+
+
+class EditorResultBlock(Struct, tag_field="type", tag="text_editor_code_execution_tool_result"):
+    pass
+
+
+class ToolSearchResultBlock(Struct, tag_field="type", tag="tool_search_tool_result"):
+    pass
+
+
+class McpToolUseBlock(Struct, tag_field="type", tag="mcp_tool_use"):
+    pass
+
+
+class McpToolResultBlock(Struct, tag_field="type", tag="mcp_tool_result"):
+    pass
+
+
+ServerBlock: TypeAlias = (
+    ServerToolUseBlock
+    | WebSearchResultBlock
+    | WebFetchResultBlock
+    | CodeExecutionResultBlock
+    | BashResultBlock
+    | EditorResultBlock
+    | ToolSearchResultBlock
+    | McpToolUseBlock
+    | McpToolResultBlock
+)
+ResultPart: TypeAlias = (
+    TextBlock | SearchResultBlock | ToolReferenceBlock | ImageBlock | DocumentBlock
+)
+ContentBlock: TypeAlias = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | SearchResultBlock
+    | ImageBlock
+    | DocumentBlock
+    | ServerBlock
+)
+
+
+ShownThinking: TypeAlias = Literal["shown", "omitted", "none"]  # omitted: blocks without a text
+
+
+class InputMessage(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+class ToolSpec(Struct):
+    """A tool of the client; of another type one of Anthropic's: see client_tools.py. Those that it
+    runs itself are left out."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: Schema | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of type `tool`
+    disable_parallel_tool_use: bool | None = None
+
+
+# -- the request -----------------------------------------------------------------------------------
+
+
+class Thinking(Struct):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: PositiveCount | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class SchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    schema: Schema
+
+
+class OutputConfig(Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class Metadata(Struct):
+    user_id: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+
+
+class Prompt(TranslatedFields, kw_only=True):
+    """What a prompt is made of, and what all APIs have in common."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # the older name of output_config.format
+    mcp_servers: list[Ignored] | None = None
+
+    # Of chats.
+    chat_template_kwargs: Unsupported = None
+    top_logprobs: Unsupported = None
+
+    betas: Ignored = NOT_GIVEN
+    billing_policy: Ignored = NOT_GIVEN
+    cache_control: Ignored = NOT_GIVEN
+    compaction: Ignored = NOT_GIVEN
+    container: Ignored = NOT_GIVEN
+    context_management: Ignored = NOT_GIVEN
+    diagnostics: Ignored = NOT_GIVEN
+    fallback_credit_token: Ignored = NOT_GIVEN
+    fallbacks: Ignored = NOT_GIVEN
+    inference_geo: Ignored = NOT_GIVEN
+    service_tier: Ignored = NOT_GIVEN
+    speed: Ignored = NOT_GIVEN
+    thread: Ignored = NOT_GIVEN
+    user_profile_id: Ignored = NOT_GIVEN
+    workspace_id: Ignored = NOT_GIVEN
+
+    @property
+    def has_late_system(self) -> bool:
+        """Whether instructions follow other messages, which not every chat template takes."""
+        roles = [role for role, _ in groupby(message.role for message in self.messages)]
+        return "system" in roles[1:]
+
+    @property
+    def format(self) -> SchemaFormat | None:
+        """What the answer must be."""
+        return (self.output_config and self.output_config.format) or self.output_format
+
+
+class MessagesRequest(Prompt, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: PositiveCount | None = None
+    stream: bool | None = None
+    stop_sequences: StopStrings | None = None
+    metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
+        if self.stop is not None and self.stop_sequences is not None:
+            raise InvalidRequestError("stop", "is not allowed beside stop_sequences.")
+
+    @property
+    def shown_thinking(self) -> ShownThinking:
+        """What the answer has of the thinking."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return "none"
+        return "omitted" if self.thinking.display == "omitted" else "shown"
+
+
+class CountTokensRequest(Prompt, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    # What clients leave in the body of the request that they count for.
+    max_tokens: Ignored = NOT_GIVEN
+    stream: Ignored = NOT_GIVEN
+    stop_sequences: Ignored = NOT_GIVEN
+    metadata: Ignored = NOT_GIVEN

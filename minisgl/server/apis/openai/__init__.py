@@ -1,0 +1,1 @@
+"""The answers of /v1/chat/completions and /v1/completions, whose requests the other APIs become."""

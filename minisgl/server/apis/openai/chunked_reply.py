@@ -1,0 +1,315 @@
+"""Answers in chunks, as /v1/chat/completions and /v1/completions stream them.
+
+Everything is built from the types in `answer_types` and encoded by msgspec, except the one frequent
+event: a delta of text. A server sends up to 30,000 of them a second, so each choice encodes that
+event once, cuts it where its text is, and then encodes texts only.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec import UNSET, Struct, UnsetType
+
+from minisgl.request import OutputDelta, TokenLogprobs
+from minisgl.server.answers.alignment import Alignment, PlacedToken, place_prompt
+from minisgl.server.answers.content_scores import LOWEST_LOGPROB
+from minisgl.server.answers.jobs import GenerationJob
+from minisgl.server.answers.reply import EndReason, Reply, ReplyChoice
+from minisgl.server.apis.openai.answer_types import (
+    CompletionTokensDetails,
+    PromptLogprobs,
+    PromptToken,
+    PromptTokensDetails,
+    Usage,
+)
+from minisgl.server.http.encoding import DONE, encode, event
+from minisgl.server.http.error_bodies import error_body
+from minisgl.server.served_engine import ServedTokenizer
+
+LogprobsT = TypeVar("LogprobsT", bound=Struct)
+StructT = TypeVar("StructT", bound=Struct)
+ChoiceT = TypeVar("ChoiceT", bound="ChunkedChoice[Any]")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[StructT]):
+    """A type of answers or events, and what their member `object` is."""
+
+    type: type[StructT]
+    object: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The members that all events and the whole answer of one reply have in common."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    # The usage of a chunk that reports none: null where the client gets usage in the last chunk.
+    no_usage: UnsetType | None = UNSET
+    fingerprint: str | UnsetType = UNSET
+
+    def around(
+        self,
+        kind: Kind[StructT],
+        choices: Sequence[Struct],
+        usage: Usage | UnsetType | None,
+        **others: Any,
+    ) -> StructT:
+        """An answer or an event of this kind."""
+        return kind.type(
+            id=self.id,
+            object=kind.object,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self.fingerprint,
+            **others,
+        )
+
+
+class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
+    """One choice of a reply in chunks. A subclass has the schema of an endpoint."""
+
+    # Whether logprobs cover every token, those of an echo and those without text included, or
+    # exactly the tokens that the generated text consists of.
+    scores_all: ClassVar[bool]
+
+    def __init__(
+        self,
+        job: GenerationJob,
+        tokenizer: ServedTokenizer | None,
+        envelope: Envelope,
+        *,
+        continuous_usage: bool = False,
+    ) -> None:
+        """`continuous_usage`: each chunk has the usage of this choice so far."""
+        super().__init__(job)
+        self._tokenizer = tokenizer
+        self._envelope = envelope
+        self._continuous_usage = continuous_usage
+        self._scored = job.params.logprobs is not None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._alignment: Alignment | None = None
+        self._plain = not (continuous_usage or self._scored or job.return_token_ids)
+        # Nothing but null follows the text, so its empty string is the last one in the event.
+        self._head, _, self._tail = event(self._chunk("")).rpartition(b'""')
+
+    def events(self, delta: OutputDelta) -> bytes:
+        events = b""
+        if not self._started:
+            self.last = replace(delta, num_output_tokens=0, num_reasoning_tokens=0)
+            events = self._opening()
+        text = self._take(delta)
+        if not self._plain:
+            events += self._full_event(text, delta)
+        elif text:
+            events += self._head + encode(text) + self._tail
+        if self._finish_reason is not None:
+            events += event(self._last_chunk(self._finish_reason))
+        return events
+
+    def keep(self, delta: OutputDelta) -> None:
+        self._texts.append(self._take(delta))
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+
+    @property
+    def num_scored(self) -> int:
+        return len(self._logprobs) + len(self._prompt_logprobs)
+
+    @abstractmethod
+    def whole(self) -> Struct:
+        """The choice in an answer that is not streamed."""
+
+    @property
+    def prompt_token_ids(self) -> list[int] | UnsetType:
+        """The prompt as the answer reports it."""
+        return [*self.job.prompt_token_ids] if self.job.return_token_ids else UNSET
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        """The logprobs of the prompt as a whole answer reports them."""
+        if self.job.prompt_logprobs is None:
+            return UNSET
+        return [None, *map(self._prompt_token, self._prompt_logprobs)]
+
+    # -- parts of a whole answer -------------------------------------------------------------------
+
+    def _whole_text(self) -> str:
+        return "".join(self._texts)
+
+    def _whole_logprobs(self, text: str) -> LogprobsT | None:
+        if not self._scored:
+            return None
+        return self._show(self._place(text, self._logprobs, self._prompt_logprobs))
+
+    def _whole_token_ids(self) -> list[int] | UnsetType:
+        return self._token_ids if self.job.return_token_ids else UNSET
+
+    # -- parts of a chunk --------------------------------------------------------------------------
+
+    def _chunk_usage(self) -> Usage | UnsetType | None:
+        return usage_of([self]) if self._continuous_usage else self._envelope.no_usage
+
+    def _chunk_token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return [*token_ids] if self.job.return_token_ids else UNSET
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """The event before all others, if there is one."""
+
+    @abstractmethod
+    def _chunk(
+        self, text: str, logprobs: LogprobsT | None = None, token_ids: Sequence[int] = ()
+    ) -> Struct:
+        """The chunk that adds `text`."""
+
+    @abstractmethod
+    def _last_chunk(self, finish_reason: EndReason) -> Struct:
+        """The chunk that ends the choice and adds nothing."""
+
+    @abstractmethod
+    def _show(self, placed: Sequence[PlacedToken]) -> LogprobsT:
+        """Logprobs as clients get them."""
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def _full_event(self, text: str, delta: OutputDelta) -> bytes:
+        placed = self._place(text, delta.logprobs, delta.prompt_logprobs) if self._scored else None
+        token_ids = delta.token_ids if self.job.return_token_ids else []
+        if not (text or placed or token_ids):
+            return b""
+        return event(self._chunk(text, self._show(placed) if placed else None, token_ids))
+
+    def _place(
+        self, text: str, logprobs: Sequence[TokenLogprobs], prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> list[PlacedToken]:
+        """The tokens to report with `text`, the first time with those of the echo."""
+        job, tokenizer = self.job, self._tokenizer
+        placed: list[PlacedToken] = []
+        skip = job.params.skip_special_tokens
+        table = tokenizer.byte_table(skip_special_tokens=skip) if tokenizer else {}
+        if self._alignment is None:
+            echo = job.echo or ""
+            text = text[len(echo) :]
+            if self.scores_all and job.echo is not None:
+                # The first token of a prompt follows nothing, so it has no probability.
+                scored = [None, *prompt_logprobs]
+                placed = place_prompt(tokenizer, job.prompt_token_ids, scored, echo)
+            self._alignment = Alignment(
+                start=len(echo),
+                # As in decoding: a space is dropped only at the beginning of the text.
+                drops_first_space=tokenizer is not None
+                and tokenizer.drops_first_space
+                and not any(table[token_id] for token_id in job.prompt_token_ids),
+            )
+        num_tokens = len(logprobs) - self._token_ended
+        for place, token in enumerate(logprobs):
+            has_text = place < num_tokens and tokenizer is not None
+            self._alignment.add(token, table[token.token_id] if has_text else b"")
+        placed += self._alignment.show(text, finished=self._finish_reason is not None)
+        return placed if self.scores_all else [token for token in placed if token.data]
+
+    def _prompt_token(self, scored: TokenLogprobs) -> dict[str, PromptToken]:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
+        found = {scored.token_id: scored.logprob} | dict(scored.top[: self.job.prompt_logprobs])
+        return {
+            str(token_id): PromptToken(
+                logprob=max(logprob, LOWEST_LOGPROB),
+                rank=ranks.get(token_id),
+                decoded_token=self._token_text(token_id),
+            )
+            for token_id, logprob in found.items()
+        }
+
+    def _token_text(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
+
+
+class ChunkedReply(Reply, Generic[ChoiceT]):
+    """The answer to one HTTP request, in chunks. A subclass has the schema of an endpoint."""
+
+    id_prefix: ClassVar[str]
+    choice_type: type[ChoiceT]
+    whole_kind: ClassVar[Kind[Any]]
+    chunk_kind: ClassVar[Kind[Any]]
+
+    def __init__(
+        self,
+        jobs: Sequence[GenerationJob],
+        *,
+        model: str,
+        tokenizer: ServedTokenizer | None,
+        include_usage: bool,
+        continuous_usage: bool = False,
+        id: str | None = None,
+        fingerprint: str | UnsetType = UNSET,
+    ) -> None:
+        """`id` must differ from that of every other reply; a random one if None."""
+        super().__init__(f"{self.id_prefix}-{id or uuid.uuid4().hex}")
+        self._include_usage = include_usage
+        self._envelope = Envelope(
+            id=self.id,
+            created=int(time.time()),
+            model=model,
+            no_usage=None if include_usage else UNSET,
+            fingerprint=fingerprint,
+        )
+        self.choices: Sequence[ChoiceT] = [
+            self.choice_type(job, tokenizer, self._envelope, continuous_usage=continuous_usage)
+            for job in jobs
+        ]
+
+    def whole(self) -> bytes:
+        choices = [choice.whole() for choice in self.choices]
+        usage, others = usage_of(self.choices), self._whole_members()
+        return encode(self._envelope.around(self.whole_kind, choices, usage, **others))
+
+    def last_events(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event(self._envelope.around(self.chunk_kind, [], usage_of(self.choices))) + DONE
+
+    def failure_events(self, error: Exception) -> bytes:
+        return event(error_body(error)) + DONE
+
+    def _whole_members(self) -> dict[str, Any]:
+        """The members of a whole answer that are not in its choices or its envelope."""
+        return {}
+
+
+def usage_of(choices: Sequence[ChunkedChoice[Any]]) -> Usage:
+    """The usage of `choices`. A prompt counts once, however many choices it has."""
+    firsts = {each.job.index - each.job.k: each for each in reversed(choices)}.values()
+    num_prompt = sum(len(choice.job.prompt_token_ids) for choice in firsts)
+    num_output = sum(choice.last.num_output_tokens for choice in choices)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=PromptTokensDetails(
+            sum(choice.last.num_cached_tokens for choice in firsts),
+            sum(choice.last.num_host_tokens for choice in firsts),
+            sum(choice.last.num_disk_tokens for choice in firsts),
+        ),
+        completion_tokens_details=CompletionTokensDetails(
+            sum(choice.last.num_reasoning_tokens for choice in choices)
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Answers to POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from minisgl.request import TokenLogprobs
+from minisgl.server.answers.alignment import PlacedToken
+from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
+from minisgl.server.answers.reply import EndReason
+from minisgl.server.apis.openai.answer_types import (
+    Completion,
+    CompletionAnswerChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+)
+from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
+from minisgl.server.http.encoding import event
+
+CHUNK = Kind(CompletionChunk, "text_completion")
+
+
+class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
+    """The continuation of a prompt."""
+
+    scores_all = True
+
+    def whole(self) -> CompletionAnswerChoice:
+        text = self._whole_text()
+        return CompletionAnswerChoice(
+            index=self.job.index,
+            text=text,
+            logprobs=self._whole_logprobs(text),
+            finish_reason=self.check_finished(),
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self._whole_token_ids(),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _opening(self) -> bytes:
+        if not self.job.return_token_ids:
+            return b""
+        return event(self._chunk_of("", prompt_token_ids=self.prompt_token_ids))
+
+    def _chunk(
+        self, text: str, logprobs: CompletionLogprobs | None = None, token_ids: Sequence[int] = ()
+    ) -> CompletionChunk:
+        return self._chunk_of(text, logprobs, token_ids=token_ids)
+
+    def _last_chunk(self, finish_reason: EndReason) -> CompletionChunk:
+        return self._chunk_of("", finish_reason=finish_reason)
+
+    def _chunk_of(
+        self,
+        text: str,
+        logprobs: CompletionLogprobs | None = None,
+        finish_reason: EndReason | None = None,
+        *,
+        token_ids: Sequence[int] = (),
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> CompletionChunk:
+        choice = CompletionChunkChoice(
+            index=self.job.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            prompt_token_ids=prompt_token_ids,
+            token_ids=self._chunk_token_ids(token_ids),
+        )
+        return self._envelope.around(CHUNK, [choice], self._chunk_usage())
+
+    def _show(self, placed: Sequence[PlacedToken]) -> CompletionLogprobs:
+        first = self.job.prompt_token_ids[0]
+        return CompletionLogprobs(
+            tokens=[
+                self._name(token.scored.token_id if token.scored else first) for token in placed
+            ],
+            token_logprobs=[
+                max(token.scored.logprob, LOWEST_LOGPROB) if token.scored else None
+                for token in placed
+            ],
+            top_logprobs=[self._top(token.scored) if token.scored else None for token in placed],
+            text_offset=[token.start for token in placed],
+        )
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; its bytes if they are no text of their own, its id if it has none."""
+        if self.job.tokens_as_ids:
+            return named_by_id(token_id)
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode() or named_by_id(token_id)
+        except UnicodeDecodeError:
+            return _spelled(data)
+
+    def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the token itself, under names of which no two are equal."""
+        own = self._name(scored.token_id)
+        found = dict(scored.top[: self.job.params.logprobs]) | {scored.token_id: scored.logprob}
+        named: dict[str, float] = {}
+        for token_id, logprob in found.items():
+            name = self._name(token_id)
+            if name in named or (name == own and token_id != scored.token_id):
+                # Another token has the same text.
+                name = _spelled(self._token_bytes(token_id))
+                if name in named:
+                    name = named_by_id(token_id)
+            named[name] = max(logprob, LOWEST_LOGPROB)
+        return named
+
+
+def _spelled(data: bytes) -> str:
+    """Bytes as OpenAI writes those of a token that is no text of its own."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class CompletionReply(ChunkedReply[CompletionChoice]):
+    """The continuations of one or more prompts, each with its choices."""
+
+    id_prefix = "cmpl"
+    prompt_field = "prompt"
+    choice_type = CompletionChoice
+    whole_kind = Kind(Completion, "text_completion")
+    chunk_kind = CHUNK

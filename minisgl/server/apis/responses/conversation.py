@@ -1,0 +1,202 @@
+"""Translates a request to the Responses API into a chat request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from minisgl.errors import InvalidRequestError
+from minisgl.server.apis.responses.history import PlacedItem
+from minisgl.server.apis.responses.request_types import (
+    SYSTEM_ROLES,
+    CallOutput,
+    FlatJsonSchema,
+    InputImagePart,
+    InputItem,
+    Parts,
+    ResponsesRequest,
+)
+from minisgl.server.apis.responses.tool_box import ToolBox
+from minisgl.server.http.decoding import decode
+from minisgl.server.requests.chat_messages import (
+    CalledFunction,
+    CustomInput,
+    Images,
+    ToolCall,
+    image_text,
+)
+from minisgl.server.requests.constraint_types import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    ResponseFormat,
+    TextFormat,
+)
+from minisgl.server.requests.request_types import NULL, ChatRequest
+from minisgl.server.requests.translation import GAP, FieldNames, Role, TranslatedChat, Turn, given
+
+INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def bracketed(path: str) -> str:
+    """A path as OpenAI writes it here: input[2].content[0]."""
+    return INDEX.sub(r"[\1]", path)
+
+
+NAMES = FieldNames("input", "max_output_tokens", bracketed)
+# Fields of the request, by those of the chat.
+FIELDS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
+
+
+def chat_of(
+    body: ResponsesRequest,
+    items: Sequence[PlacedItem],
+    tools: ToolBox,
+    *,
+    system_anywhere: bool,
+    images: Images,
+) -> TranslatedChat:
+    """The chat that a request asks for; raises InvalidRequestError.
+
+    items: of the whole conversation. system_anywhere: whether the chat template takes a system
+    message after others. Otherwise all are joined to the first one. images: what becomes of them.
+    """
+    turns = _turns(body.instructions, items, tools, images, system_anywhere=system_anywhere)
+    choice, chosen_fields = tools.choice(body.tool_choice)
+    logprobs: dict[str, Any] = {}
+    if body.wants_logprobs:
+        logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    chat = ChatRequest(
+        **body.common_fields(),
+        messages=[turn.message() for turn in turns],
+        model=body.model,
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        tools=[tool.offered() for tool in tools.tools],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        control_tokens_in_text=body.control_tokens_in_text,
+        **logprobs,
+    )
+    fields = FIELDS | tools.fields | chosen_fields
+    return TranslatedChat(chat, turns, replace(NAMES, fields=fields), tools.left_out)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _turns(
+    instructions: str | None,
+    items: Sequence[PlacedItem],
+    tools: ToolBox,
+    images: Images,
+    *,
+    system_anywhere: bool,
+) -> list[Turn]:
+    turns: list[Turn] = []
+    if instructions:
+        turns.append(Turn("system", "instructions", [instructions]))
+    for placed in items:
+        _add(turns, placed.item, placed.path, tools, images)
+    turns = _with_system_joined(turns, system_anywhere=system_anywhere)
+    if all(turn.role in SYSTEM_ROLES for turn in turns):
+        # Templates need somebody to answer to. Clients ask so to see whether the server is there.
+        turns.append(Turn("user", "input"))
+    return turns
+
+
+def _add(turns: list[Turn], item: InputItem, path: str, tools: ToolBox, images: Images) -> None:
+    match item.type:
+        case None | "message":
+            text = _text(item.content, f"{path}.content", images)
+            if item.role is None:
+                raise InvalidRequestError(f"{path}.role", "is missing.")
+            _turn_of(item.role, turns, path).texts += [text] if text else []
+        case "reasoning":
+            if text := _text(item.content or item.summary or "", path, images, GAP):
+                _turn_of("assistant", turns, path).thoughts.append(text)
+        case "function_call" | "custom_tool_call":
+            turn = _turn_of("assistant", turns, path)
+            turn.calls.append((path, _call(item, path, tools)))
+        case "function_call_output" | "custom_tool_call_output":
+            output = _text(_output(item, path), f"{path}.output", images)
+            call_id = given(item.call_id, f"{path}.call_id")
+            turns.append(Turn("tool", path, [output], tool_call_id=call_id))
+
+
+def _output(item: InputItem, path: str) -> Parts | None:
+    """What a tool has returned. It is decoded here, because other types have something else."""
+    try:
+        return decode(b'{"output":%b}' % bytes(item.output or NULL), CallOutput).output
+    except InvalidRequestError as error:
+        error.param = f"{path}.{error.param}"
+        raise
+
+
+def _turn_of(role: Role, turns: list[Turn], path: str) -> Turn:
+    """The message that an item belongs to. Adjacent items of one role make one message: templates
+    may insist on turns."""
+    if not turns or turns[-1].role != role:
+        turns.append(Turn(role, path))
+    return turns[-1]
+
+
+def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
+    call_id = given(item.call_id, f"{path}.call_id")
+    name = tools.flat_name(given(item.name, f"{path}.name"), item.namespace)
+    if item.type == "custom_tool_call":
+        input = given(item.input, f"{path}.input")
+        return ToolCall(call_id, "custom", custom=CustomInput(name, input))
+    return ToolCall(call_id, function=CalledFunction(name, item.arguments))
+
+
+def _text(parts: Parts | None, path: str, images: Images, between: str = "") -> str:
+    if parts is None:
+        raise InvalidRequestError(path, "must be a text or a list of text parts.")
+    if isinstance(parts, str):
+        return parts
+    return between.join(
+        image_text(images, f"{path}.{index}", "input_image")
+        if isinstance(part, InputImagePart)
+        else part.text
+        for index, part in enumerate(parts)
+    )
+
+
+def _with_system_joined(turns: list[Turn], *, system_anywhere: bool) -> list[Turn]:
+    """The turns with the system messages at the beginning made one.
+
+    Many templates know one system message only, the first. For those later ones join it too.
+    """
+    first: list[Turn] = []
+    others: list[Turn] = []
+    for turn in turns:
+        joins = turn.role in SYSTEM_ROLES and not (others and system_anywhere)
+        (first if joins else others).append(turn)
+    if len(first) > 1:
+        texts = [text for turn in first for text in turn.texts]
+        first = [Turn("system", first[0].path, texts)]
+    return first + others
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    format = body.text.format if body.text else None
+    if isinstance(format, FlatJsonSchema):
+        named = NamedSchema(format.name, format.description, format.schema, format.strict)
+        return JsonSchemaFormat(json_schema=named)
+    assert format is None or isinstance(format, TextFormat | JsonObjectFormat)
+    return format

@@ -1,0 +1,59 @@
+"""API keys: which requests may pass, and which client each comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import Scope
+
+from minisgl.server.http.faults import HTTPError
+from minisgl.server.http.root_path import route_path
+
+CLIENT = "client"  # in the state of a scope
+# For probes, and for the pages, which ask for a key themselves.
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
+
+
+class Keys:
+    """The keys of which each request must have one."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+        # Not its place among the keys: what a client has on disk outlives a change of those.
+        self._clients = [_digest(key) for key in keys]
+
+    def check(self, scope: Scope) -> None:
+        """Raise HTTPError for a request without a valid key; mark which of several it has."""
+        if route_path(scope) in OPEN_PATHS:
+            return
+        given = _given_keys(scope)
+        # Compare all keys, so that the time does not reveal which one matched.
+        found = [
+            any(hmac.compare_digest(key, expected) for key in given) for expected in self._keys
+        ]
+        if True not in found:
+            message = "The API key is missing or wrong."
+            raise HTTPError(401, message, "invalid_api_key", {"www-authenticate": "Bearer"})
+        if len(found) > 1:
+            scope["state"][CLIENT] = self._clients[found.index(True)]
+
+
+def _given_keys(scope: Scope) -> list[bytes]:
+    """The keys that a request has: as bearer token, and as clients of Anthropic's API send it."""
+    headers = dict(scope["headers"])
+    # The case of a scheme's name does not matter (RFC 9110, 11.1).
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    keys = [token] if scheme.lower() == b"bearer" else []
+    return [*keys, headers[b"x-api-key"]] if b"x-api-key" in headers else keys
+
+
+def client_of(scope: Scope) -> str:
+    """A name of the key that a request came with; empty unless there are several keys."""
+    client: str = scope["state"].get(CLIENT, "")
+    return client
+
+
+def _digest(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=16, person=b"minisgl client").hexdigest()

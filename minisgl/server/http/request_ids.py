@@ -1,0 +1,61 @@
+"""Gives every request an id, which is in the header x-request-id of its answer and in the log.
+
+Clients of Anthropic's API look for it in the header request-id.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.server.http.messages_paths import is_of_messages
+
+HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"
+# Ids of clients that are safe to repeat in a header and in a log line.
+SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+KEY = "minisgl.reply_id"  # in the scope
+
+
+class RequestIds:
+    """Outermost middleware, so that every answer has an id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        made = uuid.uuid4().hex
+        given = Headers(scope=scope).get(HEADER, "")
+        shown = given if SANE.fullmatch(given) else made
+        # A client may use one id for several requests; the engine needs distinct ones.
+        scope[KEY] = made if shown is made else f"{shown}-{made[:8]}"
+        scope.setdefault("state", {})["request_id"] = shown  # for the log
+        ids = [(HEADER.encode(), shown.encode())]
+        if is_of_messages(scope):
+            ids.append((ANTHROPIC_HEADER.encode(), shown.encode()))
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *ids]
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def reply_id(scope: Scope) -> str:
+    """A unique id, which contains the one in the header."""
+    found: str = scope[KEY]
+    return found
+
+
+def request_id(scope: Scope) -> str:
+    """The id of the request in the log, set by RequestIds."""
+    known: str = scope["state"]["request_id"]
+    return known

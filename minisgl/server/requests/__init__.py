@@ -1,0 +1,1 @@
+"""What a request asks for, as types: a conversation, its tools, its constraints."""

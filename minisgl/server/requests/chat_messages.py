@@ -1,0 +1,239 @@
+"""The messages of a conversation, as a request has them and as a chat template takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from minisgl.errors import InvalidRequestError
+from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
+from minisgl.text.rendering import TEXT_ARGUMENT
+from minisgl.text.template_facts import TemplateFacts
+
+# Limits of what a chat template gets, because rendering it takes time.
+MAX_MESSAGES = 8192
+MAX_PARTS = 8192  # of all messages together
+MAX_TEMPLATE_OPTIONS = 256
+MAX_DEPTH = 200  # of a call's arguments; templates write JSON with two calls for each level
+STRINGS, BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]")
+Unsupported: TypeAlias = None
+# Not decoded here: the process that renders does so, and may take its time.
+TemplateOptions = Annotated[dict[str, Raw], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+NO_FACTS = TemplateFacts()
+
+Images: TypeAlias = Literal["refuse", "placeholder"]
+IMAGE_TEXT = "[Here is an image, which this model cannot see.]"
+
+REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
+
+
+class ContentPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refusal"}):
+    """The refusal of an assistant, in a list of parts."""
+
+    text: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """An image, which is not looked at."""
+
+    @property
+    def text(self) -> str:
+        """What the model sees in its place."""
+        return IMAGE_TEXT
+
+
+def image_text(images: Images, path: str, kind: str) -> str:
+    """The text in place of an image at `path`, which is of the type `kind`.
+
+    Raises InvalidRequestError where images are refused.
+    """
+    if images == "refuse":
+        raise InvalidRequestError(
+            f"{path}.type",
+            f'cannot be {kind!r}, because images are not supported; with images: "placeholder" a '
+            "text takes their place.",
+        )
+    return IMAGE_TEXT
+
+
+class CalledFunction(Struct):
+    name: str
+    # JSON text, as OpenAI has it, or the object itself; null: none.
+    arguments: str | dict[str, Raw] | None = None
+
+
+class CustomInput(Struct):
+    name: str
+    input: str = ""
+
+
+class ToolCall(Struct):
+    """A call that the assistant has made."""
+
+    id: str
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CustomInput | None = None
+
+    def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        """The call as a function's, which is all that templates know."""
+        called = self.function if self.type == "function" else self.custom
+        if called is None:
+            raise InvalidRequestError(f"{path}.{self.type}", "is missing.")
+        arguments: object
+        if isinstance(called, CustomInput):
+            arguments = {CUSTOM_ARGUMENT: called.input}
+        else:
+            arguments = _arguments(called.arguments or "{}")
+        if fitting.facts.wants_text_arguments:
+            arguments = msgspec.json.encode(arguments).decode()
+        fitting.names[self.id] = called.name
+        function = {"name": called.name, "arguments": arguments}
+        return {"id": fitting.facts.fitted_id(self.id), "type": "function", "function": function}
+
+
+def _arguments(given: str | dict[str, Raw]) -> dict[str, Raw]:
+    """Arguments as an object, whose values stay as they were written.
+
+    What a model wrote instead of an object, or was cut, or is nested very deeply, is shown to it as
+    a text.
+    """
+    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = msgspec.json.decode(text, type=dict[str, Raw] | None)
+        if _depth(text) <= MAX_DEPTH:
+            return arguments or {}
+    return {TEXT_ARGUMENT: Raw(msgspec.json.encode(text))}
+
+
+def _depth(text: str) -> int:
+    """The number of lists and objects that are open at once in a JSON text, or an upper bound."""
+    num_opened = text.count("[") + text.count("{")
+    if num_opened <= MAX_DEPTH:
+        return num_opened
+    brackets = BRACKETS.findall(STRINGS.sub("", text))
+    return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
+
+
+@dataclass(slots=True)
+class Fitting:
+    """How messages are fitted to the chat template."""
+
+    facts: TemplateFacts
+    images: Images = "refuse"
+    names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
+
+
+class Message(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[ContentPart | RefusalPart | ImagePart], Meta(min_length=1)] | None
+    ) = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's result
+    reasoning_content: str | None = None  # of the assistant; two names for the same
+    reasoning: str | None = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    refusal: str | None = None  # the text of an assistant that refused, in place of content
+
+    def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        self._check_images(path, fitting.images)
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.role == "assistant":
+            if reasoning := self.reasoning_content or self.reasoning:
+                message["reasoning_content"] = reasoning
+            if self.tool_calls:
+                self._check_taken(fitting.facts.takes_calls, f"{path}.tool_calls", "calls")
+                message["tool_calls"] = [
+                    call.for_template(f"{path}.tool_calls.{index}", fitting)
+                    for index, call in enumerate(self.tool_calls)
+                ]
+            return message
+        self._check_said(path)
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise InvalidRequestError(
+                f"{path}.tool_call_id", "is only allowed in a message of the role tool."
+            )
+        if self.role == "tool":
+            self._check_taken(fitting.facts.takes_results, f"{path}.role", "results of tools")
+            if self.tool_call_id is None:
+                raise InvalidRequestError(f"{path}.tool_call_id", "is missing.")
+            if self.name is None and self.tool_call_id in fitting.names:
+                message["name"] = fitting.names[self.tool_call_id]
+            message["tool_call_id"] = fitting.facts.fitted_id(self.tool_call_id)
+        return message
+
+    @property
+    def num_parts(self) -> int:
+        parts = len(self.content) if isinstance(self.content, list) else 0
+        return parts + len(self.tool_calls or ())
+
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether it has calls, or the result of one."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    @property
+    def text(self) -> str:
+        """Its content, in one piece."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return text + (self.refusal or "")
+
+    def _check_images(self, path: str, images: Images) -> None:
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                if isinstance(part, ImagePart):
+                    image_text(images, f"{path}.content.{index}", "image_url")
+
+    @staticmethod
+    def _check_taken(taken: bool, path: str, what: str) -> None:
+        if not taken:
+            raise InvalidRequestError(
+                path, f"is not supported by this model: its chat template leaves {what} out."
+            )
+
+    def _check_said(self, path: str) -> None:
+        """Raise InvalidRequestError for what only the assistant has, or an empty message."""
+        if self.refusal is not None:
+            raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)
+        if self.tool_calls:
+            raise InvalidRequestError(
+                f"{path}.tool_calls", "are only allowed in a message of the assistant."
+            )
+        if self.content is None:
+            raise InvalidRequestError(
+                f"{path}.content", "must be a text or at least one text part."
+            )
+        if isinstance(self.content, list):
+            for index, part in enumerate(self.content):
+                if isinstance(part, RefusalPart):
+                    raise InvalidRequestError(f"{path}.content.{index}.type", REFUSAL_IS_ANSWER)
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class Reasoning(Struct):
+    """OpenRouter's form of reasoning_effort."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # from the answer
+    max_tokens: Unsupported = None

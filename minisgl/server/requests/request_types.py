@@ -1,0 +1,471 @@
+"""The bodies of requests as types: supported fields, and unsupported ones, rejected by name.
+
+A field of type `None` (Unsupported) is known and not supported: null passes, a value gets a 400.
+A field that is not declared is ignored, unless the server runs with --strict-fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from reprlib import repr as short_repr
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from minisgl.errors import InvalidRequestError
+from minisgl.parameters import Parameter
+from minisgl.request import (
+    EVERYONE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_INTEGER,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_STRINGS,
+    PARAMETERS,
+    SamplingParams,
+    Tenant,
+)
+from minisgl.server.http.validation_errors import NOT_SUPPORTED
+from minisgl.server.requests.chat_messages import (
+    Effort,
+    Images,
+    Messages,
+    Reasoning,
+    TemplateOptions,
+    Unsupported,
+)
+from minisgl.server.requests.constraint_types import (
+    Choices,
+    ResponseFormat,
+    Schema,
+    StructuredFields,
+)
+from minisgl.server.requests.tools import OfferedTools, ToolChoice
+from minisgl.server.served_engine import SamplingDefaults
+
+MAX_N = 128
+MAX_CHOICES = 1024  # of one request: prompts times n
+MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its own
+MAX_ID_DIGITS = len(str(MAX_INTEGER))
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
+
+# Values that are not decoded: a client could send many numbers that take long to read.
+Ignored: TypeAlias = Raw
+Detail: TypeAlias = Raw  # of a sampler: see SAMPLER_DETAILS
+NULL = Raw(b"null")
+NOT_GIVEN: Any = None  # the default of such a value
+# Bounded because reading integers of thousands of digits takes long; the engine checks the rest.
+TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Scalar: Any = TokenId | float | str | bool | None
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
+Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
+
+
+def _bounds(parameter: Parameter) -> Meta:
+    """Bounds for the OpenAPI description only: SamplingParams checks them, with better messages."""
+    return Meta(extra_json_schema={"minimum": parameter.low, "maximum": parameter.high})
+
+
+# Accepted at the value that turns the feature off, which some clients send in every request.
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
+OffAt0 = Annotated[float, Meta(ge=0, le=0)]
+OffAt1 = Annotated[float, Meta(ge=1, le=1)]
+# Parameters of a sampler: ignored if the request turns that sampler off, and rejected otherwise.
+SAMPLER_DETAILS = {
+    "mirostat": ("mirostat_tau", "mirostat_eta"),
+    "xtc_probability": ("xtc_threshold",),
+    "dry_multiplier": (
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    ),
+}
+# By token id. Keys stay texts until their number is known to be small: a client could send many
+# integers that collide in a hash table.
+Bias = Annotated[Raw, Meta(extra_json_schema={"type": "number", "minimum": -100, "maximum": 100})]
+LogitBias = Annotated[
+    dict[str, Bias],
+    Meta(
+        max_length=MAX_LOGIT_BIAS,
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
+    ),
+]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
+
+
+# Parameters that are fields of another form in each API, or stand elsewhere.
+NOT_COMMON = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+if TYPE_CHECKING:
+    ParameterFields = Struct
+else:
+    ParameterFields = msgspec.defstruct(
+        "ParameterFields",
+        [
+            (name, Annotated[parameter.kind, _bounds(parameter)] | None, None)
+            for name, parameter in PARAMETERS.items()
+            if name not in NOT_COMMON
+        ],
+        kw_only=True,
+    )
+
+
+class CommonFields(ParameterFields, kw_only=True):
+    """The fields that the requests of all APIs have in common."""
+
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's; divides the cache, too
+    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+
+    min_tokens: Annotated[int, _bounds(PARAMETERS["min_tokens"])] | None = None
+    stop: StopText | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: Schema = NOT_GIVEN
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: Schema = NOT_GIVEN
+    structural_tag: Schema = NOT_GIVEN
+    stop_regex: Unsupported = None
+    length_penalty: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    prompt_embeds: Unsupported = None
+    input_ids: Unsupported = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
+    use_beam_search: Off | None = None
+    repeat_penalty: OffAt1 | None = None
+    typical_p: OffAt1 | None = None
+    mirostat: OffAt0 | None = None
+    mirostat_tau: Detail = NOT_GIVEN
+    mirostat_eta: Detail = NOT_GIVEN
+    xtc_probability: OffAt0 | None = None
+    xtc_threshold: Detail = NOT_GIVEN
+    dry_multiplier: OffAt0 | None = None
+    dry_base: Detail = NOT_GIVEN
+    dry_allowed_length: Detail = NOT_GIVEN
+    dry_penalty_last_n: Detail = NOT_GIVEN
+    dry_sequence_breakers: Detail = NOT_GIVEN
+    guided_decoding_backend: Ignored = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        check_off(use_beam_search=self.use_beam_search)
+        for sampler, details in SAMPLER_DETAILS.items():
+            if getattr(self, sampler) is None:
+                for name in details:
+                    if getattr(self, name) not in (None, NULL):
+                        raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
+
+    @property
+    def salt(self) -> str | None:
+        """What divides the prefix cache: cache_salt, extra_key, or the pair of them."""
+        if self.cache_salt is None or self.extra_key is None:
+            return self.cache_salt or self.extra_key
+        return hashlib.blake2b(repr((self.cache_salt, self.extra_key)).encode()).hexdigest()
+
+    def common_fields(self) -> dict[str, Any]:
+        """These fields alone, for another request."""
+        return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
+
+
+class GenerationRequest(CommonFields, kw_only=True):
+    """The fields that chats and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    moderation: Unsupported = None
+    prompt_cache_options: Unsupported = None
+
+    metadata: Ignored = NOT_GIVEN
+    store: Ignored = NOT_GIVEN
+    service_tier: Ignored = NOT_GIVEN
+    safety_identifier: Ignored = NOT_GIVEN
+    prompt_cache_key: Ignored = NOT_GIVEN
+    prompt_cache_retention: Ignored = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs", "is not allowed with stream: true.")
+
+    def tenant(self, client: str) -> Tenant:
+        """The tenant of a request of `client`: the client, and the user that the request names."""
+        if not client:
+            return EVERYONE
+        try:
+            user = msgspec.json.decode(self.user or NULL, type=str)
+        except ValueError:
+            user = ""
+        # User names may be long, so the queue keeps a digest.
+        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
+
+    @property
+    def num_choices(self) -> int:
+        """The number of choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a last chunk reports the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk reports the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The sampling fields that the request sets, by their names in SamplingParams."""
+        given = {name: getattr(self, name) for name in SHARED_FIELDS}
+        given["logit_bias"] = _by_token_id(self.logit_bias or {}) or None
+        given["include_stop"] = self.include_stop_str_in_output
+        return {name: value for name, value in given.items() if value is not None}
+
+
+# The fields that have the same name, and meaning, in a request and in SamplingParams.
+SHARED_FIELDS = tuple(
+    spec.name for spec in fields(SamplingParams) if spec.name in GenerationRequest.__struct_fields__
+)
+
+
+def check_off(**values: bool | None) -> None:
+    """Raise InvalidRequestError for the first field that is on: it is not supported."""
+    for name, value in values.items():
+        if value:
+            raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
+
+
+def _by_token_id(bias: dict[str, Raw]) -> dict[int, Any]:
+    """`bias` with integer keys; raises InvalidRequestError. SamplingParams checks the values."""
+    for key in bias:
+        # Only the canonical spelling, so that no token appears twice.
+        if not key.isdecimal() or str(int(key[:MAX_ID_DIGITS])) != key:
+            raise InvalidRequestError(
+                "logit_bias", f"each key must be a token id, which {short_repr(key)} is not."
+            )
+    return {int(key): _bias(key, value) for key, value in bias.items()}
+
+
+def _bias(key: str, value: Raw) -> object:
+    try:
+        return msgspec.json.decode(value, type=Scalar)
+    except ValueError:
+        raise InvalidRequestError(
+            "logit_bias", f"the bias of token {key} must be a number from -100 to 100."
+        ) from None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    scores_each_prompt: ClassVar[bool] = False  # all choices have one, which is reported once
+
+    messages: Messages
+    max_completion_tokens: PositiveCount | None = None
+    max_tokens: PositiveCount | None = None  # the older name of max_completion_tokens
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: Annotated[bool, Meta(extra_json_schema={"const": True})] | None = None
+    thinking_token_budget: Count | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
+    images: Images | None = None
+    echo: bool | None = None
+
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Unsupported = None
+    function_call: Literal["none"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    verbosity: Ignored = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
+        if self.stream_reasoning is False:
+            raise InvalidRequestError("stream_reasoning", f"{NOT_SUPPORTED}.")
+
+    @property
+    def wants_reasoning(self) -> bool:
+        """Whether the answer has the reasoning."""
+        excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is not False and not excluded
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is set apart from the content."""
+        return self.separate_reasoning is not False
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """The name of the field that limits the answer."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
+    def echoed(self) -> str | None:
+        """The text that the answer begins with: the last message, if of the same role."""
+        if not self.echo:
+            return None
+        last = self.messages[-1]
+        same_role = last.role == "assistant" or self.add_generation_prompt is False
+        return last.text if same_role or self.continue_final_message else None
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        return defaults.sampling(
+            **self.sampling_fields(),
+            max_tokens=self.asked_max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions"""
+
+    scores_each_prompt: ClassVar[bool] = True
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
+    max_tokens: Count | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+    suffix: Literal[""] | None = None
+    thinking_token_budget: Unsupported = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens", "0 is only allowed with echo: true.")
+        if self.best_of not in (None, 1, self.num_choices):
+            raise InvalidRequestError("best_of", "is not supported beyond n.")
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens"
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, each a text or a list of token ids; raises InvalidRequestError."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        kinds = {*map(type, given)}
+        if kinds == {int}:
+            return [cast("list[int]", given)]
+        if len(given) * self.num_choices > MAX_CHOICES:
+            raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
+        if kinds not in ({str}, {list}):
+            raise InvalidRequestError(
+                "prompt", "must be a text, a list of texts, or one or more lists of token ids."
+            )
+        return cast("list[str] | list[list[int]]", given)
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        # A request for no tokens must ask for something: the logprobs of the prompt.
+        scored = self.echo and (self.logprobs is not None or max_tokens == 0)
+        wanted = [self.prompt_logprobs, (self.logprobs or 0) if scored else None]
+        given = self.sampling_fields() | {
+            "max_tokens": max_tokens,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": max((count for count in wanted if count is not None), default=None),
+        }
+        return defaults.sampling(**given)
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: tokenizes a text, or a conversation under the model's chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    control_tokens_in_text: bool | None = None
+    images: Images | None = None
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
+    chat_template: Unsupported = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.messages is None:
+            raise InvalidRequestError("prompt", "is missing; allowed: prompt or messages.")
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequestError("messages", "is not allowed together with prompt.")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens", "is not allowed with messages; their template adds its own."
+            )
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[Count]
