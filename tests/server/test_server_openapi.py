@@ -251,6 +251,30 @@ def check_shape(body: bytes, type: Any) -> None:
     assert json.loads(msgspec.json.encode(decoded)) == json.loads(body)
 
 
+@pytest.mark.parametrize("field", ["guided_json", "json_schema", "structural_tag"])
+def test_null_counts_as_left_out_and_the_description_says_so(
+    http: httpx.Client, field: str
+) -> None:
+    described = DESCRIPTION["components"]["schemas"]["CompletionRequest"]["properties"][field]
+    assert "null" in described["type"]
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1, field: None}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_tool_may_have_null_for_parameters(http: httpx.Client) -> None:
+    function = DESCRIPTION["components"]["schemas"]["FunctionSpec"]["properties"]
+    assert "null" in function["parameters"]["type"]
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+        "tool_choice": "none",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": None}}],
+    }
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+
+
 # -- the fuzz run ---------------------------------------------------------------------------------
 
 # The same examples in every run: what fails here fails everywhere.

@@ -9,8 +9,11 @@ from msgspec import Meta, Raw, Struct
 from minisgl.request import MAX_CHOICES
 
 NOT_GIVEN: Any = None  # the default of a Raw, which is null where null was sent
-# Not decoded with the body: a schema may be long. As an object, or as a text that has its JSON.
-Schema = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "boolean", "string"]})]
+# Not decoded with the body: a schema may be long. As an object, or as a text that has its JSON;
+# null as if it were left out, as clients send it.
+Schema = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "boolean", "string", "null"]})]
+# The parameters of a tool.
+Parameters = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 

@@ -13,6 +13,7 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT, Tool, tool_calls
 from minisgl.request import StructuredOutput
+from minisgl.server.requests.constraint_types import Parameters
 from minisgl.text.parsing.selection import AnswerFormat
 
 NOT_GIVEN: Any = None
@@ -26,7 +27,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 class FunctionSpec(Struct):
     name: str
     description: str | None = None
-    parameters: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = NOT_GIVEN
+    parameters: Parameters = NOT_GIVEN
     strict: bool | None = None
 
 

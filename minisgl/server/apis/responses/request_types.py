@@ -8,7 +8,12 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.requests.chat_messages import MAX_MESSAGES, Effort, TemplateOptions, Unsupported
-from minisgl.server.requests.constraint_types import JsonObjectFormat, Schema, TextFormat
+from minisgl.server.requests.constraint_types import (
+    JsonObjectFormat,
+    Parameters,
+    Schema,
+    TextFormat,
+)
 from minisgl.server.requests.request_types import (
     NULL,
     Ignored,
@@ -171,7 +176,7 @@ class FlatTool(Struct, kw_only=True):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = NOT_GIVEN
+    parameters: Parameters = NOT_GIVEN
     strict: bool | None = None
     format: TextInput | FlatGrammar | None = None  # of a custom tool
 
