@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minisgl.router.config import DECODE, PREFILL
 from minisgl.router.exchange import EngineLostError
-from minisgl.router.policies import DECODE, PREFILL
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.router.upstream import Upstream
 from minisgl.server.engine_state import NotReadyError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -10,12 +11,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Protocol
 
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
-from minisgl.router.gossip import Gossip
 from minisgl.router.lifeline import (
     end_children,
     end_with_parent,
@@ -24,6 +24,7 @@ from minisgl.router.lifeline import (
     start_child,
     tell,
 )
+from minisgl.router.relay import RelayConnection
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.connection import room_for_connections
 from minisgl.server.http.hosts import hosts_of
@@ -34,6 +35,44 @@ logger = logging.getLogger(__name__)
 RESTART_S = 1.0  # between the end of a routing process and its next start
 TOLD = ".told"  # after the path of a process's socket: of that for gossip
 CLOSE_S = 10.0  # for its connections, when all requests have ended
+HEAD = Struct("!II")  # index and start of the replica, before the key
+MAX_TOLD_BYTES = 64 << 10  # of a key
+MAX_HEARD = 64  # messages at a time
+
+
+class Gossip:
+    """Tells the other processes what `fleet` has sent where, and tells `fleet` what they have."""
+
+    def __init__(self, fleet: Fleet, paths: Sequence[str], index: int) -> None:
+        """paths: of the sockets of all processes; index: which of them is this one's."""
+        self._fleet = fleet
+        self._others = [path for other, path in enumerate(paths) if other != index]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(paths[index])
+        self._socket.bind(paths[index])
+        fleet.tell = self.tell
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+
+    def tell(self, key: bytes, replica: int, start: int) -> None:
+        message = HEAD.pack(replica, start) + key[:MAX_TOLD_BYTES]
+        for path in self._others:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(message, path)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _hear(self) -> None:
+        for _ in range(MAX_HEARD):
+            try:
+                message = self._socket.recv(HEAD.size + MAX_TOLD_BYTES)
+            except OSError:
+                return
+            replica, start = HEAD.unpack_from(message)
+            self._fleet.hear(message[HEAD.size :], replica, start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

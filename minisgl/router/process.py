@@ -21,8 +21,7 @@ from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, 
 from minisgl.router.placement import shares, usable_cores, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server.config import ServerConfig
-from minisgl.server.http.certificate import check_certificate
-from minisgl.server.http.unix_socket import OwnPath
+from minisgl.server.http.listening import OwnPath, check_certificate
 from minisgl.server.process import (
     bind,
     check_file_limit,

@@ -17,7 +17,7 @@ from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.http.error_bodies import Error, MessagesError
-from minisgl.server.http.messages_paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
 from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,

@@ -27,25 +27,24 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
 from minisgl.server.apis.messages.translation import translated
 from minisgl.server.apis.openai import answer_types
-from minisgl.server.apis.openai.chat_reply import ChatReply
+from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
-from minisgl.server.apis.openai.parsed_reply import ParsedReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
 from minisgl.server.apis.responses.conversation import NAMES as RESPONSES_NAMES
-from minisgl.server.apis.responses.conversation import chat_of
+from minisgl.server.apis.responses.conversation import chat_of, shortened
 from minisgl.server.apis.responses.history import History, has_late_system
 from minisgl.server.apis.responses.ids import new_response_id
 from minisgl.server.apis.responses.reply import ResponsesReply
 from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.apis.responses.tool_box import ToolBox
-from minisgl.server.apis.responses.truncation import shortened
 from minisgl.server.engine_state import EngineState, NotReadyError
-from minisgl.server.http.auth import OPEN_PATHS, client_of
+from minisgl.server.http.auth import client_of
 from minisgl.server.http.bodies import read_body
-from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_waited_for
+from minisgl.server.http.paths import OPEN_PATHS
 from minisgl.server.http.request_ids import reply_id, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from starlette.types import Scope
 
 from minisgl.server.http.faults import HTTPError
-from minisgl.server.http.root_path import route_path
+from minisgl.server.http.paths import OPEN_PATHS, route_path
 
 CLIENT = "client"  # in the state of a scope
-# For probes, and for the pages, which ask for a key themselves.
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
 
 
 class Keys:

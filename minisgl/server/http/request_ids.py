@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.http.messages_paths import is_of_messages
+from minisgl.server.http.paths import is_of_messages
 
 HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"
