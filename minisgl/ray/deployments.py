@@ -163,8 +163,7 @@ def _pages_address(engine: EngineConfig) -> str:
 
 def _own_name() -> str:
     """The name of this replica of a deployment."""
-    name: str = serve.get_replica_context().replica_id.unique_id
-    return name
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 class EngineDeployment(EngineReplica):

@@ -38,23 +38,36 @@ ACCEPT_S, PAUSE_S = 2.0, 5.0
 ANSWERING = "answering"
 
 
-class PrefillEngines(Protocol):
-    """The way to the engines that compute prompts."""
+class Engines(Protocol):
+    """The way to the engines."""
+
+    def ask(self, request: HTTPRequest) -> Answer:
+        """Yield one engine's answer; raises EngineLostError. Closing it ends the request there."""
+        ...
+
+    async def count(self) -> tuple[int, int]:
+        """How many engines there should be, and how many of them take requests."""
+        ...
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        """The pages of all engines that take requests, by their names."""
+        ...
 
     @property
     def has_prefill(self) -> bool:
-        """Whether there are such engines."""
+        """Whether some engines compute prompts for the others."""
         ...
 
     def ask_prefill(self, request: HTTPRequest) -> Answer:
-        """Yield one engine's answer, and before it an empty part, when it has the request."""
+        """As `ask`, of an engine that computes prompts; first comes an empty part, when it has the
+        request."""
         ...
 
 
 class Prefills:
     """Decides which prompts are handed over, and has them computed."""
 
-    def __init__(self, engines: PrefillEngines) -> None:
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
         # To all engines that answer: which of them gets a request is decided later.
         self._sent = RouteTable[str]()
@@ -106,22 +119,6 @@ class Prefills:
 
     def _pause(self) -> None:
         self._paused_until = monotonic() + PAUSE_S
-
-
-class Engines(PrefillEngines, Protocol):
-    """The way to the engines."""
-
-    def ask(self, request: HTTPRequest) -> Answer:
-        """Yield one engine's answer; raises EngineLostError. Closing it ends the request there."""
-        ...
-
-    async def count(self) -> tuple[int, int]:
-        """How many engines there should be, and how many of them take requests."""
-        ...
-
-    async def metrics(self) -> Mapping[str, bytes]:
-        """The pages of all engines that take requests, by their names."""
-        ...
 
 
 def create_ingress_app(

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Protocol
 
 from minisgl.router.app import create_router_app
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
@@ -96,16 +95,6 @@ class FleetUpdate:
     is_draining: bool = False
 
 
-class Front(Protocol):
-    """Serves clients, until `close`."""
-
-    async def serve(self) -> None: ...
-    def update(self, update: FleetUpdate) -> None: ...
-    async def close(self) -> None:
-        """End, after the answers that are being written."""
-        ...
-
-
 class OwnFront:
     """Routes in this process."""
 
@@ -147,6 +136,7 @@ class OwnFront:
         self._fleet.update(update.states)
 
     async def close(self) -> None:
+        """End, after the answers that are being written."""
         for server in self._servers:
             server.should_exit = True
 

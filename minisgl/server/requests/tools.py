@@ -13,10 +13,9 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT, Tool, tool_calls
 from minisgl.request import StructuredOutput
-from minisgl.server.requests.constraint_types import Parameters
+from minisgl.server.requests.constraint_types import NOT_GIVEN, Parameters
 from minisgl.text.parsing.selection import AnswerFormat
 
-NOT_GIVEN: Any = None
 MAX_TOOLS = 1024
 MAX_SCHEMA_BYTES = 1 << 20
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)

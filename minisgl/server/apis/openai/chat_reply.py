@@ -13,79 +13,64 @@ from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import ContentScores, scored_token
 from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.answers.reply import AnswerReader, Call, EndReason
-from minisgl.server.apis.openai.answer_types import (
-    AnswerMessage,
-    CallDelta,
-    ChatAnswerChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatEndReason,
-    ChatLogprobs,
-    CustomCall,
-    CustomCallInput,
-    FunctionCall,
-    FunctionDelta,
-    NamedArguments,
-)
+from minisgl.server.apis.openai import answer_types as answers
 from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
 from minisgl.server.http.encoding import encode, event
 
-CHUNK = Kind(ChatCompletionChunk, "chat.completion.chunk")
+CHUNK = Kind(answers.ChatCompletionChunk, "chat.completion.chunk")
 
 
-class ChatChoice(ChunkedChoice[ChatLogprobs]):
+class ChatChoice(ChunkedChoice[answers.ChatLogprobs]):
     """A message of the assistant."""
 
     scores_all = False
 
-    def whole(self) -> ChatAnswerChoice:
-        text = self._whole_text()
-        return ChatAnswerChoice(
+    def whole(self) -> answers.ChatAnswerChoice:
+        text = "".join(self._texts)
+        return answers.ChatAnswerChoice(
             index=self.job.index,
-            message=AnswerMessage(role="assistant", content=text, refusal=None),
+            message=answers.AnswerMessage(role="assistant", content=text, refusal=None),
             logprobs=self._whole_logprobs(text),
             finish_reason=self.check_finished(),
-            token_ids=self._whole_token_ids(),
+            token_ids=self._reported(self._token_ids),
         )
 
     def _opening(self) -> bytes:
-        delta = ChatDelta(role="assistant", content="")
+        delta = answers.ChatDelta(role="assistant", content="")
         return event(self._chunk_of(delta, prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
-        self, text: str, logprobs: ChatLogprobs | None = None, token_ids: Sequence[int] = ()
-    ) -> ChatCompletionChunk:
-        return self._chunk_of(ChatDelta(content=text), logprobs, token_ids=token_ids)
+        self, text: str, logprobs: answers.ChatLogprobs | None = None, token_ids: Sequence[int] = ()
+    ) -> answers.ChatCompletionChunk:
+        return self._chunk_of(answers.ChatDelta(content=text), logprobs, token_ids=token_ids)
 
-    def _last_chunk(self, finish_reason: EndReason) -> ChatCompletionChunk:
-        return self._chunk_of(ChatDelta(), finish_reason=finish_reason)
+    def _last_chunk(self, finish_reason: EndReason) -> answers.ChatCompletionChunk:
+        return self._chunk_of(answers.ChatDelta(), finish_reason=finish_reason)
 
     def _chunk_of(
         self,
-        delta: ChatDelta,
-        logprobs: ChatLogprobs | None = None,
-        finish_reason: ChatEndReason | None = None,
+        delta: answers.ChatDelta,
+        logprobs: answers.ChatLogprobs | None = None,
+        finish_reason: answers.ChatEndReason | None = None,
         *,
         token_ids: Sequence[int] = (),
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> ChatCompletionChunk:
-        choice = ChatChunkChoice(
+    ) -> answers.ChatCompletionChunk:
+        choice = answers.ChatChunkChoice(
             index=self.job.index,
             delta=delta,
             logprobs=logprobs,
             finish_reason=finish_reason,
-            token_ids=self._chunk_token_ids(token_ids),
+            token_ids=self._reported(token_ids),
         )
         return self._envelope.around(
             CHUNK, [choice], self._chunk_usage(), prompt_token_ids=prompt_token_ids
         )
 
-    def _show(self, placed: Sequence[PlacedToken]) -> ChatLogprobs:
+    def _show(self, placed: Sequence[PlacedToken]) -> answers.ChatLogprobs:
         as_id = self.job.tokens_as_ids
         content = [scored_token(token, self._tokenizer, as_id=as_id) for token in placed]
-        return ChatLogprobs(content=content, refusal=None)
+        return answers.ChatLogprobs(content=content, refusal=None)
 
 
 class ChatReply(ChunkedReply[ChatChoice]):
@@ -94,7 +79,7 @@ class ChatReply(ChunkedReply[ChatChoice]):
     id_prefix = "chatcmpl"
     prompt_field = "messages"
     choice_type = ChatChoice
-    whole_kind = Kind(ChatCompletion, "chat.completion")
+    whole_kind = Kind(answers.ChatCompletion, "chat.completion")
     chunk_kind = CHUNK
 
     def _whole_members(self) -> dict[str, Any]:
@@ -133,9 +118,11 @@ class ParsedChoice(ChatChoice):
             if parts[-1]:
                 token_ids = ()
         if token_ids or (self._placed and self._finish_reason is not None):
-            parts.append(event(self._chunk_of(ChatDelta(), self._shown(), token_ids=token_ids)))
+            rest = self._chunk_of(answers.ChatDelta(), self._shown(), token_ids=token_ids)
+            parts.append(event(rest))
         if self._finish_reason is not None:
-            parts.append(event(self._chunk_of(ChatDelta(), finish_reason=self._end_reason())))
+            last = self._chunk_of(answers.ChatDelta(), finish_reason=self._end_reason())
+            parts.append(event(last))
         return b"".join(parts)
 
     def keep(self, delta: OutputDelta) -> None:
@@ -148,9 +135,9 @@ class ParsedChoice(ChatChoice):
         self._token_ids += delta.token_ids
         self._prompt_logprobs += delta.prompt_logprobs
 
-    def whole(self) -> ChatAnswerChoice:
+    def whole(self) -> answers.ChatAnswerChoice:
         content = "".join(self._content)
-        message = AnswerMessage(
+        message = answers.AnswerMessage(
             role="assistant",
             content=None if self._reader.calls and not content else content,
             refusal=None,
@@ -158,19 +145,19 @@ class ParsedChoice(ChatChoice):
         )
         for name in self._style.reasoning_fields:
             setattr(message, name, "".join(self._reasoning) or None)
-        return ChatAnswerChoice(
+        return answers.ChatAnswerChoice(
             index=self.job.index,
             message=message,
             logprobs=self._show(self._placed) if self._scored else None,
             finish_reason=self._end_reason(),
-            token_ids=self._whole_token_ids(),
+            token_ids=self._reported(self._token_ids),
         )
 
     @property
     def num_scored(self) -> int:
         return len(self._placed) + len(self._prompt_logprobs)
 
-    def _end_reason(self) -> ChatEndReason:
+    def _end_reason(self) -> answers.ChatEndReason:
         """Calls are complete only where the model has ended the answer by itself."""
         reason = self.check_finished()
         return "tool_calls" if reason == "stop" and self._reader.calls else reason
@@ -194,8 +181,8 @@ class ParsedChoice(ChatChoice):
             case ContentText(text):
                 if self._plain:
                     return self._head + encode(text) + self._tail
-                chunk = self._chunk_of(ChatDelta(content=text), self._shown(), token_ids=token_ids)
-                return event(chunk)
+                delta = answers.ChatDelta(content=text)
+                return event(self._chunk_of(delta, self._shown(), token_ids=token_ids))
             case ReasoningText(text):
                 if not self._style.reasoning_fields:
                     return b""
@@ -207,31 +194,31 @@ class ParsedChoice(ChatChoice):
             case CallArguments(index, text):
                 if self._reader.calls[index].custom:
                     return b""
-                call = CallDelta(index=index, function=FunctionDelta(arguments=text))
-                delta = ChatDelta(tool_calls=[call])
+                function = answers.FunctionDelta(arguments=text)
+                call = answers.CallDelta(index=index, function=function)
+                delta = answers.ChatDelta(tool_calls=[call])
             case CallEnd(index):
                 if not self._reader.calls[index].custom:
                     return b""
-                input = CustomCallInput(input=self._reader.calls[index].input)
-                delta = ChatDelta(tool_calls=[CallDelta(index=index, custom=input)])
+                input = answers.CustomCallInput(input=self._reader.calls[index].input)
+                delta = answers.ChatDelta(tool_calls=[answers.CallDelta(index=index, custom=input)])
         return event(self._chunk_of(delta, token_ids=token_ids))
 
-    def _thought(self, text: str) -> ChatDelta:
-        delta = ChatDelta()
+    def _thought(self, text: str) -> answers.ChatDelta:
+        delta = answers.ChatDelta()
         for name in self._style.reasoning_fields:
             setattr(delta, name, text)
         return delta
 
-    def _start_of(self, index: int) -> ChatDelta:
+    def _start_of(self, index: int) -> answers.ChatDelta:
         call = self._reader.calls[index]
         if call.custom:
-            custom = CallDelta(
-                index=index, id=call.id, type="custom", custom=CustomCallInput(call.name, "")
-            )
-            return ChatDelta(tool_calls=[custom])
-        function = FunctionDelta(name=call.name, arguments="")
-        begun = CallDelta(index=index, id=call.id, type="function", function=function)
-        return ChatDelta(tool_calls=[begun])
+            custom = answers.CustomCallInput(call.name, "")
+            begun = answers.CallDelta(index=index, id=call.id, type="custom", custom=custom)
+        else:
+            function = answers.FunctionDelta(name=call.name, arguments="")
+            begun = answers.CallDelta(index=index, id=call.id, type="function", function=function)
+        return answers.ChatDelta(tool_calls=[begun])
 
     # -- logprobs ----------------------------------------------------------------------------------
 
@@ -241,10 +228,10 @@ class ParsedChoice(ChatChoice):
         return self._show(placed) if placed else None
 
 
-def _whole_call(call: Call) -> FunctionCall | CustomCall:
+def _whole_call(call: Call) -> answers.FunctionCall | answers.CustomCall:
     if call.custom:
-        return CustomCall(id=call.id, custom=CustomCallInput(call.name, call.input))
-    return FunctionCall(id=call.id, function=NamedArguments(call.name, call.text))
+        return answers.CustomCall(id=call.id, custom=answers.CustomCallInput(call.name, call.input))
+    return answers.FunctionCall(id=call.id, function=answers.NamedArguments(call.name, call.text))
 
 
 class ParsedReply(ChatReply):
