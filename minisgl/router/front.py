@@ -13,16 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 
+from minisgl.router import lifeline
 from minisgl.router.app import create_router_app
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
-from minisgl.router.lifeline import (
-    end_children,
-    end_with_parent,
-    hear,
-    remove_sockets,
-    start_child,
-    tell,
-)
 from minisgl.router.relay import RelayConnection
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.connection import room_for_connections
@@ -163,19 +156,19 @@ class FrontProcesses:
     def update(self, update: FleetUpdate) -> None:
         self._update = update
         for child in self._children.values():
-            tell(child, update)
+            lifeline.tell(child, update)
 
     async def close(self) -> None:
         self._closing.set()
-        await end_children([*self._children.values()], CLOSE_S)
+        await lifeline.end_children([*self._children.values()], CLOSE_S)
 
     async def _keep(self, spec: FrontSpec) -> None:
         """Run a process, and start it again if it ends. Connections wait for it meanwhile."""
         while not self._closing.is_set():
             command = (*self._command, str(spec.index))
-            child = await start_child(command, dict(os.environ), [spec.listener_fd])
-            tell(child, spec)
-            tell(child, self._update)
+            child = await lifeline.start_child(command, dict(os.environ), [spec.listener_fd])
+            lifeline.tell(child, spec)
+            lifeline.tell(child, self._update)
             self._children[spec.index] = child
             exit_code = await child.wait()
             if self._closing.is_set():
@@ -189,7 +182,7 @@ class FrontProcesses:
 
 def run_front() -> int:
     """The main function of a routing process, which its parent has started."""
-    spec = hear(FrontSpec)
+    spec = lifeline.hear(FrontSpec)
     if spec is None:
         return 1
     with (
@@ -197,7 +190,7 @@ def run_front() -> int:
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         runner.run(_serve(spec, listener))
-    remove_sockets(*own_sockets(spec))
+    lifeline.remove_sockets(*own_sockets(spec))
     sys.stderr.flush()
     os._exit(0)  # the lifeline is still being read
 
@@ -210,20 +203,21 @@ def own_sockets(spec: FrontSpec) -> tuple[str, str]:
 async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     front = OwnFront(spec, listener)
-    first = hear(FleetUpdate)  # before clients are answered, some of which may have waited for it
+    # Before clients are answered, some of which may have waited for it.
+    first = lifeline.hear(FleetUpdate)
     if first is None:
         return
     front.update(first)
 
     def listen() -> object:
-        update = hear(FleetUpdate)
+        update = lifeline.hear(FleetUpdate)
         if update is not None:
             loop.call_soon_threadsafe(front.update, update)
         return update
 
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    end_with_parent(listen, CLOSE_S, own_sockets(spec))
+    lifeline.end_with_parent(listen, CLOSE_S, own_sockets(spec))
     serving = asyncio.ensure_future(front.serve())
     await stopping.wait()
     await front.close()

@@ -115,8 +115,8 @@ def _turns(
     turns: list[Turn] = []
     if instructions:
         turns.append(Turn("system", "instructions", [instructions]))
-    for placed in items:
-        _add(turns, placed.item, placed.path, tools, images)
+    for item, path in items:
+        _add(turns, item, path, tools, images)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
