@@ -22,20 +22,18 @@ def check_address(url: str) -> None:
 
     A user name, a password or a query may be a secret, which reports and messages would show.
     """
-    if not _is_address(url):
-        shown = "(not shown)" if re.search("[@?]", url) else url
-        allowed = "an address such as http://127.0.0.1:1919, without a user name or a query"
-        raise ConfigError("--url", shown, f"allowed: {allowed}")
-
-
-def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         Address.of(url)
+        # urlsplit drops white space of some kinds without a word.
+        has_space_or_query = re.search(r"[\s?#]", url) is not None
+        is_wrong = "@" in parts.netloc or parts.port == 0 or has_space_or_query
     except ValueError:  # a port that is no number, a bracket that is not closed, an empty label
-        return False
-    # urlsplit drops white space of some kinds without a word.
-    return "@" not in parts.netloc and parts.port != 0 and re.search(r"[\s?#]", url) is None
+        is_wrong = True
+    if is_wrong:
+        shown = "(not shown)" if re.search("[@?]", url) else url
+        allowed = "an address such as http://127.0.0.1:1919, without a user name or a query"
+        raise ConfigError("--url", shown, f"allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from minisgl.errors import ConfigError, MinisglError
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
-from minisgl.server.http.certificate import check_certificate
+from minisgl.server.http.listening import check_certificate
 from minisgl.server.process import ENDING, bind
 
 logger = logging.getLogger(__name__)

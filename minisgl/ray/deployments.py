@@ -30,9 +30,8 @@ from minisgl.ray.config import RayConfig
 from minisgl.ray.engine import Answer, EngineReplica
 from minisgl.ray.ingress import create_ingress_app
 from minisgl.ray.routing import PrefixRouter
-from minisgl.router.config import RouterConfig
+from minisgl.router.config import DECODE, PREFILL, RouterConfig
 from minisgl.router.exchange import EngineLostError, HTTPRequest
-from minisgl.router.policies import DECODE, PREFILL
 from minisgl.router.process import with_pages_shared
 from minisgl.server import with_all_keys
 from minisgl.server.answers.handover import Handover
@@ -164,8 +163,7 @@ def _pages_address(engine: EngineConfig) -> str:
 
 def _own_name() -> str:
     """The name of this replica of a deployment."""
-    name: str = serve.get_replica_context().replica_id.unique_id
-    return name
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 class EngineDeployment(EngineReplica):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from starlette.types import ASGIApp, Message
+from starlette.types import Message
 
 from minisgl.router.exchange import Head, HTTPRequest
 from minisgl.server.app import create_app
@@ -41,10 +41,42 @@ class EngineReplica:
         self._app = create_app(state)
 
     async def answer(self, request: HTTPRequest) -> Answer:
-        """Yield the answer to `request`: a Head, then pieces of the body."""
-        async with aclosing(_answer(self._app, request)) as parts:
-            async for part in parts:
-                yield part
+        """Yield the answer to `request`: a Head, then pieces of the body.
+
+        What has come meanwhile is one piece. Closing the generator tells the application that the
+        client has left, and waits until it has ended.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        has_left = asyncio.Event()
+        unread = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if unread:
+                return unread.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        running = asyncio.ensure_future(self._app(request.scope(), receive, messages.put))
+        running.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            head = await messages.get()
+            if head is not None:
+                yield Head(head["status"], [*head["headers"]])
+            is_complete = head is None
+            while not is_complete:
+                piece = bytearray()
+                message = await messages.get()
+                while message is not None:
+                    piece += message.get("body", b"")
+                    if messages.empty():
+                        break
+                    message = messages.get_nowait()
+                is_complete = message is None
+                if piece:
+                    yield bytes(piece)
+        finally:
+            has_left.set()
+            await running
 
     async def prefill(self, request: HTTPRequest) -> Answer:
         """As `answer`, but before all else yield an empty part, which says that this engine has
@@ -64,46 +96,7 @@ class EngineReplica:
     async def metrics(self) -> bytes:
         """The engine's page of metrics."""
         scrape = HTTPRequest("GET", "/metrics", b"", [], b"")
-        return b"".join([part async for part in _answer(self._app, scrape) if type(part) is bytes])
+        return b"".join([part async for part in self.answer(scrape) if type(part) is bytes])
 
     async def close(self) -> None:
         await self._engine.close()
-
-
-async def _answer(app: ASGIApp, request: HTTPRequest) -> Answer:
-    """Yield the answer of `app`: the head, then pieces of the body.
-
-    What has come meanwhile is one piece. Closing the generator tells the application that the
-    client has left, and waits until it has ended.
-    """
-    messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    has_left = asyncio.Event()
-    unread = [{"type": "http.request", "body": request.body, "more_body": False}]
-
-    async def receive() -> Message:
-        if unread:
-            return unread.pop()
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    running = asyncio.ensure_future(app(request.scope(), receive, messages.put))
-    running.add_done_callback(lambda _: messages.put_nowait(None))
-    try:
-        head = await messages.get()
-        if head is not None:
-            yield Head(head["status"], [*head["headers"]])
-        is_complete = head is None
-        while not is_complete:
-            piece = bytearray()
-            message = await messages.get()
-            while message is not None:
-                piece += message.get("body", b"")
-                if messages.empty():
-                    break
-                message = messages.get_nowait()
-            is_complete = message is None
-            if piece:
-                yield bytes(piece)
-    finally:
-        has_left.set()
-        await running

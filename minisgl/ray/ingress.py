@@ -5,9 +5,12 @@ It does not depend on Ray: whoever runs it says how engines are asked.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
+from time import monotonic
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -15,18 +18,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.ray.engine import Answer
-from minisgl.ray.prefills import PrefillEngines, Prefills
 from minisgl.router.app import RouterHealth, forwarding_app
 from minisgl.router.exchange import Head, HTTPRequest
+from minisgl.router.fleet import MIN_PREFILL_BYTES
 from minisgl.router.forward import ForwardedAnswer
 from minisgl.router.metrics import join_pages
+from minisgl.router.relay import PREFILL_S
+from minisgl.router.table import MAX_KEY_BYTES, RouteTable
+from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
 
+logger = logging.getLogger(__name__)
 
-class Engines(PrefillEngines, Protocol):
+# For an engine to take a prompt. If none does, none is asked for a while.
+ACCEPT_S, PAUSE_S = 2.0, 5.0
+ANSWERING = "answering"
+
+
+class Engines(Protocol):
     """The way to the engines."""
 
     def ask(self, request: HTTPRequest) -> Answer:
@@ -40,6 +52,73 @@ class Engines(PrefillEngines, Protocol):
     async def metrics(self) -> Mapping[str, bytes]:
         """The pages of all engines that take requests, by their names."""
         ...
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether some engines compute prompts for the others."""
+        ...
+
+    def ask_prefill(self, request: HTTPRequest) -> Answer:
+        """As `ask`, of an engine that computes prompts; first comes an empty part, when it has the
+        request."""
+        ...
+
+
+class Prefills:
+    """Decides which prompts are handed over, and has them computed."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        # To all engines that answer: which of them gets a request is decided later.
+        self._sent = RouteTable[str]()
+        self._accepts = True  # an engine took the last prompt
+        self._paused_until = 0.0
+
+    async def hand_over(self, request: HTTPRequest) -> HTTPRequest:
+        """The request for the engine that answers, after another one has computed its prompt.
+
+        It is unchanged if none has, or if the engines that answer were sent most of it before.
+        """
+        key = request.key
+        if key is None or not self._engines.has_prefill:
+            return request
+        known = self._sent.matches(key, [ANSWERING])[ANSWERING]
+        self._sent.sent(key, ANSWERING)
+        is_short = min(len(key), MAX_KEY_BYTES) - known < MIN_PREFILL_BYTES
+        if is_short or monotonic() < self._paused_until:
+            return request
+        if not self._accepts:  # this request tries, and no other
+            self._pause()
+        try:
+            address = await self._prefill(request.with_header(PREFILL, b"1"))
+        except Exception as error:  # whatever it is, the engine that answers can do without
+            logger.warning("A prompt is computed where it is answered: %s", type(error).__name__)
+            return request
+        return request.with_header(PREFILLED, address.encode()) if address else request
+
+    async def _prefill(self, request: HTTPRequest) -> str:
+        """Have an engine compute the prompt; returns where its pages are, empty if there are none.
+
+        Raises whatever goes wrong there.
+        """
+        async with aclosing(self._engines.ask_prefill(request)) as answer:
+            try:
+                async with asyncio.timeout(ACCEPT_S):
+                    await anext(answer)
+            except Exception:
+                self._accepts = False
+                self._pause()
+                raise
+            self._accepts, self._paused_until = True, 0.0
+            async with asyncio.timeout(PREFILL_S):
+                head, *pieces = [part async for part in answer]
+        assert isinstance(head, Head)
+        return offered_address(
+            head.status, b"".join(each for each in pieces if type(each) is bytes)
+        )
+
+    def _pause(self) -> None:
+        self._paused_until = monotonic() + PAUSE_S
 
 
 def create_ingress_app(

@@ -6,8 +6,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from minisgl.router.config import CACHE
 from minisgl.router.exchange import HTTPRequest
-from minisgl.router.policies import CACHE
 from minisgl.router.table import RouteTable
 
 

@@ -24,7 +24,7 @@ def run(
     Raises MinisglError if the address, a key or enough GPUs are unavailable.
     """
     # The command line imports this package for --help, which must be fast.
-    from minisgl.router.process import Commands, RouterProcess
+    from minisgl.router.process import RouterProcess
 
-    commands = Commands(replica, front)
-    return RouterProcess(engine, with_all_keys(server), router, commands).run()
+    server = with_all_keys(server)
+    return RouterProcess(engine, server, router, replica=replica, front=front).run()

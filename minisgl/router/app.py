@@ -23,7 +23,7 @@ from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import application, middleware_of
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.access_log import Answered
-from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE
 from minisgl.server.pages import page_routes

@@ -7,8 +7,13 @@ from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import one_of
-from minisgl.router.policies import CACHE, POLICIES, ROLES
 
+CACHE, LEAST_LOADED, ROUND_ROBIN = "cache", "least-loaded", "round-robin"
+POLICIES = (CACHE, LEAST_LOADED, ROUND_ROBIN)
+
+# What a replica does, where they divide the work.
+PREFILL, DECODE = "prefill", "decode"
+ROLES = (PREFILL, DECODE)
 router_option = partial(option, group="Replicas")
 
 

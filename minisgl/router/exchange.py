@@ -11,8 +11,8 @@ from minisgl.router.route_keys import holder_of, route_key
 from minisgl.server.answers.handover import PREFILL, PREFILLED
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.bodies import read_bytes
+from minisgl.server.http.paths import route_path
 from minisgl.server.http.request_ids import HEADER, request_id
-from minisgl.server.http.root_path import route_path
 
 # Of one connection, not of the request or the answer; and what the router sets itself.
 HOP_HEADERS = frozenset(

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minisgl.router.config import DECODE, PREFILL
 from minisgl.router.exchange import EngineLostError
-from minisgl.router.policies import DECODE, PREFILL
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.router.upstream import Upstream
 from minisgl.server.engine_state import NotReadyError
@@ -136,17 +136,12 @@ class Fleet:
                 self._table.gone(replica.index)
             replica.state = state
         if self.ready and not self.is_draining:
-            self._send_elsewhere()
-
-    def _send_elsewhere(self) -> None:
-        """End the wait for replicas that say nothing any more, on which requests may never end.
-
-        One that still answers, even that it takes no requests, ends those that it has.
-        """
-        for replica in self.replicas:
-            if replica.state.is_silent:
-                for upstream in replica.unanswered:
-                    upstream.abort()
+            # Do not wait for replicas that say nothing any more: their requests may never end. One
+            # that still answers, even that it takes no requests, ends those that it has.
+            for replica in self.replicas:
+                if replica.state.is_silent:
+                    for upstream in replica.unanswered:
+                        upstream.abort()
 
     def check_ready(self) -> list[Replica]:
         """The replicas that take requests; raises NotReadyError if there is none."""

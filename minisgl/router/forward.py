@@ -6,23 +6,70 @@ begun ends with an error.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Protocol
 
+from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import MinisglError
+from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.router.exchange import HOP_HEADERS, EngineLostError, Head, HTTPRequest, read_request
-from minisgl.router.failures import ReplicaLostError, last_events
+from minisgl.router.route_keys import RESPONSES
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.http.access_log import log_failure
+from minisgl.server.http.encoding import DONE, event, typed_event
+from minisgl.server.http.error_bodies import error_body, messages_error_body
 from minisgl.server.http.leaving import while_client_waits
-from minisgl.server.http.request_ids import ANTHROPIC_HEADER
+from minisgl.server.http.paths import is_of_messages, route_path
+from minisgl.server.http.request_ids import ANTHROPIC_HEADER, request_id
 
+# At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
+MAX_NUMBER_BYTES = 64  # of such an end
 OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date", ANTHROPIC_HEADER.encode()}
 # To send one request: one that ends its engine must not end all of them.
 MAX_ATTEMPTS = 3
+
+
+class ReplicaLostError(EngineStoppedError):
+    """A replica ended before its answer."""
+
+    code = "replica_lost"
+
+    def __init__(self) -> None:
+        super().__init__("The replica that answered has ended; send the request again.")
+
+
+class ResponseError(Struct, tag_field="type", tag="error"):
+    """The error event of the Responses API."""
+
+    code: str | None
+    message: str
+    param: str | None
+    sequence_number: int
+
+
+def last_events(scope: Scope, error: Exception, sent: bytes) -> bytes:
+    """What ends a stream that has begun to answer a request.
+
+    sent: what the client got before, or the end of it, to the end of an event.
+    """
+    if is_of_messages(scope):
+        return typed_event(messages_error_body(error, request_id(scope)))
+    body = error_body(error)
+    if route_path(scope) == RESPONSES:
+        details = body.error
+        number = _next_number(sent)
+        return typed_event(ResponseError(details.code, details.message, details.param, number))
+    return event(body) + DONE
+
+
+def _next_number(sent: bytes) -> int:
+    """What follows the number of the last event in `sent`."""
+    found = SEQUENCE_NUMBER.search(sent[-MAX_NUMBER_BYTES:])
+    return int(found[1]) + 1 if found else 0
 
 
 class ForwardedAnswer:

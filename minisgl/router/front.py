@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -10,20 +11,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from struct import Struct
 
+from minisgl.router import lifeline
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
-from minisgl.router.gossip import Gossip
-from minisgl.router.lifeline import (
-    end_children,
-    end_with_parent,
-    hear,
-    remove_sockets,
-    start_child,
-    tell,
-)
+from minisgl.router.relay import RelayConnection
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.connection import room_for_connections
 from minisgl.server.http.hosts import hosts_of
@@ -34,6 +27,44 @@ logger = logging.getLogger(__name__)
 RESTART_S = 1.0  # between the end of a routing process and its next start
 TOLD = ".told"  # after the path of a process's socket: of that for gossip
 CLOSE_S = 10.0  # for its connections, when all requests have ended
+HEAD = Struct("!II")  # index and start of the replica, before the key
+MAX_TOLD_BYTES = 64 << 10  # of a key
+MAX_HEARD = 64  # messages at a time
+
+
+class Gossip:
+    """Tells the other processes what `fleet` has sent where, and tells `fleet` what they have."""
+
+    def __init__(self, fleet: Fleet, paths: Sequence[str], index: int) -> None:
+        """paths: of the sockets of all processes; index: which of them is this one's."""
+        self._fleet = fleet
+        self._others = [path for other, path in enumerate(paths) if other != index]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(paths[index])
+        self._socket.bind(paths[index])
+        fleet.tell = self.tell
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+
+    def tell(self, key: bytes, replica: int, start: int) -> None:
+        message = HEAD.pack(replica, start) + key[:MAX_TOLD_BYTES]
+        for path in self._others:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(message, path)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _hear(self) -> None:
+        for _ in range(MAX_HEARD):
+            try:
+                message = self._socket.recv(HEAD.size + MAX_TOLD_BYTES)
+            except OSError:
+                return
+            replica, start = HEAD.unpack_from(message)
+            self._fleet.hear(message[HEAD.size :], replica, start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +86,6 @@ class FleetUpdate:
 
     states: tuple[ReplicaState, ...]
     is_draining: bool = False
-
-
-class Front(Protocol):
-    """Serves clients, until `close`."""
-
-    async def serve(self) -> None: ...
-    def update(self, update: FleetUpdate) -> None: ...
-    async def close(self) -> None:
-        """End, after the answers that are being written."""
-        ...
 
 
 class OwnFront:
@@ -108,6 +129,7 @@ class OwnFront:
         self._fleet.update(update.states)
 
     async def close(self) -> None:
+        """End, after the answers that are being written."""
         for server in self._servers:
             server.should_exit = True
 
@@ -134,19 +156,19 @@ class FrontProcesses:
     def update(self, update: FleetUpdate) -> None:
         self._update = update
         for child in self._children.values():
-            tell(child, update)
+            lifeline.tell(child, update)
 
     async def close(self) -> None:
         self._closing.set()
-        await end_children([*self._children.values()], CLOSE_S)
+        await lifeline.end_children([*self._children.values()], CLOSE_S)
 
     async def _keep(self, spec: FrontSpec) -> None:
         """Run a process, and start it again if it ends. Connections wait for it meanwhile."""
         while not self._closing.is_set():
             command = (*self._command, str(spec.index))
-            child = await start_child(command, dict(os.environ), [spec.listener_fd])
-            tell(child, spec)
-            tell(child, self._update)
+            child = await lifeline.start_child(command, dict(os.environ), [spec.listener_fd])
+            lifeline.tell(child, spec)
+            lifeline.tell(child, self._update)
             self._children[spec.index] = child
             exit_code = await child.wait()
             if self._closing.is_set():
@@ -160,7 +182,7 @@ class FrontProcesses:
 
 def run_front() -> int:
     """The main function of a routing process, which its parent has started."""
-    spec = hear(FrontSpec)
+    spec = lifeline.hear(FrontSpec)
     if spec is None:
         return 1
     with (
@@ -168,7 +190,7 @@ def run_front() -> int:
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         runner.run(_serve(spec, listener))
-    remove_sockets(*own_sockets(spec))
+    lifeline.remove_sockets(*own_sockets(spec))
     sys.stderr.flush()
     os._exit(0)  # the lifeline is still being read
 
@@ -181,20 +203,21 @@ def own_sockets(spec: FrontSpec) -> tuple[str, str]:
 async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     front = OwnFront(spec, listener)
-    first = hear(FleetUpdate)  # before clients are answered, some of which may have waited for it
+    # Before clients are answered, some of which may have waited for it.
+    first = lifeline.hear(FleetUpdate)
     if first is None:
         return
     front.update(first)
 
     def listen() -> object:
-        update = hear(FleetUpdate)
+        update = lifeline.hear(FleetUpdate)
         if update is not None:
             loop.call_soon_threadsafe(front.update, update)
         return update
 
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    end_with_parent(listen, CLOSE_S, own_sockets(spec))
+    lifeline.end_with_parent(listen, CLOSE_S, own_sockets(spec))
     serving = asyncio.ensure_future(front.serve())
     await stopping.wait()
     await front.close()

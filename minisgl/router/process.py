@@ -10,19 +10,18 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from minisgl.config import EngineConfig, memory_bytes
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
-from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, OwnFront
+from minisgl.router.front import FleetUpdate, FrontProcesses, FrontSpec, OwnFront
 from minisgl.router.placement import shares, usable_cores, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server.config import ServerConfig
-from minisgl.server.http.certificate import check_certificate
-from minisgl.server.http.unix_socket import OwnPath
+from minisgl.server.http.listening import OwnPath, check_certificate
 from minisgl.server.process import (
     bind,
     check_file_limit,
@@ -41,26 +40,27 @@ DEMO_NAME = "demo"  # by which a replica serves the demo model, as its folder is
 MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
 
-@dataclass(frozen=True, slots=True)
-class Commands:
-    """How the processes are started; each command is followed by an index."""
-
-    replica: Sequence[str]
-    router: Sequence[str]
-
-
 class RouterProcess:
     def __init__(
-        self, engine: EngineConfig, server: ServerConfig, router: RouterConfig, commands: Commands
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        router: RouterConfig,
+        *,
+        replica: Sequence[str],
+        front: Sequence[str],
     ) -> None:
-        """Raises ConfigError if this machine has too few GPUs, and for what replicas cannot do."""
+        """replica, front: the commands that start a process; each is followed by an index.
+
+        Raises ConfigError if this machine has too few GPUs, and for what replicas cannot do.
+        """
         if engine.nnodes > 1:
             raise ConfigError("--nnodes", engine.nnodes, "replicas are on one node; allowed: 1")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = server
         self._router = router
-        self._commands = commands
+        self._replica_command, self._front_command = replica, front
         gpus = [] if engine.device == "cpu" else visible_gpus(os.environ)
         self._shares = shares(router.replicas, engine.tp, engine.device, gpus, usable_cores())
         self._states: tuple[ReplicaState, ...] = (ReplicaState(),) * router.replicas
@@ -103,7 +103,7 @@ class RouterProcess:
     async def _serve(self, listeners: Sequence[socket.socket], folder: Path) -> int:
         specs = self._replica_specs(folder)
         self._front = self._make_front(listeners, [spec.server.uds for spec in specs], folder)
-        supervisor = Supervisor(specs, self._commands.replica, self._report)
+        supervisor = Supervisor(specs, self._replica_command, self._report)
         self._listener = listeners[0]
         stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(self._front.serve())
@@ -130,7 +130,7 @@ class RouterProcess:
 
     def _make_front(
         self, listeners: Sequence[socket.socket], replica_paths: Sequence[str], folder: Path
-    ) -> Front:
+    ) -> OwnFront | FrontProcesses:
         several = len(listeners) > 1
         paths = tuple(str(folder / f"router-{index}.sock") for index in range(len(listeners)))
         specs = [
@@ -146,7 +146,7 @@ class RouterProcess:
             for index, listener in enumerate(listeners)
         ]
         if several:
-            return FrontProcesses(specs, self._commands.router)
+            return FrontProcesses(specs, self._front_command)
         return OwnFront(specs[0], listeners[0])
 
     def _replica_specs(self, folder: Path) -> list[ReplicaSpec]:

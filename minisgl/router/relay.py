@@ -1,4 +1,4 @@
-"""Asks replicas, and relays their answers."""
+"""Asks replicas, and relays their answers to the connections of clients."""
 
 from __future__ import annotations
 
@@ -7,19 +7,41 @@ from contextlib import suppress
 from http import HTTPStatus
 
 import msgspec
+from starlette.types import Scope
 
-from minisgl.router.connection import connection_of
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica, Route
 from minisgl.router.forward import ForwardedAnswer
 from minisgl.router.upstream import END_OF_EVENT, Upstream
 from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
-from minisgl.server.http.messages_paths import OVERLOADED
+from minisgl.server.http.connection import ServerConnection
+from minisgl.server.http.paths import OVERLOADED
 
+KEY = "minisgl.connection"  # in the state of a scope
 # Codes of a replica that takes no requests: another one may.
 NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", None))
 # For another replica to compute the prompt; then the one that answers does.
 PREFILL_S = 60.0
+
+
+class RelayConnection(ServerConnection):
+    """A server's connection that tells the application where to write a stream."""
+
+    upstream: Upstream | None = None  # whose stream is relayed
+
+    def on_headers_complete(self) -> None:
+        self.scope["state"][KEY] = self
+        super().on_headers_complete()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.upstream is not None:
+            self.upstream.resume()
+
+
+def connection_of(scope: Scope) -> RelayConnection:
+    connection: RelayConnection = scope["state"][KEY]
+    return connection
 
 
 class Relay:

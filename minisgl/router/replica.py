@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from minisgl.config import EngineConfig
 from minisgl.distributed.addresses import Address
+from minisgl.router.config import DECODE
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
-from minisgl.router.policies import DECODE
 from minisgl.router.replicas import ReplicaSpec
 from minisgl.server.answers.handover import Handover
 from minisgl.server.http.connection import MAX_UNSENT_BYTES, ServerConnection

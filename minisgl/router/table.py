@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from minisgl.errors import one_of
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
+from minisgl.router.config import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
 from minisgl.router.prefixes import PrefixTree
 
 # What a table remembers of the keys of each replica, and of one key.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.router.exchange import EngineLostError, Head, Headers
 
@@ -25,22 +26,6 @@ EVENT_STREAM = b"text/event-stream"
 MAX_UNREAD_BYTES = 64 << 10
 
 
-class Flow(Protocol):
-    """uvicorn's flow control, as far as it is used."""
-
-    @property
-    def write_paused(self) -> bool: ...
-
-
-class Client(Protocol):
-    """The connection of a client."""
-
-    @property
-    def transport(self) -> asyncio.Transport: ...
-    @property
-    def flow(self) -> Flow: ...
-
-
 class Upstream(asyncio.Protocol):
     """`ask` sends a request; then either `relay` or `pieces` takes its body, to the end."""
 
@@ -50,7 +35,7 @@ class Upstream(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._write: Callable[[bytes], None] | None = None  # to the client of a relayed stream
-        self._flow: Flow
+        self._flow: FlowControl
         self._held = bytearray()  # of a stream: the beginning of an event, or what waits for relay
         self._relays = False  # the body is a stream to be relayed
         self._paused = False
@@ -85,7 +70,7 @@ class Upstream(asyncio.Protocol):
             self._fail()
         return self._head
 
-    def relay(self, client: Client) -> asyncio.Future[None]:
+    def relay(self, client: HttpToolsProtocol) -> asyncio.Future[None]:
         """Write the stream to `client`; ends with it, or fails with EngineLostError.
 
         Everything but the last chunk is written, which is the caller's.

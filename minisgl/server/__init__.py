@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 from minisgl.config import EngineConfig, with_torchrun
+from minisgl.errors import CallerError, MinisglError
 from minisgl.keys import keys_of_environment, keys_of_file
 from minisgl.server.config import ServerConfig
 
@@ -24,14 +25,37 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
     if placed is None:
         logger.info("The process of local rank 0 starts the ranks of this node; this one ends")
         return 0
-    # The command line imports this package for --help, which must be fast.
     if placed.node_rank:
-        from minisgl.server.worker_node import run_worker_node
-
-        return run_worker_node(placed)
+        return _run_worker_node(placed)
+    # The command line imports this package for --help, which must be fast.
     from minisgl.server.process import ServerProcess
 
     return ServerProcess(placed, with_all_keys(server)).run()
+
+
+def _run_worker_node(config: EngineConfig) -> int:
+    """Run the ranks of this node until node 0 ends them. Returns the exit code: 0 if node 0 has
+    ended in order, 1 if the engine has failed.
+
+    Raises CallerError if this node cannot take part.
+    """
+    from minisgl.engine.startup import work_for_node_0  # imports torch, which takes seconds
+
+    logger.info(
+        "Node %d of %d: works for node 0 at %s port %d, and serves no HTTP",
+        config.node_rank,
+        config.nnodes,
+        config.master_addr,
+        config.master_port,
+    )
+    try:
+        work_for_node_0(config)
+    except CallerError:
+        raise
+    except MinisglError as error:
+        logger.error("This node ends: %s", error)
+        return error.exit_code
+    return 0
 
 
 def with_all_keys(config: ServerConfig) -> ServerConfig:

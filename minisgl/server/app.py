@@ -18,13 +18,10 @@ from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered, Observe
 from minisgl.server.http.auth import Keys
 from minisgl.server.http.bodies import BodyBudget
-from minisgl.server.http.exception_handlers import HANDLERS
-from minisgl.server.http.faults import Checks, raise_fault
+from minisgl.server.http.faults import HANDLERS, Checks, raise_fault
 from minisgl.server.http.hosts import Hosts
-from minisgl.server.http.messages_paths import COUNT_TOKENS, MESSAGES
+from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, RootPath, TrailingSlash
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
-from minisgl.server.http.root_path import RootPath
-from minisgl.server.http.trailing_slash import TrailingSlash
 from minisgl.server.metrics import Metrics
 from minisgl.server.pages import page_routes
 from minisgl.server.requests import chat_messages, constraint_types, request_types, tools

@@ -57,9 +57,8 @@ class EngineState:
         self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
         self.replica = ""  # its name among several, in the ids of responses that it keeps
-        self.around: Around | None = (
-            None  # see answers/handover.py; None: the engine does whole requests
-        )
+        # See answers/handover.py; None: the engine does whole requests.
+        self.around: Around | None = None
 
     def load(self, phase: str, fraction: float) -> None:
         """Report that `fraction` of a phase of loading is done, 0 to 1; 0 if that is unknown.

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, Histogram, HostStats, TransferStats
+from minisgl.engine.stats import EngineStats, HostStats, Totals, TransferStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered
 
@@ -81,13 +81,12 @@ class Metrics(MetricsPage):
             )
         stats = self._state.stats()
         if stats is not None:
-            yield from _gauges(stats)
-            yield from _counters(stats)
+            yield from _figures(stats)
             if stats.host is not None:
                 yield from _tiers(stats, stats.host)
             if stats.transfers is not None:
                 yield from _transfers(stats.transfers)
-            yield from _histograms(stats)
+            yield from _histograms(stats.totals)
 
     def _info(self) -> Metric:
         labels = {
@@ -113,51 +112,44 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str
     return family
 
 
-def _gauges(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "minisgl_running_requests", "Number of requests currently running.", stats.num_running
-    )
-    yield GaugeMetricFamily(
-        "minisgl_queued_requests", "Number of requests waiting to run.", stats.num_queued
-    )
-    yield GaugeMetricFamily(
-        "minisgl_token_usage_ratio",
-        "Fraction of the KV cache's pages held by requests, 0 to 1.",
-        stats.token_usage,
-    )
-
-
-def _counters(stats: EngineStats) -> Iterator[Metric]:
+def _figures(stats: EngineStats) -> Iterator[Metric]:
     counters, totals = stats.counters, stats.totals
-    yield CounterMetricFamily(
-        "minisgl_prompt_tokens", "Prompt tokens of admitted requests.", counters.num_prompt_tokens
-    )
-    yield CounterMetricFamily(
-        "minisgl_cached_prompt_tokens",
-        "Prompt tokens found in the prefix cache.",
-        counters.num_cached_tokens,
-    )
-    yield CounterMetricFamily(
-        "minisgl_generated_tokens", "Generated tokens.", totals.num_output_tokens
-    )
-    yield CounterMetricFamily(
-        "minisgl_retractions",
-        "Number of times that a running request was requeued because the KV cache was full.",
-        counters.num_retractions,
-    )
-    yield CounterMetricFamily(
-        "minisgl_graph_steps", "Steps that ran as a CUDA graph.", totals.num_graph_steps
-    )
-    yield CounterMetricFamily(
-        "minisgl_cached_grammars",
-        "Constraints of requests whose grammar had been compiled before.",
-        totals.num_cached_grammars,
-    )
-    yield CounterMetricFamily(
-        "minisgl_masked_rows",
-        "Tokens that were sampled under a mask of a grammar.",
-        totals.num_masked_rows,
-    )
+    gauges = {
+        "minisgl_running_requests": ("Number of requests currently running.", stats.num_running),
+        "minisgl_queued_requests": ("Number of requests waiting to run.", stats.num_queued),
+        "minisgl_token_usage_ratio": (
+            "Fraction of the KV cache's pages held by requests, 0 to 1.",
+            stats.token_usage,
+        ),
+    }
+    for name, (documentation, value) in gauges.items():
+        yield GaugeMetricFamily(name, documentation, value)
+    counts = {
+        "minisgl_prompt_tokens": (
+            "Prompt tokens of admitted requests.",
+            counters.num_prompt_tokens,
+        ),
+        "minisgl_cached_prompt_tokens": (
+            "Prompt tokens found in the prefix cache.",
+            counters.num_cached_tokens,
+        ),
+        "minisgl_generated_tokens": ("Generated tokens.", totals.num_output_tokens),
+        "minisgl_retractions": (
+            "Number of times that a running request was requeued because the KV cache was full.",
+            counters.num_retractions,
+        ),
+        "minisgl_graph_steps": ("Steps that ran as a CUDA graph.", totals.num_graph_steps),
+        "minisgl_cached_grammars": (
+            "Constraints of requests whose grammar had been compiled before.",
+            totals.num_cached_grammars,
+        ),
+        "minisgl_masked_rows": (
+            "Tokens that were sampled under a mask of a grammar.",
+            totals.num_masked_rows,
+        ),
+    }
+    for name, (documentation, count) in counts.items():
+        yield CounterMetricFamily(name, documentation, count)
     finished = {reason.value: count for reason, count in totals.num_finished.items()}
     yield counter("minisgl_requests_finished", "Requests that have ended.", "reason", finished)
 
@@ -226,39 +218,34 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
     )
 
 
-def _histograms(stats: EngineStats) -> Iterator[Metric]:
-    totals = stats.totals
-    yield _histogram(
-        "minisgl_step_seconds",
-        "Duration of a step, from its launch or the end of the previous step.",
-        totals.step_s,
-    )
-    yield _histogram(
-        "minisgl_time_to_first_token_seconds",
-        "Time from a request's submission to its first token.",
-        totals.ttft_s,
-    )
-    yield _histogram(
-        "minisgl_inter_token_seconds",
-        "Time from one token of a request to its next.",
-        totals.itl_s,
-    )
-    yield _histogram(
-        "minisgl_request_seconds",
-        "Time from submission to the end of requests that finished with stop or length.",
-        totals.e2e_s,
-    )
-    yield _histogram(
-        "minisgl_grammar_compile_seconds",
-        "Time to compile a grammar, or to refuse it; cached ones are not counted.",
-        totals.compile_s,
-    )
-    yield _histogram(
-        "minisgl_mask_seconds", "Time to fill the token masks of one step.", totals.mask_s
-    )
-
-
-def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
-    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    return HistogramMetricFamily(name, documentation, buckets, histogram.sum)
+def _histograms(totals: Totals) -> Iterator[Metric]:
+    histograms = {
+        "minisgl_step_seconds": (
+            "Duration of a step, from its launch or the end of the previous step.",
+            totals.step_s,
+        ),
+        "minisgl_time_to_first_token_seconds": (
+            "Time from a request's submission to its first token.",
+            totals.ttft_s,
+        ),
+        "minisgl_inter_token_seconds": (
+            "Time from one token of a request to its next.",
+            totals.itl_s,
+        ),
+        "minisgl_request_seconds": (
+            "Time from submission to the end of requests that finished with stop or length.",
+            totals.e2e_s,
+        ),
+        "minisgl_grammar_compile_seconds": (
+            "Time to compile a grammar, or to refuse it; cached ones are not counted.",
+            totals.compile_s,
+        ),
+        "minisgl_mask_seconds": (
+            "Time to fill the token masks of one step.",
+            totals.mask_s,
+        ),
+    }
+    for name, (documentation, histogram) in histograms.items():
+        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        yield HistogramMetricFamily(name, documentation, buckets, histogram.sum)

@@ -17,7 +17,7 @@ from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.http.error_bodies import Error, MessagesError
-from minisgl.server.http.messages_paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
 from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
@@ -212,11 +212,7 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
 
 
 def _schema(struct: type[Struct]) -> dict[str, Any]:
-    return {"schema": _reference(struct)}
-
-
-def _reference(struct: type[Struct]) -> dict[str, Any]:
-    return {"$ref": SCHEMA.format(name=struct.__name__)}
+    return {"schema": {"$ref": SCHEMA.format(name=struct.__name__)}}
 
 
 def _event_schema(operation: Operation) -> dict[str, Any]:
@@ -229,7 +225,7 @@ def _event_schema(operation: Operation) -> dict[str, Any]:
             "properties": {"event": event, "data": _json_text(content)},
             "required": ["event", "data"],
         }
-    payload = _json_text({"anyOf": [content, _reference(operation.error)]})
+    payload = _json_text({"anyOf": [content, _schema(operation.error)["schema"]]})
     return {
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},

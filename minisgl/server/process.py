@@ -23,7 +23,6 @@ from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
 from minisgl.server.engine_state import EngineState
-from minisgl.server.http.certificate import check_certificate
 from minisgl.server.http.connection import (
     KEEP_ALIVE_SECONDS,
     OWN_FILES,
@@ -35,8 +34,8 @@ from minisgl.server.http.connection import (
     room_for_connections,
 )
 from minisgl.server.http.hosts import hosts_of
+from minisgl.server.http.listening import OwnPath, bind_unix, check_certificate
 from minisgl.server.http.tls_server import TLSServer
-from minisgl.server.http.unix_socket import OwnPath, bind_unix
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.stats_log import log_stats
 from minisgl.server.welcome import Welcome, open_browser

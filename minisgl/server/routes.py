@@ -27,25 +27,24 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
 from minisgl.server.apis.messages.translation import translated
 from minisgl.server.apis.openai import answer_types
-from minisgl.server.apis.openai.chat_reply import ChatReply
+from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
-from minisgl.server.apis.openai.parsed_reply import ParsedReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
 from minisgl.server.apis.responses.conversation import NAMES as RESPONSES_NAMES
-from minisgl.server.apis.responses.conversation import chat_of
+from minisgl.server.apis.responses.conversation import chat_of, shortened
 from minisgl.server.apis.responses.history import History, has_late_system
 from minisgl.server.apis.responses.ids import new_response_id
 from minisgl.server.apis.responses.reply import ResponsesReply
 from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.apis.responses.tool_box import ToolBox
-from minisgl.server.apis.responses.truncation import shortened
 from minisgl.server.engine_state import EngineState, NotReadyError
-from minisgl.server.http.auth import OPEN_PATHS, client_of
+from minisgl.server.http.auth import client_of
 from minisgl.server.http.bodies import read_body
-from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_waited_for
+from minisgl.server.http.paths import OPEN_PATHS
 from minisgl.server.http.request_ids import reply_id, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
@@ -58,7 +57,7 @@ from minisgl.server.requests.request_types import (
 )
 from minisgl.server.requests.templating import Reading
 from minisgl.server.requests.translation import TranslatedChat
-from minisgl.server.served_engine import ServedEngine, ServedTokenizer
+from minisgl.server.served_engine import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -144,13 +143,16 @@ class Routes:
         fitting = fitted_prompts(engine, body, token_ids, clamp=self._clamps)
         echoes: list[str | None] = [None] * len(prompts)
         if body.echo:
-            shown = _visible_text if body.skip_special_tokens is not False else _full_text
+            skip = body.skip_special_tokens is not False
             for index, (prompt, fitted) in enumerate(zip(prompts, fitting, strict=True)):
                 is_cut = len(fitted.token_ids) < len(token_ids[index])
                 if isinstance(prompt, str) and not is_cut:
                     echoes[index] = prompt
+                elif engine.tokenizer is None:
+                    echoes[index] = ""
                 else:
-                    echoes[index] = await _text(engine, shown, fitted.token_ids)
+                    shown = partial(engine.tokenizer.decode, skip_special_tokens=skip)
+                    echoes[index] = await _put_together(shown, fitted.token_ids)
         jobs = jobs_of(body, fitting, echoes, body.tenant(asked.client), plan)
         return self._answer(asked, CompletionReply, jobs, plan)
 
@@ -253,8 +255,10 @@ class Routes:
             conversation = await read_conversation(engine, body, self._reading, any_length=True)
             token_ids = conversation.prompt_token_ids
         answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
-        if body.return_token_strs and engine.tokenizer is not None:
-            answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
+        if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
+            answer.token_strs = await _put_together(
+                lambda ids: [*map(tokenizer.token_text, ids)], token_ids
+            )
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
@@ -263,7 +267,8 @@ class Routes:
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
         check_token_ids("tokens", body.tokens, engine.vocab_size)
-        text = await _put_together(_full_text, engine.tokenizer, body.tokens)
+        full_text = partial(engine.tokenizer.decode, skip_special_tokens=False)
+        text = await _put_together(full_text, body.tokens)
         return json_response(answer_types.Text(text))
 
     async def hint(self, request: Request) -> Response:
@@ -394,34 +399,8 @@ async def _takes_system_anywhere(engine: ServedEngine, is_late: bool) -> bool:
     return is_late and (await engine.template_facts()).system_anywhere
 
 
-def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
-    return tokenizer.decode(token_ids)
-
-
-def _full_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
-    return tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def _token_texts(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> list[str]:
-    return [tokenizer.token_text(token_id) for token_id in token_ids]
-
-
-async def _text(
-    engine: ServedEngine,
-    shown: Callable[[ServedTokenizer, Sequence[int]], str],
-    token_ids: Sequence[int],
-) -> str:
-    """The text of a prompt; empty if the model has no tokenizer."""
-    if engine.tokenizer is None:
-        return ""
-    return await _put_together(shown, engine.tokenizer, token_ids)
-
-
-async def _put_together(
-    texts: Callable[[ServedTokenizer, Sequence[int]], Put],
-    tokenizer: ServedTokenizer,
-    token_ids: Sequence[int],
-) -> Put:
+async def _put_together(texts: Callable[[Sequence[int]], Put], token_ids: Sequence[int]) -> Put:
+    """`texts` of these tokens, from a thread if they are many."""
     if len(token_ids) <= MANY_TOKENS:
-        return texts(tokenizer, token_ids)
-    return await asyncio.to_thread(texts, tokenizer, token_ids)
+        return texts(token_ids)
+    return await asyncio.to_thread(texts, token_ids)

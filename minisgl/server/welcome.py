@@ -79,8 +79,7 @@ class Welcome:
 
     @property
     def _address(self) -> str:
-        address: str = self.listener.getsockname()[0]
-        return address
+        return str(self.listener.getsockname()[0])
 
     @property
     def _local_url(self) -> str:

@@ -29,9 +29,9 @@ from script_runner import above_zero
 from minisgl.bench.figures import Distribution
 from minisgl.bench.report.output import make_console
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import RelayConnection
+from minisgl.router.config import CACHE
 from minisgl.router.fleet import Fleet, ReplicaState
-from minisgl.router.policies import CACHE
+from minisgl.router.relay import RelayConnection
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind, http_settings, new_event_loop
 

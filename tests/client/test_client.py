@@ -30,10 +30,9 @@ from minisgl.client import exchange
 from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES
 from minisgl.client.errors import AnswerError, Refusal, ServerError
-from minisgl.client.exchange import get
+from minisgl.client.exchange import EVENT_BYTES, MEMORY_BYTES, EventCutter, get
 from minisgl.client.keys import find_key
 from minisgl.client.models import list_models
-from minisgl.client.sse import EVENT_BYTES, MEMORY_BYTES, EventCutter
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.printable import printable

@@ -15,7 +15,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of
 from support.waiting import until
 
-from minisgl.ray import prefills
+from minisgl.ray import ingress
 from minisgl.ray.engine import Answer, EngineReplica, EngineUnhealthyError
 from minisgl.ray.ingress import create_ingress_app
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
@@ -225,14 +225,14 @@ async def test_prompts_are_computed_by_engines_for_that_and_handed_over_by_addre
 
         # While no engine takes prompts, only now and then one request waits for it.
         now = [100.0]
-        monkeypatch.setattr(prefills, "monotonic", lambda: now[0])
-        monkeypatch.setattr(prefills, "ACCEPT_S", 0.01)
+        monkeypatch.setattr(ingress, "monotonic", lambda: now[0])
+        monkeypatch.setattr(ingress, "ACCEPT_S", 0.01)
         assert await ask(prompt(4), None) is None
         assert await ask(prompt(5)) is None
-        now[0] += prefills.PAUSE_S + 1
+        now[0] += ingress.PAUSE_S + 1
         assert await ask(prompt(6), EngineLostError()) is None
         assert await ask(prompt(7)) is None
-        now[0] += prefills.PAUSE_S + 1
+        now[0] += ingress.PAUSE_S + 1
         assert await ask(prompt(8), handed) is not None
         assert await ask(prompt(9), handed) is not None
 

@@ -25,7 +25,7 @@ from support.serving_processes import demo
 from minisgl.config import EngineConfig, memory
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
-from minisgl.router.process import Commands, RouterProcess, with_pages_shared
+from minisgl.router.process import RouterProcess, with_pages_shared
 from minisgl.server.config import ServerConfig
 
 PATH = "/v1/completions"
@@ -197,7 +197,7 @@ def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: s
     def make(**options: Any) -> RouterProcess:
         router = RouterConfig(replicas=2, roles=roles)
         engine = EngineConfig(device="cpu", **options)
-        return RouterProcess(engine, ServerConfig(), router, Commands((), ()))
+        return RouterProcess(engine, ServerConfig(), router, replica=(), front=())
 
     with pytest.raises(ConfigError, match="--nnodes 2: replicas are on one node; allowed: 1"):
         make(tp=2, nnodes=2)

@@ -21,8 +21,8 @@ from support.http_server import HELLO, error_of
 from support.routing import front, routing
 from support.waiting import until
 
+from minisgl.router.config import DECODE, PREFILL, ROUND_ROBIN
 from minisgl.router.fleet import ReplicaState
-from minisgl.router.policies import DECODE, PREFILL, ROUND_ROBIN
 from minisgl.server.process import new_event_loop
 
 CHAT = "/v1/chat/completions"

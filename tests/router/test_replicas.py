@@ -21,7 +21,7 @@ from support.routing import front
 from support.serving import demo_engine, served
 from support.serving_processes import demo
 
-from minisgl.router.policies import ROUND_ROBIN
+from minisgl.router.config import ROUND_ROBIN
 
 CHAT = "/v1/chat/completions"
 # Oddly many, so that turns that are dealt out in order go to both replicas.

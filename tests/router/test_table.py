@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl.router.config import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
 from minisgl.router.fleet import Fleet, ReplicaState
-from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
 from minisgl.router.prefixes import MAX_DEPTH, NODE_BYTES, PrefixTree
 from minisgl.router.table import BLOCK_BYTES, MAX_AHEAD, MAX_KEY_BYTES, RouteTable, is_uneven
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.router.exchange import EngineLostError
-from minisgl.router.failures import ReplicaLostError, last_events
+from minisgl.router.forward import ReplicaLostError, last_events
 from minisgl.router.upstream import Upstream
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 from support.fake_engine import FakeEngine
 
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import RelayConnection
+from minisgl.router.config import CACHE
 from minisgl.router.fleet import Fleet, ReplicaState
-from minisgl.router.policies import CACHE
+from minisgl.router.relay import RelayConnection
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState

@@ -13,8 +13,7 @@ import msgspec
 
 from minisgl.client.address import Address
 from minisgl.client.connection import connect, write_request
-from minisgl.client.exchange import STREAM_BYTES
-from minisgl.client.sse import DONE, EventCutter, data_of
+from minisgl.client.exchange import DONE, STREAM_BYTES, EventCutter, data_of
 
 _decode = msgspec.json.Decoder().decode
 

@@ -17,8 +17,7 @@ from minisgl.request import FinishReason, OutputDelta
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import ContentScores
 from minisgl.server.answers.jobs import GenerationJob
-from minisgl.server.answers.reader import AnswerReader, Call
-from minisgl.server.answers.reply import ReplyChoice
+from minisgl.server.answers.reply import AnswerReader, Call, ReplyChoice
 from minisgl.server.served_engine import ServedTokenizer
 
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.http.access_log import log_failure
+from minisgl.server.http.leaving import until_left
 from minisgl.server.served_engine import ServedEngine, ServedStream
 
 MAX_TURN_S = 0.005  # for which submitting the choices of one answer may block the loop
@@ -83,8 +84,7 @@ class ReplyResponse(ABC):
 
     async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
         """Abort the requests when the client disconnects, which ends their streams."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_left(receive)
         self._left = True
         for stream in streams:
             stream.abort()

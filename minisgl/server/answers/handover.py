@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
-from minisgl.server.http.error_responses import json_response
+from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_client_waits
 from minisgl.server.http.request_ids import request_id
 from minisgl.server.served_engine import ServedEngine

@@ -66,7 +66,8 @@ def fitted_prompts(
         if not prompt:
             raise InvalidRequestError("prompt", "has no tokens.")
         most = engine.capacity.max_seq_len - (params.max_tokens or 1)
-        prompt = truncated(prompt, body.truncate_prompt_tokens, most)
+        if (num_kept := body.truncate_prompt_tokens) is not None:
+            prompt = prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]
         room = engine.capacity.max_seq_len - len(prompt)
         fitting = fitted(params, min(room, scored)) if clamp else params
         if params.max_tokens is None and scored < room:
@@ -142,10 +143,3 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     if params.max_tokens is None or params.max_tokens <= room or room < 1:
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-
-
-def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt; for -1 the last `most`, but at least one."""
-    if num_kept is None:
-        return prompt
-    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]

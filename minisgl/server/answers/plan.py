@@ -155,7 +155,9 @@ class ChatPlanner:
             grammar = await compile(constraint)
         if wanted is not None and tools is not None and tools.required:
             await compile(wanted)  # of no effect, but what is wrong in it is refused
-        form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
+        form = self.form
+        if body.separate_reasoning is False:
+            form = replace(form, reasoning=None)
         parses_calls = tools is not None and form.calls is not None
         parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
         if not parsed and grammar is None:

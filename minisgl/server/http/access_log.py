@@ -16,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
-from minisgl.server.http.error_responses import error_response
-from minisgl.server.http.messages_paths import status_of
+from minisgl.server.http.error_bodies import error_response
+from minisgl.server.http.paths import status_of
 from minisgl.server.http.request_ids import request_id
 
 logger = logging.getLogger(__name__)

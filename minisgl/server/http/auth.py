@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from starlette.types import Scope
 
 from minisgl.server.http.faults import HTTPError
-from minisgl.server.http.root_path import route_path
+from minisgl.server.http.paths import OPEN_PATHS, route_path
 
 CLIENT = "client"  # in the state of a scope
-# For probes, and for the pages, which ask for a key themselves.
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
 
 
 class Keys:
@@ -22,7 +20,10 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
         # Not its place among the keys: what a client has on disk outlives a change of those.
-        self._clients = [_digest(key) for key in keys]
+        self._clients = [
+            hashlib.blake2b(key, digest_size=16, person=b"minisgl client").hexdigest()
+            for key in self._keys
+        ]
 
     def check(self, scope: Scope) -> None:
         """Raise HTTPError for a request without a valid key; mark which of several it has."""
@@ -51,9 +52,4 @@ def _given_keys(scope: Scope) -> list[bytes]:
 
 def client_of(scope: Scope) -> str:
     """A name of the key that a request came with; empty unless there are several keys."""
-    client: str = scope["state"].get(CLIENT, "")
-    return client
-
-
-def _digest(key: str) -> str:
-    return hashlib.blake2b(key.encode(), digest_size=16, person=b"minisgl client").hexdigest()
+    return str(scope["state"].get(CLIENT, ""))

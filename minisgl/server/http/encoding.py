@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from msgspec import Struct
+from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
+
+
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(encode(content), status, headers, media_type="application/json")
 
 
 def event(payload: Struct) -> bytes:

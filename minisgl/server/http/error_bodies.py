@@ -1,4 +1,4 @@
-"""Errors in OpenAI's envelope and in Anthropic's."""
+"""Errors in OpenAI's envelope or, on the paths of its API, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Scope
 
 from minisgl.errors import ContextLengthError, TextTooLongError, foreseen
+from minisgl.server.http.encoding import json_response
+from minisgl.server.http.paths import is_of_messages, status_of
+from minisgl.server.http.request_ids import request_id as id_of
 
 MAX_ERROR_CHARS = 1000  # a message may quote what the caller sent
 
@@ -90,3 +95,13 @@ def messages_error_body(error: Exception, request_id: str) -> MessagesError:
         ),
         request_id=request_id,
     )
+
+
+def error_response(
+    scope: Scope, error: Exception, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer to a request that has failed, in the envelope that belongs to its path."""
+    body: Struct = error_body(error)
+    if is_of_messages(scope):
+        body = messages_error_body(error, id_of(scope))
+    return json_response(body, status_of(scope, error), headers)

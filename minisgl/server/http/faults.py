@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.errors import CallerError
+from minisgl.errors import CallerError, MinisglError
 from minisgl.server.http.access_log import log_failure
-from minisgl.server.http.error_responses import error_response
+from minisgl.server.http.error_bodies import error_response
+from minisgl.server.http.paths import OPEN_PATHS, route_path, status_of
 
 KEY = "fault"  # in the state of a scope
 
@@ -54,3 +58,40 @@ class Checks:
             log_failure(scope, fault.http_status, fault)
             app = error_response(scope, fault, fault.headers)
         await app(scope, receive, send)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer a MinisglError. Observe answers unexpected exceptions."""
+    assert isinstance(error, MinisglError)
+    # Do not log probes that ask while the model loads.
+    if route_path(request.scope) not in OPEN_PATHS:
+        status = status_of(request.scope, error)
+        log_failure(request.scope, status, error)
+    headers = {"retry-after": "1"} if error.http_status == 429 else None
+    return error_response(request.scope, error, headers)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Answer an error of Starlette itself: an unknown path or a method that is not allowed."""
+    assert isinstance(error, HTTPException)
+    here = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        fault = HTTPError(404, f"There is nothing at {here}.", "unknown_url")
+    elif error.status_code == 405:
+        fault = HTTPError(405, f"{here} is not allowed.", "method_not_allowed")
+    else:
+        fault = HTTPError(error.status_code, error.detail, "http_error")
+    log_failure(request.scope, error.status_code, fault)
+    return error_response(request.scope, fault, error.headers)
+
+
+async def answer_disconnect(request: Request, error: Exception) -> Response:
+    """Answer a client that disconnected before its body had arrived; the response is not sent."""
+    return Response(status_code=499)
+
+
+HANDLERS = {
+    MinisglError: answer_error,
+    HTTPException: answer_http_exception,
+    ClientDisconnect: answer_disconnect,
+}

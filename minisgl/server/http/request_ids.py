@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.http.messages_paths import is_of_messages
+from minisgl.server.http.paths import is_of_messages
 
 HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"
@@ -51,11 +51,9 @@ class RequestIds:
 
 def reply_id(scope: Scope) -> str:
     """A unique id, which contains the one in the header."""
-    found: str = scope[KEY]
-    return found
+    return str(scope[KEY])
 
 
 def request_id(scope: Scope) -> str:
     """The id of the request in the log, set by RequestIds."""
-    known: str = scope["state"]["request_id"]
-    return known
+    return str(scope["state"]["request_id"])

@@ -69,13 +69,16 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
     if found := BOUND.fullmatch(what):
         off = [type.ge for type in _types_at(kind, path) if _is_off(type)]
         return f"{NOT_SUPPORTED}, or at {off[0]:g}" if off else _out_of_bounds(found)
-    if what.startswith("Invalid ") and (values := _values_at(kind, path)):
+    if what.startswith("Invalid "):
+        literals = [type for type in _types_at(kind, path) if isinstance(type, inspect.LiteralType)]
+        values = [value for type in literals for value in type.values]
         if values == [""]:
             return NOT_SUPPORTED
-        _, _, value = what.partition("value ")
-        media = MEDIA.get(value.strip("'"))
-        because = f", because {media} are not supported" if media else ""
-        return f"cannot be {value}{because}; {one_of(values)}"
+        if values:
+            _, _, value = what.partition("value ")
+            media = MEDIA.get(value.strip("'"))
+            because = f", because {media} are not supported" if media else ""
+            return f"cannot be {value}{because}; {one_of(values)}"
     return what[:1].lower() + what[1:]
 
 
@@ -96,14 +99,6 @@ def _out_of_bounds(found: re.Match[str]) -> str:
     if found["length"]:
         return f"must have {limit} {found['bound']} {PARTS.get(found['kind'], 'entries')}"
     return f"must be {limit} {found['bound']}"
-
-
-def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
-    """The literal values that a field allows."""
-    types = _types_at(kind, path)
-    return [
-        value for type in types if isinstance(type, inspect.LiteralType) for value in type.values
-    ]
 
 
 def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:

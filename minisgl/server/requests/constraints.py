@@ -19,8 +19,8 @@ from minisgl.server.requests.constraint_types import (
     StructuredFields,
 )
 from minisgl.server.requests.request_types import GenerationRequest
+from minisgl.server.requests.tools import MAX_SCHEMA_BYTES
 
-MAX_SCHEMA_BYTES = 1 << 20
 # What makes a schema: keywords with a schema, with a list of them, and with schemas by name.
 SCHEMA_KEYS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 LIST_KEYS = ("anyOf", "allOf", "oneOf", "prefixItems")

@@ -41,6 +41,7 @@ from minisgl.server.requests.chat_messages import (
     Unsupported,
 )
 from minisgl.server.requests.constraint_types import (
+    NOT_GIVEN,
     Choices,
     ResponseFormat,
     Schema,
@@ -59,7 +60,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 Ignored: TypeAlias = Raw
 Detail: TypeAlias = Raw  # of a sampler: see SAMPLER_DETAILS
 NULL = Raw(b"null")
-NOT_GIVEN: Any = None  # the default of such a value
 # Bounded because reading integers of thousands of digits takes long; the engine checks the rest.
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Scalar: Any = TokenId | float | str | bool | None
@@ -346,11 +346,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return self.include_reasoning is not False and not excluded
 
     @property
-    def separates_reasoning(self) -> bool:
-        """Whether reasoning is set apart from the content."""
-        return self.separate_reasoning is not False
-
-    @property
     def asked_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
@@ -380,6 +375,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions"""
 
     scores_each_prompt: ClassVar[bool] = True
+    limit_field: ClassVar[str] = "max_tokens"
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
     max_tokens: Count | None = None
@@ -400,10 +396,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     @property
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def limit_field(self) -> str:
-        return "max_tokens"
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, each a text or a list of token ids; raises InvalidRequestError."""

@@ -13,10 +13,9 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT, Tool, tool_calls
 from minisgl.request import StructuredOutput
-from minisgl.server.requests.constraint_types import Parameters
+from minisgl.server.requests.constraint_types import NOT_GIVEN, Parameters
 from minisgl.text.parsing.selection import AnswerFormat
 
-NOT_GIVEN: Any = None
 MAX_TOOLS = 1024
 MAX_SCHEMA_BYTES = 1 << 20
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
@@ -188,10 +187,12 @@ def tool_use(
         ]
         callable = tuple(tool for tool in found if tool in allowed)
         required = choice.allowed_tools.mode == "required"
-    texts = tuple(_spec(tool).description for tool in tools or ())
+    specs = (
+        each.function if isinstance(each, FunctionTool) else each.custom for each in tools or ()
+    )
     return ToolUse(
         tools=tuple(found),
-        descriptions=texts,
+        descriptions=tuple(spec.description for spec in specs),
         callable=callable,
         required=required,
         parallel=several,
@@ -231,10 +232,6 @@ def _parameters(raw: Raw | None, field: str) -> dict[str, Any] | None:
         raise InvalidRequestError(field, "must be an object, which is a JSON schema.") from None
     except RecursionError:
         raise InvalidRequestError(field, "is nested too deeply.") from None
-
-
-def _spec(tool: OfferedTool) -> FunctionSpec | CustomSpec:
-    return tool.function if isinstance(tool, FunctionTool) else tool.custom
 
 
 def _named(tools: Sequence[Tool], choice: NamedFunction | NamedCustom, path: str) -> Tool:

@@ -8,22 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.apis.messages.request_types import (
-    ContentBlock,
-    DocumentBlock,
-    ImageBlock,
-    InputMessage,
-    PartsSource,
-    Prompt,
-    ResultPart,
-    SearchResultBlock,
-    TextBlock,
-    TextSource,
-    ThinkingBlock,
-    ToolReferenceBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from minisgl.server.apis.messages import request_types as asked
 from minisgl.server.requests.chat_messages import (
     MAX_PARTS,
     CalledFunction,
@@ -39,7 +24,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 FAILED = "Error: "  # before the result of a tool that failed
 
 
-def turns_of(body: Prompt, *, system_anywhere: bool, images: Images) -> list[Turn]:
+def turns_of(body: asked.Prompt, *, system_anywhere: bool, images: Images) -> list[Turn]:
     """The conversation of `body`; raises InvalidRequestError.
 
     system_anywhere: whether the template takes late instructions; otherwise the user gives them.
@@ -61,17 +46,17 @@ class _Reader:
     """Makes one message of what one side says, however many it sent, as Anthropic does."""
 
     def __init__(
-        self, system: str | Sequence[TextBlock], system_anywhere: bool, images: Images
+        self, system: str | Sequence[asked.TextBlock], system_anywhere: bool, images: Images
     ) -> None:
         self.turns: list[Turn] = []
         self._system_anywhere = system_anywhere
         self._images = images
         self._num_blocks = 0
         self._turn = Turn("system", "system")
-        for block in [TextBlock(system)] if isinstance(system, str) else system:
+        for block in [asked.TextBlock(system)] if isinstance(system, str) else system:
             self._instruct(block.text)
 
-    def read(self, message: InputMessage, path: str) -> None:
+    def read(self, message: asked.InputMessage, path: str) -> None:
         role = message.role
         begun = self.turns or self._turn.role != "system"
         if role == "system" and begun and not self._system_anywhere:
@@ -81,23 +66,23 @@ class _Reader:
             self._turn = Turn(role, path, gap="" if role == "assistant" else GAP)
         content, path = message.content, f"{path}.content"
         if isinstance(content, str):
-            content = [TextBlock(content)]
+            content = [asked.TextBlock(content)]
         elif not content and role != "assistant":
             raise InvalidRequestError(path, "must not be empty.")
         self._count(len(content))
         for index, block in enumerate(content):
             self._read_block(block, message.role, f"{path}.{index}")
 
-    def _read_block(self, block: ContentBlock, role: str, path: str) -> None:
+    def _read_block(self, block: asked.ContentBlock, role: str, path: str) -> None:
         turn = self._turn
         match block:
-            case ToolUseBlock():
+            case asked.ToolUseBlock():
                 _check_said_by("assistant", role, path)
                 turn.calls.append((path, ToolCall(block.id, function=_called(block))))
-            case ThinkingBlock(thinking):
+            case asked.ThinkingBlock(thinking):
                 _check_said_by("assistant", role, path)
                 turn.thoughts.append(thinking)
-            case ToolResultBlock():
+            case asked.ToolResultBlock():
                 _check_said_by("user", role, path)
                 # A template expects results behind their calls, before what the user has to say.
                 result = self._result(block, path)
@@ -125,37 +110,37 @@ class _Reader:
         if self._turn.texts or self._turn.role == "assistant":
             self.turns.append(self._turn)
 
-    def _result(self, result: ToolResultBlock, path: str) -> str:
+    def _result(self, result: asked.ToolResultBlock, path: str) -> str:
         content = self._joined(result.content or "", f"{path}.content")
         return FAILED + content if result.is_error else content
 
-    def _joined(self, content: str | Sequence[ResultPart], path: str) -> str:
+    def _joined(self, content: str | Sequence[asked.ResultPart], path: str) -> str:
         if isinstance(content, str):
             return content
         self._count(len(content))
         texts = (self._text(block, f"{path}.{index}") for index, block in enumerate(content))
         return GAP.join(filter(None, texts))
 
-    def _text(self, block: ContentBlock | ResultPart, path: str) -> str | None:
+    def _text(self, block: asked.ContentBlock | asked.ResultPart, path: str) -> str | None:
         """The text of a block; None for one that concerns Anthropic's servers alone."""
         match block:
-            case TextBlock(text):
+            case asked.TextBlock(text):
                 return text
-            case SearchResultBlock(content, title, source):
+            case asked.SearchResultBlock(content, title, source):
                 return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
-            case ToolReferenceBlock(tool_name):
+            case asked.ToolReferenceBlock(tool_name):
                 return tool_name
-            case ImageBlock():
+            case asked.ImageBlock():
                 return image_text(self._images, path, "image")
-            case DocumentBlock(TextSource(text), title, context):
+            case asked.DocumentBlock(asked.TextSource(text), title, context):
                 return "\n".join(filter(None, [title, context, text]))
-            case DocumentBlock(PartsSource(content), title, context):
+            case asked.DocumentBlock(asked.PartsSource(content), title, context):
                 text = self._joined(content, f"{path}.source.content")
                 return "\n".join(filter(None, [title, context, text]))
         return None
 
 
-def _called(call: ToolUseBlock) -> CalledFunction:
+def _called(call: asked.ToolUseBlock) -> CalledFunction:
     """The call as a chat has it, with a text for an input that is no object."""
     data = bytes(call.input)
     if data.startswith(b"{"):

@@ -11,29 +11,7 @@ from minisgl.request import OutputDelta
 from minisgl.server.answers.blocks import Block, BlockChoice, BlockEvent, BlockStart, BlockText
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
-from minisgl.server.apis.messages.answer_types import (
-    AnswerBlock,
-    AnswerText,
-    AnswerThinking,
-    AnswerToolUse,
-    BlockDelta,
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
-    InputJsonDelta,
-    MessageAnswer,
-    MessageDelta,
-    MessageEnd,
-    MessageStart,
-    MessageStop,
-    MessagesUsage,
-    OutputTokensDetails,
-    Ping,
-    SignatureDelta,
-    StopReason,
-    TextDelta,
-    ThinkingDelta,
-)
+from minisgl.server.apis.messages import answer_types as answers
 from minisgl.server.apis.messages.request_types import ShownThinking
 from minisgl.server.http.encoding import encode, typed_event
 from minisgl.server.http.error_bodies import messages_error_body
@@ -71,21 +49,21 @@ class MessageChoice(BlockChoice):
         if self._finish_reason is None:
             return events
         if not self._num_shown:  # all of it is hidden thinking, and clients look at content[0]
-            events += self._start(AnswerText("")) + self._stop()
+            events += self._start(answers.AnswerText("")) + self._stop()
         reason = self._stop_reason()
-        end = MessageEnd(reason, self._stop_sequence(reason))
-        return events + typed_event(MessageDelta(end, self._usage()))
+        end = answers.MessageEnd(reason, self._stop_sequence(reason))
+        return events + typed_event(answers.MessageDelta(end, self._usage()))
 
-    def whole(self) -> MessageAnswer:
+    def whole(self) -> answers.MessageAnswer:
         content = [self._whole_block(block) for block in self.blocks if self._is_shown(block)]
-        return self._message(content or [AnswerText("")], self._stop_reason())
+        return self._message(content or [answers.AnswerText("")], self._stop_reason())
 
     def _end(self, delta: OutputDelta) -> None:
         super()._end(delta)
         if isinstance(delta.stop_reason, str):
             self._stop_text = delta.stop_reason
 
-    def _stop_reason(self) -> StopReason:
+    def _stop_reason(self) -> answers.StopReason:
         """Calls are complete only where the model has ended the answer by itself."""
         if self.check_finished() == "length":
             most = self._style.max_tokens
@@ -95,21 +73,23 @@ class MessageChoice(BlockChoice):
             return "tool_use"
         return "end_turn" if self._stop_text is None else "stop_sequence"
 
-    def _stop_sequence(self, reason: StopReason | None) -> str | None:
+    def _stop_sequence(self, reason: answers.StopReason | None) -> str | None:
         return self._stop_text if reason == "stop_sequence" else None
 
-    def _usage(self) -> MessagesUsage:
+    def _usage(self) -> answers.MessagesUsage:
         last = self.last
-        return MessagesUsage(
+        return answers.MessagesUsage(
             input_tokens=len(self.job.prompt_token_ids) - last.num_cached_tokens,
             cache_creation_input_tokens=0,
             cache_read_input_tokens=last.num_cached_tokens,
             output_tokens=last.num_output_tokens,
-            output_tokens_details=OutputTokensDetails(last.num_reasoning_tokens),
+            output_tokens_details=answers.OutputTokensDetails(last.num_reasoning_tokens),
         )
 
-    def _message(self, content: list[AnswerBlock], stop_reason: StopReason | None) -> MessageAnswer:
-        return MessageAnswer(
+    def _message(
+        self, content: list[answers.AnswerBlock], stop_reason: answers.StopReason | None
+    ) -> answers.MessageAnswer:
+        return answers.MessageAnswer(
             id=self._style.id,
             role="assistant",
             model=self._style.model,
@@ -122,13 +102,13 @@ class MessageChoice(BlockChoice):
     def _is_shown(self, block: Block) -> bool:
         return block.kind != "reasoning" or self._style.thinking != "none"
 
-    def _whole_block(self, block: Block) -> AnswerBlock:
+    def _whole_block(self, block: Block) -> answers.AnswerBlock:
         match block.kind:
             case "text":
-                return AnswerText(block.text)
+                return answers.AnswerText(block.text)
             case "reasoning":
                 shown = self._style.thinking == "shown"
-                return AnswerThinking(block.text if shown else "", SIGNATURE)
+                return answers.AnswerThinking(block.text if shown else "", SIGNATURE)
             case "call":
                 return _tool_use(block, _input(block.text))
 
@@ -136,7 +116,8 @@ class MessageChoice(BlockChoice):
 
     def _opening(self, delta: OutputDelta) -> bytes:
         self.last = delta
-        return typed_event(MessageStart(self._message([], None))) + typed_event(Ping())
+        start = answers.MessageStart(self._message([], None))
+        return typed_event(start) + typed_event(answers.Ping())
 
     def _event(self, found: BlockEvent) -> bytes:
         if isinstance(found, BlockText):
@@ -148,32 +129,33 @@ class MessageChoice(BlockChoice):
         if isinstance(found, BlockStart):
             match block.kind:
                 case "text":
-                    return self._start(AnswerText(""), TextDelta(""))
+                    return self._start(answers.AnswerText(""), answers.TextDelta(""))
                 case "reasoning":
                     shown = self._style.thinking == "shown"
-                    return self._start(AnswerThinking("", ""), ThinkingDelta("") if shown else None)
+                    delta = answers.ThinkingDelta("") if shown else None
+                    return self._start(answers.AnswerThinking("", ""), delta)
                 case "call":
-                    return self._start(_tool_use(block, NO_INPUT), InputJsonDelta(""))
+                    return self._start(_tool_use(block, NO_INPUT), answers.InputJsonDelta(""))
         if block.kind == "reasoning":
-            signed = ContentBlockDelta(self._num_shown, SignatureDelta(SIGNATURE))
+            signed = answers.ContentBlockDelta(self._num_shown, answers.SignatureDelta(SIGNATURE))
             return typed_event(signed) + self._stop()
         return self._stop()
 
-    def _start(self, empty: AnswerBlock, delta: BlockDelta | None = None) -> bytes:
+    def _start(self, empty: answers.AnswerBlock, delta: answers.BlockDelta | None = None) -> bytes:
         """delta: of the events that have the text of the block; None if it is not reported."""
         if delta is not None:
-            event = typed_event(ContentBlockDelta(self._num_shown, delta))
+            event = typed_event(answers.ContentBlockDelta(self._num_shown, delta))
             self._head, _, self._tail = event.rpartition(b'""')
-        return typed_event(ContentBlockStart(self._num_shown, empty))
+        return typed_event(answers.ContentBlockStart(self._num_shown, empty))
 
     def _stop(self) -> bytes:
         self._num_shown += 1
-        return typed_event(ContentBlockStop(self._num_shown - 1))
+        return typed_event(answers.ContentBlockStop(self._num_shown - 1))
 
 
-def _tool_use(block: Block, input: Raw) -> AnswerToolUse:
+def _tool_use(block: Block, input: Raw) -> answers.AnswerToolUse:
     assert block.call is not None
-    return AnswerToolUse(block.call.id, block.call.name, input)
+    return answers.AnswerToolUse(block.call.id, block.call.name, input)
 
 
 def _input(arguments: str) -> Raw:
@@ -200,7 +182,7 @@ class MessageReply(Reply):
         return encode(self._choice.whole())
 
     def last_events(self) -> bytes:
-        return typed_event(MessageStop())
+        return typed_event(answers.MessageStop())
 
     def failure_events(self, error: Exception) -> bytes:
         return typed_event(messages_error_body(error, self._request_id))

@@ -6,18 +6,21 @@ and has no effect: their tools, their caches, their way to shorten a conversatio
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import groupby
-from typing import Annotated, Any, Literal, TypeAlias
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.requests.chat_messages import MAX_MESSAGES, Unsupported
+from minisgl.server.requests.constraint_types import NOT_GIVEN
 from minisgl.server.requests.request_types import Ignored, PositiveCount, StopStrings, check_off
 from minisgl.server.requests.tools import MAX_TOOLS
 from minisgl.server.requests.translation import TranslatedFields
 
-NOT_GIVEN: Any = None
 Schema: TypeAlias = dict[str, Raw]  # of JSON
 
 
@@ -88,49 +91,25 @@ class ServerToolUseBlock(Struct, tag_field="type", tag="server_tool_use"):
     """A call of a tool that Anthropic runs itself; so are the results below."""
 
 
-class WebSearchResultBlock(Struct, tag_field="type", tag="web_search_tool_result"):
-    pass
-
-
-class WebFetchResultBlock(Struct, tag_field="type", tag="web_fetch_tool_result"):
-    pass
-
-
-class CodeExecutionResultBlock(Struct, tag_field="type", tag="code_execution_tool_result"):
-    pass
-
-
-class BashResultBlock(Struct, tag_field="type", tag="bash_code_execution_tool_result"):
-    pass
-
-
-class EditorResultBlock(Struct, tag_field="type", tag="text_editor_code_execution_tool_result"):
-    pass
-
-
-class ToolSearchResultBlock(Struct, tag_field="type", tag="tool_search_tool_result"):
-    pass
-
-
-class McpToolUseBlock(Struct, tag_field="type", tag="mcp_tool_use"):
-    pass
-
-
-class McpToolResultBlock(Struct, tag_field="type", tag="mcp_tool_result"):
-    pass
-
-
-ServerBlock: TypeAlias = (
-    ServerToolUseBlock
-    | WebSearchResultBlock
-    | WebFetchResultBlock
-    | CodeExecutionResultBlock
-    | BashResultBlock
-    | EditorResultBlock
-    | ToolSearchResultBlock
-    | McpToolUseBlock
-    | McpToolResultBlock
-)
+# Results of such calls, and calls of other kinds, by the names of their types.
+SERVER_BLOCKS = {
+    "WebSearchResultBlock": "web_search_tool_result",
+    "WebFetchResultBlock": "web_fetch_tool_result",
+    "CodeExecutionResultBlock": "code_execution_tool_result",
+    "BashResultBlock": "bash_code_execution_tool_result",
+    "EditorResultBlock": "text_editor_code_execution_tool_result",
+    "ToolSearchResultBlock": "tool_search_tool_result",
+    "McpToolUseBlock": "mcp_tool_use",
+    "McpToolResultBlock": "mcp_tool_result",
+}
+if TYPE_CHECKING:
+    ServerBlock: TypeAlias = ServerToolUseBlock
+else:
+    kinds = (
+        msgspec.defstruct(name, (), tag_field="type", tag=tag)
+        for name, tag in SERVER_BLOCKS.items()
+    )
+    ServerBlock = reduce(or_, kinds, ServerToolUseBlock)
 ResultPart: TypeAlias = (
     TextBlock | SearchResultBlock | ToolReferenceBlock | ImageBlock | DocumentBlock
 )

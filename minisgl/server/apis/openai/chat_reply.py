@@ -1,4 +1,4 @@
-"""Answers to POST /v1/chat/completions."""
+"""Answers to POST /v1/chat/completions, parsed or not: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -7,76 +7,70 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
+from minisgl.request import OutputDelta
 from minisgl.server.answers.alignment import PlacedToken
-from minisgl.server.answers.content_scores import scored_token
-from minisgl.server.answers.reply import EndReason
-from minisgl.server.apis.openai.answer_types import (
-    AnswerMessage,
-    ChatAnswerChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatEndReason,
-    ChatLogprobs,
-)
+from minisgl.server.answers.content_scores import ContentScores, scored_token
+from minisgl.server.answers.plan import AnswerStyle
+from minisgl.server.answers.reply import AnswerReader, Call, EndReason
+from minisgl.server.apis.openai import answer_types as answers
 from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
-from minisgl.server.http.encoding import event
+from minisgl.server.http.encoding import encode, event
 
-CHUNK = Kind(ChatCompletionChunk, "chat.completion.chunk")
+CHUNK = Kind(answers.ChatCompletionChunk, "chat.completion.chunk")
 
 
-class ChatChoice(ChunkedChoice[ChatLogprobs]):
+class ChatChoice(ChunkedChoice[answers.ChatLogprobs]):
     """A message of the assistant."""
 
     scores_all = False
 
-    def whole(self) -> ChatAnswerChoice:
-        text = self._whole_text()
-        return ChatAnswerChoice(
+    def whole(self) -> answers.ChatAnswerChoice:
+        text = "".join(self._texts)
+        return answers.ChatAnswerChoice(
             index=self.job.index,
-            message=AnswerMessage(role="assistant", content=text, refusal=None),
+            message=answers.AnswerMessage(role="assistant", content=text, refusal=None),
             logprobs=self._whole_logprobs(text),
             finish_reason=self.check_finished(),
-            token_ids=self._whole_token_ids(),
+            token_ids=self._reported(self._token_ids),
         )
 
     def _opening(self) -> bytes:
-        delta = ChatDelta(role="assistant", content="")
+        delta = answers.ChatDelta(role="assistant", content="")
         return event(self._chunk_of(delta, prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
-        self, text: str, logprobs: ChatLogprobs | None = None, token_ids: Sequence[int] = ()
-    ) -> ChatCompletionChunk:
-        return self._chunk_of(ChatDelta(content=text), logprobs, token_ids=token_ids)
+        self, text: str, logprobs: answers.ChatLogprobs | None = None, token_ids: Sequence[int] = ()
+    ) -> answers.ChatCompletionChunk:
+        return self._chunk_of(answers.ChatDelta(content=text), logprobs, token_ids=token_ids)
 
-    def _last_chunk(self, finish_reason: EndReason) -> ChatCompletionChunk:
-        return self._chunk_of(ChatDelta(), finish_reason=finish_reason)
+    def _last_chunk(self, finish_reason: EndReason) -> answers.ChatCompletionChunk:
+        return self._chunk_of(answers.ChatDelta(), finish_reason=finish_reason)
 
     def _chunk_of(
         self,
-        delta: ChatDelta,
-        logprobs: ChatLogprobs | None = None,
-        finish_reason: ChatEndReason | None = None,
+        delta: answers.ChatDelta,
+        logprobs: answers.ChatLogprobs | None = None,
+        finish_reason: answers.ChatEndReason | None = None,
         *,
         token_ids: Sequence[int] = (),
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> ChatCompletionChunk:
-        choice = ChatChunkChoice(
+    ) -> answers.ChatCompletionChunk:
+        choice = answers.ChatChunkChoice(
             index=self.job.index,
             delta=delta,
             logprobs=logprobs,
             finish_reason=finish_reason,
-            token_ids=self._chunk_token_ids(token_ids),
+            token_ids=self._reported(token_ids),
         )
         return self._envelope.around(
             CHUNK, [choice], self._chunk_usage(), prompt_token_ids=prompt_token_ids
         )
 
-    def _show(self, placed: Sequence[PlacedToken]) -> ChatLogprobs:
+    def _show(self, placed: Sequence[PlacedToken]) -> answers.ChatLogprobs:
         as_id = self.job.tokens_as_ids
         content = [scored_token(token, self._tokenizer, as_id=as_id) for token in placed]
-        return ChatLogprobs(content=content, refusal=None)
+        return answers.ChatLogprobs(content=content, refusal=None)
 
 
 class ChatReply(ChunkedReply[ChatChoice]):
@@ -85,7 +79,7 @@ class ChatReply(ChunkedReply[ChatChoice]):
     id_prefix = "chatcmpl"
     prompt_field = "messages"
     choice_type = ChatChoice
-    whole_kind = Kind(ChatCompletion, "chat.completion")
+    whole_kind = Kind(answers.ChatCompletion, "chat.completion")
     chunk_kind = CHUNK
 
     def _whole_members(self) -> dict[str, Any]:
@@ -94,3 +88,153 @@ class ChatReply(ChunkedReply[ChatChoice]):
             "prompt_token_ids": first.prompt_token_ids,
             "prompt_logprobs": first.prompt_logprobs,
         }
+
+
+class ParsedChoice(ChatChoice):
+    """A message of the assistant that may have reasoning and calls."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert self.job.style is not None
+        self._style: AnswerStyle = self.job.style
+        self._reader = AnswerReader(self._style)
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._placed: list[PlacedToken] = []  # tokens of the content that are not yet reported
+        self._scores: ContentScores | None = None
+        if self._scored and self._tokenizer is not None:
+            self._scores = ContentScores(self.job, self._tokenizer)
+        # The frequent events are encoded once, and cut where their text is.
+        self._reasoning_head = self._reasoning_tail = b""
+        if len(self._style.reasoning_fields) == 1:
+            empty = self._chunk_of(self._thought(""))
+            self._reasoning_head, _, self._reasoning_tail = event(empty).rpartition(b'""')
+
+    def events(self, delta: OutputDelta) -> bytes:
+        parts = [] if self._started else [self._opening()]
+        token_ids: Sequence[int] = delta.token_ids if self.job.return_token_ids else ()
+        for found in self._parse(delta):
+            parts.append(self._event_of(found, token_ids))
+            if parts[-1]:
+                token_ids = ()
+        if token_ids or (self._placed and self._finish_reason is not None):
+            rest = self._chunk_of(answers.ChatDelta(), self._shown(), token_ids=token_ids)
+            parts.append(event(rest))
+        if self._finish_reason is not None:
+            last = self._chunk_of(answers.ChatDelta(), finish_reason=self._end_reason())
+            parts.append(event(last))
+        return b"".join(parts)
+
+    def keep(self, delta: OutputDelta) -> None:
+        for found in self._parse(delta):
+            match found:
+                case ContentText(text):
+                    self._content.append(text)
+                case ReasoningText(text):
+                    self._reasoning.append(text)
+        self._token_ids += delta.token_ids
+        self._prompt_logprobs += delta.prompt_logprobs
+
+    def whole(self) -> answers.ChatAnswerChoice:
+        content = "".join(self._content)
+        message = answers.AnswerMessage(
+            role="assistant",
+            content=None if self._reader.calls and not content else content,
+            refusal=None,
+            tool_calls=[*map(_whole_call, self._reader.calls)] or UNSET,
+        )
+        for name in self._style.reasoning_fields:
+            setattr(message, name, "".join(self._reasoning) or None)
+        return answers.ChatAnswerChoice(
+            index=self.job.index,
+            message=message,
+            logprobs=self._show(self._placed) if self._scored else None,
+            finish_reason=self._end_reason(),
+            token_ids=self._reported(self._token_ids),
+        )
+
+    @property
+    def num_scored(self) -> int:
+        return len(self._placed) + len(self._prompt_logprobs)
+
+    def _end_reason(self) -> answers.ChatEndReason:
+        """Calls are complete only where the model has ended the answer by itself."""
+        reason = self.check_finished()
+        return "tool_calls" if reason == "stop" and self._reader.calls else reason
+
+    def _parse(self, delta: OutputDelta) -> Sequence[Event]:
+        """The events of `delta`, in order, the first time with those of the echo."""
+        self._take(delta)
+        found = self._reader.read(delta)
+        if self._scores is not None:
+            self._scores.add(delta, token_ended=self._token_ended)
+            for each in delta.events:  # an echo has no tokens
+                self._placed += self._scores.read(each)
+            if self._finish_reason is not None:
+                self._placed += self._scores.finish()
+        return found
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _event_of(self, found: Event, token_ids: Sequence[int]) -> bytes:
+        match found:
+            case ContentText(text):
+                if self._plain:
+                    return self._head + encode(text) + self._tail
+                delta = answers.ChatDelta(content=text)
+                return event(self._chunk_of(delta, self._shown(), token_ids=token_ids))
+            case ReasoningText(text):
+                if not self._style.reasoning_fields:
+                    return b""
+                if self._plain and self._reasoning_head:
+                    return self._reasoning_head + encode(text) + self._reasoning_tail
+                delta = self._thought(text)
+            case CallStart(index):
+                delta = self._start_of(index)
+            case CallArguments(index, text):
+                if self._reader.calls[index].custom:
+                    return b""
+                function = answers.FunctionDelta(arguments=text)
+                call = answers.CallDelta(index=index, function=function)
+                delta = answers.ChatDelta(tool_calls=[call])
+            case CallEnd(index):
+                if not self._reader.calls[index].custom:
+                    return b""
+                input = answers.CustomCallInput(input=self._reader.calls[index].input)
+                delta = answers.ChatDelta(tool_calls=[answers.CallDelta(index=index, custom=input)])
+        return event(self._chunk_of(delta, token_ids=token_ids))
+
+    def _thought(self, text: str) -> answers.ChatDelta:
+        delta = answers.ChatDelta()
+        for name in self._style.reasoning_fields:
+            setattr(delta, name, text)
+        return delta
+
+    def _start_of(self, index: int) -> answers.ChatDelta:
+        call = self._reader.calls[index]
+        if call.custom:
+            custom = answers.CustomCallInput(call.name, "")
+            begun = answers.CallDelta(index=index, id=call.id, type="custom", custom=custom)
+        else:
+            function = answers.FunctionDelta(name=call.name, arguments="")
+            begun = answers.CallDelta(index=index, id=call.id, type="function", function=function)
+        return answers.ChatDelta(tool_calls=[begun])
+
+    # -- logprobs ----------------------------------------------------------------------------------
+
+    def _shown(self) -> Any:
+        """The logprobs of the tokens of content that have become complete."""
+        placed, self._placed = self._placed, []
+        return self._show(placed) if placed else None
+
+
+def _whole_call(call: Call) -> answers.FunctionCall | answers.CustomCall:
+    if call.custom:
+        return answers.CustomCall(id=call.id, custom=answers.CustomCallInput(call.name, call.input))
+    return answers.FunctionCall(id=call.id, function=answers.NamedArguments(call.name, call.text))
+
+
+class ParsedReply(ChatReply):
+    """The answer to a conversation whose choices are parsed."""
+
+    choice_type = ParsedChoice

@@ -137,7 +137,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
     @property
     def prompt_token_ids(self) -> list[int] | UnsetType:
         """The prompt as the answer reports it."""
-        return [*self.job.prompt_token_ids] if self.job.return_token_ids else UNSET
+        return self._reported(self.job.prompt_token_ids)
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | UnsetType:
@@ -148,23 +148,18 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
 
     # -- parts of a whole answer -------------------------------------------------------------------
 
-    def _whole_text(self) -> str:
-        return "".join(self._texts)
-
     def _whole_logprobs(self, text: str) -> LogprobsT | None:
         if not self._scored:
             return None
         return self._show(self._place(text, self._logprobs, self._prompt_logprobs))
-
-    def _whole_token_ids(self) -> list[int] | UnsetType:
-        return self._token_ids if self.job.return_token_ids else UNSET
 
     # -- parts of a chunk --------------------------------------------------------------------------
 
     def _chunk_usage(self) -> Usage | UnsetType | None:
         return usage_of([self]) if self._continuous_usage else self._envelope.no_usage
 
-    def _chunk_token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+    def _reported(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        """Token ids as the answer, or a chunk of it, reports them."""
         return [*token_ids] if self.job.return_token_ids else UNSET
 
     @abstractmethod

@@ -10,33 +10,27 @@ from minisgl.request import TokenLogprobs
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.reply import EndReason
-from minisgl.server.apis.openai.answer_types import (
-    Completion,
-    CompletionAnswerChoice,
-    CompletionChunk,
-    CompletionChunkChoice,
-    CompletionLogprobs,
-)
+from minisgl.server.apis.openai import answer_types as answers
 from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
 from minisgl.server.http.encoding import event
 
-CHUNK = Kind(CompletionChunk, "text_completion")
+CHUNK = Kind(answers.CompletionChunk, "text_completion")
 
 
-class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
+class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
     """The continuation of a prompt."""
 
     scores_all = True
 
-    def whole(self) -> CompletionAnswerChoice:
-        text = self._whole_text()
-        return CompletionAnswerChoice(
+    def whole(self) -> answers.CompletionAnswerChoice:
+        text = "".join(self._texts)
+        return answers.CompletionAnswerChoice(
             index=self.job.index,
             text=text,
             logprobs=self._whole_logprobs(text),
             finish_reason=self.check_finished(),
             prompt_token_ids=self.prompt_token_ids,
-            token_ids=self._whole_token_ids(),
+            token_ids=self._reported(self._token_ids),
             prompt_logprobs=self.prompt_logprobs,
         )
 
@@ -46,35 +40,38 @@ class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
         return event(self._chunk_of("", prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
-        self, text: str, logprobs: CompletionLogprobs | None = None, token_ids: Sequence[int] = ()
-    ) -> CompletionChunk:
+        self,
+        text: str,
+        logprobs: answers.CompletionLogprobs | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> answers.CompletionChunk:
         return self._chunk_of(text, logprobs, token_ids=token_ids)
 
-    def _last_chunk(self, finish_reason: EndReason) -> CompletionChunk:
+    def _last_chunk(self, finish_reason: EndReason) -> answers.CompletionChunk:
         return self._chunk_of("", finish_reason=finish_reason)
 
     def _chunk_of(
         self,
         text: str,
-        logprobs: CompletionLogprobs | None = None,
+        logprobs: answers.CompletionLogprobs | None = None,
         finish_reason: EndReason | None = None,
         *,
         token_ids: Sequence[int] = (),
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> CompletionChunk:
-        choice = CompletionChunkChoice(
+    ) -> answers.CompletionChunk:
+        choice = answers.CompletionChunkChoice(
             index=self.job.index,
             text=text,
             logprobs=logprobs,
             finish_reason=finish_reason,
             prompt_token_ids=prompt_token_ids,
-            token_ids=self._chunk_token_ids(token_ids),
+            token_ids=self._reported(token_ids),
         )
         return self._envelope.around(CHUNK, [choice], self._chunk_usage())
 
-    def _show(self, placed: Sequence[PlacedToken]) -> CompletionLogprobs:
+    def _show(self, placed: Sequence[PlacedToken]) -> answers.CompletionLogprobs:
         first = self.job.prompt_token_ids[0]
-        return CompletionLogprobs(
+        return answers.CompletionLogprobs(
             tokens=[
                 self._name(token.scored.token_id if token.scored else first) for token in placed
             ],
@@ -123,5 +120,5 @@ class CompletionReply(ChunkedReply[CompletionChoice]):
     id_prefix = "cmpl"
     prompt_field = "prompt"
     choice_type = CompletionChoice
-    whole_kind = Kind(Completion, "text_completion")
+    whole_kind = Kind(answers.Completion, "text_completion")
     chunk_kind = CHUNK

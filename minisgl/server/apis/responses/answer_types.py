@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from functools import reduce
+from operator import or_
+from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
@@ -251,22 +253,10 @@ class InputDone(ItemEvent, tag="response.custom_tool_call_input.done"):
     input: str
 
 
-AnyEvent: TypeAlias = (
-    ResponseCreated
-    | ResponseInProgress
-    | ResponseCompleted
-    | ResponseIncomplete
-    | ResponseFailed
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-    | PartDone
-    | OutputTextDelta
-    | OutputTextDone
-    | ReasoningTextDelta
-    | ReasoningTextDone
-    | ArgumentsDelta
-    | ArgumentsDone
-    | InputDelta
-    | InputDone
+AnyEvent: Any = reduce(
+    or_,
+    [
+        *(kind for kind in StreamEvent.__subclasses__() if kind is not ItemEvent),
+        *ItemEvent.__subclasses__(),
+    ],
 )

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from minisgl.errors import InvalidRequestError
+import msgspec
+
+from minisgl.errors import ContextLengthError, InvalidRequestError, TextTooLongError
+from minisgl.server.answers.plan import read_conversation
 from minisgl.server.apis.responses.history import PlacedItem
 from minisgl.server.apis.responses.request_types import (
     SYSTEM_ROLES,
@@ -35,7 +38,9 @@ from minisgl.server.requests.constraint_types import (
     TextFormat,
 )
 from minisgl.server.requests.request_types import NULL, ChatRequest
+from minisgl.server.requests.templating import Reading
 from minisgl.server.requests.translation import GAP, FieldNames, Role, TranslatedChat, Turn, given
+from minisgl.server.served_engine import ServedEngine
 
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -110,8 +115,8 @@ def _turns(
     turns: list[Turn] = []
     if instructions:
         turns.append(Turn("system", "instructions", [instructions]))
-    for placed in items:
-        _add(turns, placed.item, placed.path, tools, images)
+    for item, path in items:
+        _add(turns, item, path, tools, images)
     turns = _with_system_joined(turns, system_anywhere=system_anywhere)
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
@@ -200,3 +205,41 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
         return JsonSchemaFormat(json_schema=named)
     assert format is None or isinstance(format, TextFormat | JsonObjectFormat)
     return format
+
+
+async def shortened(chat: TranslatedChat, engine: ServedEngine, reading: Reading) -> TranslatedChat:
+    """The chat with as much of its end as fits beside its instructions and its answer.
+
+    It begins with a message of the user, so that no result of a tool is without its call. If not
+    even the last one fits, the chat is unchanged, and refused like any other.
+    """
+    if await _fits(chat, engine, reading):
+        return chat
+    num_kept = [turn.role in SYSTEM_ROLES for turn in chat.turns].index(False)
+    users = [place for place, turn in enumerate(chat.turns) if turn.role == "user"]
+    places = [place for place in users if place > num_kept]
+    first_fit, end = 0, len(places)
+    while first_fit < end:  # what follows a beginning that fits, fits as well
+        middle = (first_fit + end) // 2
+        if await _fits(_without(chat, num_kept, places[middle]), engine, reading):
+            end = middle
+        else:
+            first_fit = middle + 1
+    return chat if first_fit == len(places) else _without(chat, num_kept, places[first_fit])
+
+
+def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
+    """The chat without the messages from `start` to before `end`."""
+    turns = [*chat.turns[:start], *chat.turns[end:]]
+    body = msgspec.structs.replace(chat.body, messages=[turn.message() for turn in turns])
+    return replace(chat, body=body, turns=turns)
+
+
+async def _fits(chat: TranslatedChat, engine: ServedEngine, reading: Reading) -> bool:
+    body = chat.body
+    try:
+        found = await read_conversation(engine, body, reading, parallel=body.parallel_tool_calls)
+    except (ContextLengthError, TextTooLongError):
+        return False
+    room = engine.capacity.max_seq_len - len(found.prompt_token_ids)
+    return room >= (body.max_completion_tokens or 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -24,6 +24,8 @@ from minisgl.server.requests.chat_messages import MAX_MESSAGES
 
 PREVIOUS = "previous_response_id"
 
+PlacedItem: TypeAlias = tuple[InputItem, str]  # with the field of the request that it comes from
+
 _decode_item = msgspec.json.Decoder(InputItem).decode
 
 
@@ -41,14 +43,6 @@ class NotStoredError(InvalidRequestError):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedItem:
-    """An item of a conversation, and the field of the request that it comes from."""
-
-    item: InputItem
-    path: str
-
-
 class History:
     """What one request of a client sees of the responses that are kept for this client."""
 
@@ -62,8 +56,8 @@ class History:
         """All items, in order; raises InvalidRequestError."""
         if not self._store.is_on and body.previous_response_id is not None:
             raise InvalidRequestError(PREVIOUS, STATELESS)
-        items = [PlacedItem(item, PREVIOUS) for item in self._before(body.previous_response_id)]
-        items += [PlacedItem(self._resolved(item, f"{path}.id"), path) for item, path in _own(body)]
+        items = [(item, PREVIOUS) for item in self._before(body.previous_response_id)]
+        items += [(self._resolved(item, f"{path}.id"), path) for item, path in _own(body)]
         if len(items) > MAX_MESSAGES:
             raise InvalidRequestError(
                 PREVIOUS, f"makes a conversation of more than {MAX_MESSAGES} items."
@@ -139,7 +133,7 @@ class History:
         return found
 
 
-def _own(body: ResponsesRequest) -> Iterator[tuple[InputItem, str]]:
+def _own(body: ResponsesRequest) -> Iterator[PlacedItem]:
     """The items of the request itself, each with its path."""
     if isinstance(body.input, str):
         yield InputItem(role="user", content=body.input), "input"
@@ -150,5 +144,5 @@ def _own(body: ResponsesRequest) -> Iterator[tuple[InputItem, str]]:
 
 def has_late_system(items: Sequence[PlacedItem]) -> bool:
     """Whether a system message follows others."""
-    given = [placed.item.role in SYSTEM_ROLES for placed in items]
+    given = [item.role in SYSTEM_ROLES for item, _ in items]
     return False in given and True in given[given.index(False) :]

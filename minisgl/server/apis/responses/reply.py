@@ -23,45 +23,7 @@ from minisgl.server.answers.blocks import (
 from minisgl.server.answers.content_scores import ScoredToken, scored_token
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
-from minisgl.server.apis.responses.answer_types import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    CustomCallItem,
-    CustomToolEcho,
-    FunctionCallItem,
-    FunctionToolEcho,
-    IncompleteDetails,
-    InputDelta,
-    InputDone,
-    ItemAdded,
-    ItemDone,
-    ItemStatus,
-    MessageItem,
-    NamespaceEcho,
-    OutputItem,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
-    PartAdded,
-    PartDone,
-    ReasoningEcho,
-    ReasoningItem,
-    ReasoningText,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseFailed,
-    ResponseFailure,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseInputDetails,
-    ResponseOutputDetails,
-    ResponseUsage,
-    StreamEvent,
-    TextEcho,
-)
+from minisgl.server.apis.responses import answer_types as answers
 from minisgl.server.apis.responses.ids import item_id
 from minisgl.server.apis.responses.request_types import (
     NAMESPACE,
@@ -74,6 +36,13 @@ from minisgl.server.http.error_bodies import MAX_ERROR_CHARS
 from minisgl.server.requests.constraint_types import TextFormat
 from minisgl.server.served_engine import ServedTokenizer
 
+# The events that go on with items, made of an id, an index and a text.
+DELTAS: Mapping[type, Callable[[str, int, str], answers.StreamEvent]] = {
+    answers.MessageItem: answers.OutputTextDelta,
+    answers.ReasoningItem: answers.ReasoningTextDelta,
+    answers.FunctionCallItem: answers.ArgumentsDelta,
+    answers.CustomCallItem: answers.InputDelta,
+}
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -86,7 +55,7 @@ class _DeltaEvent:
     tail: bytes
 
     @classmethod
-    def of(cls, empty: StreamEvent) -> _DeltaEvent:
+    def of(cls, empty: answers.StreamEvent) -> _DeltaEvent:
         """`empty` has no text, and the number 0."""
         head, _, rest = typed_event(empty).partition(b'""')
         middle, _, tail = rest.rpartition(b"0")
@@ -114,26 +83,26 @@ class ResponseChoice(BlockChoice):
         self._num_events = 0
         self._delta: _DeltaEvent | None = None  # of the open item
 
-    def numbered(self, event: StreamEvent) -> bytes:
+    def numbered(self, event: answers.StreamEvent) -> bytes:
         """The next event of the stream."""
         event.sequence_number = self._num_events
         self._num_events += 1
         return typed_event(event)
 
     @property
-    def items(self) -> list[OutputItem]:
+    def items(self) -> list[answers.OutputItem]:
         """The items of the answer, as far as it has come."""
         return [self._item(block, block.text, self._status(block)) for block in self.blocks]
 
     @property
-    def usage(self) -> ResponseUsage:
+    def usage(self) -> answers.ResponseUsage:
         last = self.last
         num_input, num_output = len(self.job.prompt_token_ids), last.num_output_tokens
-        return ResponseUsage(
+        return answers.ResponseUsage(
             input_tokens=num_input,
-            input_tokens_details=ResponseInputDetails(last.num_cached_tokens, 0),
+            input_tokens_details=answers.ResponseInputDetails(last.num_cached_tokens, 0),
             output_tokens=num_output,
-            output_tokens_details=ResponseOutputDetails(last.num_reasoning_tokens),
+            output_tokens_details=answers.ResponseOutputDetails(last.num_reasoning_tokens),
             total_tokens=num_input + num_output,
         )
 
@@ -147,64 +116,61 @@ class ResponseChoice(BlockChoice):
             case BlockText(block, text, []):
                 return self._more(block, text)
             case BlockText(block, text, scored):
-                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
+                delta = answers.OutputTextDelta(
+                    self._id(block), block.index, text, self._shown(scored)
+                )
                 return self.numbered(delta)
             case BlockStart(block):
                 return b"".join(map(self.numbered, self._first_of(block)))
             case BlockEnd(block):
                 return b"".join(map(self.numbered, self._last_of(block)))
 
-    def _first_of(self, block: Block) -> Iterator[StreamEvent]:
+    def _first_of(self, block: Block) -> Iterator[answers.StreamEvent]:
         """The events before the first delta of an item."""
         id, index = self._id(block), block.index
         item = self._item(block, "", "in_progress")
-        empty: StreamEvent
         match item:
-            case MessageItem(content=[part]) | ReasoningItem(content=[part]):
+            case answers.MessageItem(content=[part]) | answers.ReasoningItem(content=[part]):
                 item.content = []
-                yield ItemAdded(index, item)
-                yield PartAdded(id, index, part)
-                kind = OutputTextDelta if isinstance(item, MessageItem) else ReasoningTextDelta
-                empty = kind(id, index, "")
+                yield answers.ItemAdded(index, item)
+                yield answers.PartAdded(id, index, part)
             case _:
-                yield ItemAdded(index, item)
-                kind_of_call = InputDelta if isinstance(item, CustomCallItem) else ArgumentsDelta
-                empty = kind_of_call(id, index, "")
-        self._delta = _DeltaEvent.of(empty)
+                yield answers.ItemAdded(index, item)
+        self._delta = _DeltaEvent.of(DELTAS[type(item)](id, index, ""))
 
-    def _last_of(self, block: Block) -> Iterator[StreamEvent]:
+    def _last_of(self, block: Block) -> Iterator[answers.StreamEvent]:
         """The events after the last delta of an item."""
         id, index = self._id(block), block.index
         item = self._item(block, block.text, self._status(block))
         match item:
-            case MessageItem(content=[text]):
-                yield OutputTextDone(id, index, text.text, text.logprobs)
-                yield PartDone(id, index, text)
-            case ReasoningItem(content=[thought]):
-                yield ReasoningTextDone(id, index, thought.text)
-                yield PartDone(id, index, thought)
-            case FunctionCallItem(name=name, arguments=arguments):
-                yield ArgumentsDone(id, index, name, arguments)
-            case CustomCallItem(input=input):
-                yield InputDone(id, index, input)
-        yield ItemDone(index, item)
+            case answers.MessageItem(content=[text]):
+                yield answers.OutputTextDone(id, index, text.text, text.logprobs)
+                yield answers.PartDone(id, index, text)
+            case answers.ReasoningItem(content=[thought]):
+                yield answers.ReasoningTextDone(id, index, thought.text)
+                yield answers.PartDone(id, index, thought)
+            case answers.FunctionCallItem(name=name, arguments=arguments):
+                yield answers.ArgumentsDone(id, index, name, arguments)
+            case answers.CustomCallItem(input=input):
+                yield answers.InputDone(id, index, input)
+        yield answers.ItemDone(index, item)
 
-    def _item(self, block: Block, text: str, status: ItemStatus) -> OutputItem:
+    def _item(self, block: Block, text: str, status: answers.ItemStatus) -> answers.OutputItem:
         id, call = self._id(block), block.call
         if call is not None:
-            kind = CustomCallItem if call.custom else FunctionCallItem
+            kind = answers.CustomCallItem if call.custom else answers.FunctionCallItem
             namespace, name = self._spaced.get(call.name, (UNSET, call.name))
             return kind(id, call.id, name, text, status, namespace)
         if block.kind == "reasoning":
-            return ReasoningItem(id, [], [ReasoningText(text)], status)
-        part = OutputText(text, [], self._shown(block.scored))
-        return MessageItem(id, "assistant", status, [part])
+            return answers.ReasoningItem(id, [], [answers.ReasoningText(text)], status)
+        part = answers.OutputText(text, [], self._shown(block.scored))
+        return answers.MessageItem(id, "assistant", status, [part])
 
     def _id(self, block: Block) -> str:
         prefix = "ctc" if block.call and block.call.custom else ID_PREFIXES[block.kind]
         return item_id(prefix, self._response_id, block.index)
 
-    def _status(self, block: Block) -> ItemStatus:
+    def _status(self, block: Block) -> answers.ItemStatus:
         if block is self._open:
             return "in_progress"
         return "incomplete" if block.cut else "completed"
@@ -229,7 +195,7 @@ class ResponsesReply(Reply):
         spaced: Mapping[str, tuple[str, str]],
         id: str,
         response_id: str,
-        keep: Callable[[Response], None] | None,
+        keep: Callable[[answers.Response], None] | None,
     ) -> None:
         """`id` must differ from that of every other reply. It may be logged; response_id, which
         the client gets, may not. spaced: see ResponseChoice. keep: stores the answer."""
@@ -240,12 +206,14 @@ class ResponsesReply(Reply):
         self._begun = _begun(response_id, job, body, model, is_stored=keep is not None)
 
     def first_events(self) -> bytes:
-        created = self._choice.numbered(ResponseCreated(self._begun))
-        return created + self._choice.numbered(ResponseInProgress(self._begun))
+        created = self._choice.numbered(answers.ResponseCreated(self._begun))
+        return created + self._choice.numbered(answers.ResponseInProgress(self._begun))
 
     def last_events(self) -> bytes:
         response = self._ended()
-        kind = ResponseIncomplete if response.incomplete_details else ResponseCompleted
+        kind = (
+            answers.ResponseIncomplete if response.incomplete_details else answers.ResponseCompleted
+        )
         return self._choice.numbered(kind(response))
 
     def failure_events(self, error: Exception) -> bytes:
@@ -253,16 +221,16 @@ class ResponsesReply(Reply):
         response = replace(
             self._begun,
             status="failed",
-            error=ResponseFailure("server_error", message),
+            error=answers.ResponseFailure("server_error", message),
             output=self._choice.items,
             usage=self._choice.usage,
         )
-        return self._choice.numbered(ResponseFailed(response))
+        return self._choice.numbered(answers.ResponseFailed(response))
 
     def whole(self) -> bytes:
         return encode(self._ended())
 
-    def _ended(self) -> Response:
+    def _ended(self) -> answers.Response:
         """The whole response; it is stored before the client can know that it has ended."""
         choice = self._choice
         cut = choice.check_finished() == "length"
@@ -270,7 +238,7 @@ class ResponsesReply(Reply):
             self._begun,
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
-            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            incomplete_details=answers.IncompleteDetails("max_output_tokens") if cut else None,
             output=choice.items,
             usage=choice.usage,
         )
@@ -281,11 +249,11 @@ class ResponsesReply(Reply):
 
 def _begun(
     id: str, job: GenerationJob, body: ResponsesRequest, model: str, *, is_stored: bool
-) -> Response:
+) -> answers.Response:
     """The response before its answer."""
     format = body.text.format if body.text else None
     tools = [] if body.tool_choice == "none" else body.tools or []  # that the model sees
-    return Response(
+    return answers.Response(
         id=id,
         object="response",
         created_at=int(time.time()),
@@ -299,9 +267,9 @@ def _begun(
         previous_response_id=body.previous_response_id,
         store=is_stored,
         truncation=body.truncation or "disabled",
-        reasoning=ReasoningEcho(body.reasoning.effort if body.reasoning else None, None),
+        reasoning=answers.ReasoningEcho(body.reasoning.effort if body.reasoning else None, None),
         temperature=job.params.temperature,
-        text=TextEcho(format or TextFormat()),
+        text=answers.TextEcho(format or TextFormat()),
         tool_choice=body.tool_choice or "auto",
         tools=[echo for tool in tools if (echo := _echo(tool)) is not None],
         top_logprobs=body.top_logprobs or 0,
@@ -309,19 +277,21 @@ def _begun(
     )
 
 
-def _echo(tool: ResponseTool) -> FunctionToolEcho | CustomToolEcho | NamespaceEcho | None:
+def _echo(
+    tool: ResponseTool,
+) -> answers.FunctionToolEcho | answers.CustomToolEcho | answers.NamespaceEcho | None:
     """A tool as the response shows it; None for one that is left out."""
     if tool.type != NAMESPACE:
         return _echo_of_one(tool)
     inner = [echo for each in tool.tools or () if (echo := _echo_of_one(each)) is not None]
-    return NamespaceEcho(cast(str, tool.name), tool.description or "", inner)
+    return answers.NamespaceEcho(cast(str, tool.name), tool.description or "", inner)
 
 
-def _echo_of_one(tool: FlatTool) -> FunctionToolEcho | CustomToolEcho | None:
+def _echo_of_one(tool: FlatTool) -> answers.FunctionToolEcho | answers.CustomToolEcho | None:
     name, description = cast(str, tool.name), tool.description or UNSET
     if tool.type == "function":
         parameters: Raw | None = tool.parameters
-        return FunctionToolEcho(name, parameters, tool.strict, description)
+        return answers.FunctionToolEcho(name, parameters, tool.strict, description)
     if tool.type == "custom":
-        return CustomToolEcho(name, description, tool.format or UNSET)
+        return answers.CustomToolEcho(name, description, tool.format or UNSET)
     return None

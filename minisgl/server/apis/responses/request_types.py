@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.requests.chat_messages import MAX_MESSAGES, Effort, TemplateOptions, Unsupported
 from minisgl.server.requests.constraint_types import (
+    NOT_GIVEN,
     JsonObjectFormat,
     Parameters,
     Schema,
@@ -25,7 +26,6 @@ from minisgl.server.requests.request_types import (
 from minisgl.server.requests.tools import MAX_TOOLS, TextInput
 from minisgl.server.requests.translation import TranslatedFields
 
-NOT_GIVEN: Any = None
 # As OpenAI limits it.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],

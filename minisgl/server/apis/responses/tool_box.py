@@ -18,22 +18,7 @@ from minisgl.server.apis.responses.request_types import (
     ResponseTool,
     ResponseToolChoice,
 )
-from minisgl.server.requests.tools import (
-    MAX_TOOLS,
-    Allowance,
-    AllowedTools,
-    CustomSpec,
-    CustomTool,
-    FunctionSpec,
-    FunctionTool,
-    GrammarInput,
-    InputGrammar,
-    NamedCustom,
-    NamedFunction,
-    OfferedTool,
-    ToolChoice,
-    ToolName,
-)
+from minisgl.server.requests import tools as chat
 from minisgl.server.requests.translation import GAP, given
 
 BETWEEN = "__"  # a namespace and the name of a tool in it, as the model sees them
@@ -58,16 +43,18 @@ class PlacedTool:
         texts = [text for text in (self.introduction, self.tool.description) if text is not None]
         return GAP.join(texts) if texts else None
 
-    def offered(self) -> OfferedTool:
+    def offered(self) -> chat.OfferedTool:
         """The tool as one of a chat; raises InvalidRequestError."""
         tool, name, description = self.tool, self.flat_name, self.description
         if tool.type == "function":
-            return FunctionTool(FunctionSpec(name, description, tool.parameters, tool.strict))
+            return chat.FunctionTool(
+                chat.FunctionSpec(name, description, tool.parameters, tool.strict)
+            )
         format = tool.format
         if isinstance(format, FlatGrammar):
-            grammar = GrammarInput(InputGrammar(format.syntax, format.definition))
-            return CustomTool(CustomSpec(name, description, grammar))
-        return CustomTool(CustomSpec(name, description, format))
+            grammar = chat.GrammarInput(chat.InputGrammar(format.syntax, format.definition))
+            return chat.CustomTool(chat.CustomSpec(name, description, grammar))
+        return chat.CustomTool(chat.CustomSpec(name, description, format))
 
 
 class ToolBox:
@@ -76,8 +63,8 @@ class ToolBox:
     def __init__(self, given: Sequence[ResponseTool]) -> None:
         """Raises InvalidRequestError."""
         self.tools = [*_placed(given)]
-        if len(self.tools) > MAX_TOOLS:
-            raise InvalidRequestError("tools", f"must have at most {MAX_TOOLS} tools in all.")
+        if len(self.tools) > chat.MAX_TOOLS:
+            raise InvalidRequestError("tools", f"must have at most {chat.MAX_TOOLS} tools in all.")
         self.left_out = frozenset(_types(given)) - CALLABLE - {NAMESPACE}
         # Of the tools in namespaces, what the client calls them.
         self.spaced: Mapping[str, tuple[str, str]] = {
@@ -104,16 +91,18 @@ class ToolBox:
         found = [flat for flat, (_, bare) in self.spaced.items() if bare == name]
         return found[0] if len(found) == 1 else name
 
-    def choice(self, choice: ResponseToolChoice | None) -> tuple[ToolChoice | None, dict[str, str]]:
+    def choice(
+        self, choice: ResponseToolChoice | None
+    ) -> tuple[chat.ToolChoice | None, dict[str, str]]:
         """The choice as one of a chat; with the fields of the tools that it allows, by the chat's.
 
         Raises InvalidRequestError.
         """
         match choice:
             case FunctionChoice(name, namespace):
-                return NamedFunction(ToolName(self.flat_name(name, namespace))), {}
+                return chat.NamedFunction(chat.ToolName(self.flat_name(name, namespace))), {}
             case CustomChoice(name, namespace):
-                return NamedCustom(ToolName(self.flat_name(name, namespace))), {}
+                return chat.NamedCustom(chat.ToolName(self.flat_name(name, namespace))), {}
             case AllowedChoice(mode, tools):
                 named = [
                     (each, f"tool_choice.tools.{place}")
@@ -127,11 +116,13 @@ class ToolBox:
                 fields: dict[str, str] = {}
                 for place, (_, path) in enumerate(named):
                     fields |= _kinds(f"tool_choice.allowed_tools.tools.{place}", path)
-                return AllowedTools(Allowance(mode, [tool for tool, _ in named])), fields
+                return chat.AllowedTools(chat.Allowance(mode, [tool for tool, _ in named])), fields
             case _:
                 return choice, {}
 
-    def _allowed(self, tool: AllowedTool, path: str) -> Iterator[NamedFunction | NamedCustom]:
+    def _allowed(
+        self, tool: AllowedTool, path: str
+    ) -> Iterator[chat.NamedFunction | chat.NamedCustom]:
         """The tools that an entry allows: one, all of a namespace, or none of another type."""
         if tool.type == NAMESPACE:
             for placed in self.tools:
@@ -168,6 +159,6 @@ def _kinds(field: str, path: str) -> dict[str, str]:
     return {f"{field}.{kind}": path for kind in CALLABLE}
 
 
-def _named(type: str, flat_name: str) -> NamedFunction | NamedCustom:
-    name = ToolName(flat_name)
-    return NamedFunction(name) if type == "function" else NamedCustom(name)
+def _named(type: str, flat_name: str) -> chat.NamedFunction | chat.NamedCustom:
+    name = chat.ToolName(flat_name)
+    return chat.NamedFunction(name) if type == "function" else chat.NamedCustom(name)

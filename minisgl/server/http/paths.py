@@ -1,0 +1,62 @@
+"""Paths of requests: the prefix of a proxy, a slash at the end, and those of the Messages API."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minisgl.errors import foreseen
+
+# Without a key: for probes, and for the pages, which ask for a key themselves.
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
+PAGES = frozenset(("/", "/docs/"))  # whose links are relative: browsers are redirected
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+OVERLOADED = 529  # Anthropic's status where others have 503
+
+
+class RootPath:
+    """Middleware that puts every path below `prefix`, as ASGI specifies for root_path."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix, path = self._prefix, scope["path"]
+        if path != prefix and not path.startswith(prefix + "/"):
+            path = prefix + path
+        await self._app({**scope, "root_path": prefix, "path": path}, receive, send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix, as the routes declare it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
+class TrailingSlash:
+    """Middleware that removes the slash, except from paths of pages.
+
+    A redirect would not do: probes do not follow it, and a proxy may have another address.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_slash = scope["type"] == "http" and scope["path"].endswith("/")
+        if has_slash and route_path(scope) not in PAGES:
+            scope = {**scope, "path": scope["path"].removesuffix("/")}
+        await self._app(scope, receive, send)
+
+
+def is_of_messages(scope: Scope) -> bool:
+    """Whether a request is to the Messages API, or to a path below it that does not exist."""
+    path = route_path(scope)
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def status_of(scope: Scope, error: Exception) -> int:
+    """The HTTP status that the client gets for `error`."""
+    status = foreseen(error).http_status
+    return OVERLOADED if status == 503 and is_of_messages(scope) else status
