@@ -14,8 +14,8 @@ from minisgl.text.thinking import split_whole
 
 from . import answer_rules, conversation_file, parameters
 from .conversation import Conversation
-from .conversation_stats import ConversationStats
 from .model import TEXT, AnswerRules, ChatModel
+from .reply_record import ReplyRecord, stats_rows
 from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
 from .ui.base import ChatUI
 
@@ -33,7 +33,7 @@ class Session:
     conversation: Conversation
     sampling: dict[str, Any] = field(default_factory=dict)  # set by the user
     rules: AnswerRules = TEXT
-    stats: ConversationStats = field(default_factory=ConversationStats)  # of this conversation
+    answers: list[ReplyRecord] = field(default_factory=list)  # all of this conversation, for /stats
     num_failed: int = 0  # questions without a complete answer, and refused commands
 
     def refuse(self, reason: str) -> None:
@@ -56,8 +56,8 @@ class CommandError(CallerError):
 @dataclass(frozen=True, slots=True)
 class Command:
     does: str
-    # Gets the session and the text after the name. Raises MinisglError.
-    run: Callable[[Session, str], NextAction | Awaitable[NextAction]]
+    # Gets the session and the text after the name. Returns None to read on. Raises MinisglError.
+    run: Callable[[Session, str], NextAction | Awaitable[NextAction | None] | None]
     takes: str = ""  # the name of its argument; "": it takes none
 
 
@@ -74,7 +74,7 @@ async def run_command(session: Session, name: str, rest: str) -> NextAction:
         if rest and not command.takes:
             raise CommandError(f"{name} takes no argument.")
         then = command.run(session, rest)
-        return await then if isawaitable(then) else then
+        return (await then if isawaitable(then) else then) or NextAction.READ
     except MinisglError as error:
         session.refuse(str(error))
         return NextAction.READ
@@ -89,35 +89,32 @@ def _retry(session: Session, rest: str) -> NextAction:
     return NextAction.ANSWER
 
 
-def _undo(session: Session, rest: str) -> NextAction:
+def _undo(session: Session, rest: str) -> None:
     turn = session.conversation.undo()
     if turn is None:
         raise CommandError("There is no question to take back.")
     left = count(len(session.conversation.turns), "turn")
     session.ui.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
-    return NextAction.READ
 
 
-def _reset(session: Session, rest: str) -> NextAction:
+def _reset(session: Session, rest: str) -> None:
     session.conversation.reset()
-    session.stats = ConversationStats()
+    session.answers = []
     session.ui.note("A new conversation.")
-    return NextAction.READ
 
 
-def _save(session: Session, rest: str) -> NextAction:
+def _save(session: Session, rest: str) -> None:
     path = _path("/save", rest)
     conversation_file.write(path, session.conversation, session.sampling, session.model.name)
     more = "" if session.conversation.question is None else " and a question without an answer"
     session.ui.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
-    return NextAction.READ
 
 
-def _load(session: Session, rest: str) -> NextAction:
+def _load(session: Session, rest: str) -> None:
     file = conversation_file.read(_path("/load", rest))
     system = session.conversation.system if file.system is None else file.system
     session.conversation = Conversation(system, file.turns, file.question, file.steps)
-    session.stats = ConversationStats()
+    session.answers = []
     if file.sampling is not None:
         _replace_sampling(session, file.sampling)
     model = session.model.name
@@ -130,7 +127,6 @@ def _load(session: Session, rest: str) -> NextAction:
         session.ui.note(f"> {_end(file.question)}")
         if not session.conversation.open_calls:
             session.ui.note("Not answered yet: /retry asks it.")
-    return NextAction.READ
 
 
 def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
@@ -157,17 +153,16 @@ def _path(name: str, rest: str) -> str:
 # -- how it is answered ---------------------------------------------------------------------------
 
 
-def _system(session: Session, rest: str) -> NextAction:
+def _system(session: Session, rest: str) -> None:
     if rest:
         session.conversation.system = unquoted_argument(rest)
         now = "set" if session.conversation.system else "cleared"
         session.ui.note(f"The system prompt is {now}; the conversation stays.")
     else:
         session.ui.say(session.conversation.system or "There is no system prompt.")
-    return NextAction.READ
 
 
-def _set(session: Session, rest: str) -> NextAction:
+def _set(session: Session, rest: str) -> None:
     said = re.fullmatch(r"([^\s=]+)(?:\s*=\s*|\s+)(.+)", rest, re.DOTALL)
     if said is None:
         raise CommandError("/set takes a name and a value, such as /set temperature 0.5.")
@@ -183,7 +178,6 @@ def _set(session: Session, rest: str) -> NextAction:
     remark = "; minisgl does not know it and sends it as it is" if unknown else ""
     hint = did_you_mean(name, parameters.NAMES) if unknown else ""
     session.ui.note(f"{name} is {now}{remark}. {hint}".rstrip())
-    return NextAction.READ
 
 
 def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
@@ -196,13 +190,12 @@ def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def _params(session: Session, rest: str) -> NextAction:
+def _params(session: Session, rest: str) -> None:
     for line in parameters.listed(session.sampling, session.model.sampling_defaults):
         session.ui.say(line)
-    return NextAction.READ
 
 
-async def _json(session: Session, rest: str) -> NextAction:
+async def _json(session: Session, rest: str) -> None:
     if not rest:
         state = "are text" if session.rules.schema is None else "follow a schema"
         session.ui.say(f"Answers {state}; /json takes a file, a JSON schema, or off.")
@@ -214,10 +207,9 @@ async def _json(session: Session, rest: str) -> NextAction:
             raise CommandError("Answers cannot follow a schema while tools are offered: /tools off")
         await _follow(session, AnswerRules(schema=answer_rules.read_schema(rest)))
         session.ui.note("Answers follow the schema; /json off ends it.")
-    return NextAction.READ
 
 
-async def _tools(session: Session, rest: str) -> NextAction:
+async def _tools(session: Session, rest: str) -> None:
     if not rest:
         names = ", ".join(map(answer_rules.name_of, session.rules.tools)) or "none"
         session.ui.say(f"Tools: {names}; /tools takes a file, or off.")
@@ -231,7 +223,6 @@ async def _tools(session: Session, rest: str) -> NextAction:
         await _follow(session, AnswerRules(tools=tools))
         names = ", ".join(map(answer_rules.name_of, tools))
         session.ui.note(f"Offered: {names}. When one is called, you type its result.")
-    return NextAction.READ
 
 
 async def _follow(session: Session, rules: AnswerRules) -> None:
@@ -242,25 +233,23 @@ async def _follow(session: Session, rules: AnswerRules) -> None:
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def _stats(session: Session, rest: str) -> NextAction:
+def _stats(session: Session, rest: str) -> None:
     turns, limit = session.conversation.turns, session.model.max_seq_len
     rows = [("turns", f"{len(turns):,}")]
     if turns and (used := turns[-1].num_tokens) is not None:
         of_limit = f"{used:,} of {count(limit, 'token')} ({used / limit:.0%})" if limit else ""
         rows.append(("context", of_limit or count(used, "token")))
-    for line in aligned([*rows, *session.stats.rows(), *session.model.status()]):
+    for line in aligned([*rows, *stats_rows(session.answers), *session.model.status()]):
         session.ui.say(line)
-    return NextAction.READ
 
 
-def _help(session: Session, rest: str) -> NextAction:
+def _help(session: Session, rest: str) -> None:
     rows: list[tuple[str, ...]] = []
     for group in GROUPS:
         rows += [(f"{name} {row.takes}".rstrip(), row.does) for name, row in group.items()]
         rows.append(())
     for line in aligned([*rows, *session.ui.keys.items()]):
         session.ui.say(line)
-    return NextAction.READ
 
 
 def _exit(session: Session, rest: str) -> NextAction:

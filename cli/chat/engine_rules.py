@@ -70,21 +70,18 @@ def call_pieces(events: Iterable[Event]) -> list[CallPiece]:
 
 def fitted(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
     """The messages with calls and results as the chat template takes them."""
-    return [_fitted(message, facts) for message in messages]
+    changed = [dict(message) for message in messages]
+    for message in changed:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = facts.fitted_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            message["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
+    return changed
 
 
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     assert engine.tokenizer is not None  # or there would be no chat
     return engine.tokenizer
-
-
-def _fitted(message: Message, facts: TemplateFacts) -> Message:
-    changed = dict(message)
-    if "tool_call_id" in message:
-        changed["tool_call_id"] = facts.fitted_id(message["tool_call_id"])
-    if "tool_calls" in message:
-        changed["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
-    return changed
 
 
 def _fitted_call(call: Mapping[str, Any], facts: TemplateFacts) -> dict[str, Any]:

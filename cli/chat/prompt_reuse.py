@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
+from .text_format import num_common
+
 
 def keep_seen(
     seen: Sequence[int], templated: Sequence[int], token_bytes: Callable[[int], bytes]
@@ -21,13 +23,6 @@ def keep_seen(
     both = ours.num_tokens.keys() & theirs.num_tokens.keys()
     length = max(length for length in both if length <= agreed)
     return [*seen[: ours.num_tokens[length]], *templated[theirs.num_tokens[length] :]]
-
-
-def num_common(left: str, right: str) -> int:
-    """Length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    shorter = min(len(left), len(right))
-    return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
 class Reading:

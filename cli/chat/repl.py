@@ -78,7 +78,7 @@ class Repl:
             raise error  # the terminal or pipe is gone, or this is a bug
         session = self._session
         if answer.has_come:
-            session.stats.add(answer)
+            session.answers.append(answer)
             self._ui.note(answer.summary())
         has_come = answer.has_come and not answer.is_cut_call
         if has_come and answer.calls:

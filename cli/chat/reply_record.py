@@ -1,8 +1,9 @@
-"""The record of one answer while it arrives."""
+"""The record of one answer while it arrives, and statistics over several."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.request import FinishReason
@@ -164,3 +165,28 @@ class ReplyRecord:
         elif self.finish_reason is FinishReason.LENGTH:
             parts.append("cut at the limit")
         return " · ".join(parts)
+
+
+def stats_rows(answers: Sequence[ReplyRecord]) -> list[tuple[str, str]]:
+    """Names and values of the statistics that are known."""
+    rows = []
+    counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
+    if sum(counts):
+        tokens = count(sum(counts), "token")
+        rows.append(("generated", f"{tokens} in {count(len(counts), 'answer')}"))
+    ttfts_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
+    if ttfts_s:
+        rows.append(("mean TTFT", f"{1000 * sum(ttfts_s) / len(ttfts_s):.0f} ms"))
+    later = [answer.later for answer in answers if answer.later is not None]
+    if later_s := sum(seconds for _, seconds in later):
+        rows.append(("mean speed", f"{sum(number for number, _ in later) / later_s:.1f} tok/s"))
+    prompts = [
+        (answer.num_prompt_tokens, answer.num_cached_tokens)
+        for answer in answers
+        if answer.num_prompt_tokens is not None and answer.num_cached_tokens is not None
+    ]
+    if num_tokens := sum(number for number, _ in prompts):
+        num_cached = sum(number for _, number in prompts)
+        tokens = f"{num_cached:,} of {count(num_tokens, 'token')}"
+        rows.append(("prompts cached", f"{tokens} ({num_cached / num_tokens:.0%})"))
+    return rows

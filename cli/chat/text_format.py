@@ -47,6 +47,13 @@ def shortened(text: str, num_chars: int) -> str:
     return line if len(line) <= num_chars else f"{line[: num_chars - 1]}…"
 
 
+def num_common(left: Sequence[object], right: Sequence[object]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    shorter = min(len(left), len(right))
+    return next((index for index, (one, other) in pairs if one != other), shorter)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Formats rows as lines with aligned columns. An empty row gives an empty line."""
     columns = max(map(len, rows), default=0)

@@ -16,8 +16,7 @@ from minisgl.bench.online.load_config import Point
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.point_result import PointResult
-from minisgl.bench.report.tables import energy_cells, print_spreads
+from minisgl.bench.report.tables import PointResult, energy_cells, print_spreads
 from minisgl.bench.roofline import DecodeStep
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload

@@ -14,20 +14,15 @@ from rich.console import Console
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import (
-    Figures,
-    Limit,
-    spreads,
-)
+from minisgl.bench.figures import Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
-from minisgl.bench.report.tables import print_figures, print_spreads
+from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths

@@ -59,16 +59,9 @@ class RunRecord:
         return max(request.last_token_s for request in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Arrival of a request's first and last token, by time.perf_counter."""
-
-    first: float
-    last: float
-
-
-# Waits for the end of a request, in one way or another.
-Consumer = Callable[[OutputStream], Awaitable[Arrivals]]
+# Waits for the end of a request, in one way or another. Returns when its first and its last token
+# arrived, by time.perf_counter.
+Consumer = Callable[[OutputStream], Awaitable[tuple[float, float]]]
 
 
 async def run_offline(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
@@ -119,8 +112,8 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
         [
             RequestRecord(
                 submitted_s=at - started,
-                first_token_s=arrived.first - started,
-                last_token_s=arrived.last - started,
+                first_token_s=first - started,
+                last_token_s=last - started,
                 num_prompt_tokens=stream.request.num_prompt_tokens,
                 num_cached_tokens=stream.request.num_cached_tokens,
                 num_host_tokens=stream.request.num_host_tokens,
@@ -128,7 +121,7 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
                 num_output_tokens=stream.request.num_output_tokens,
                 structured=stream.request.params.structured is not None,
             )
-            for stream, at, arrived in zip(streams, submitted, arrivals, strict=True)
+            for stream, at, (first, last) in zip(streams, submitted, arrivals, strict=True)
         ],
         num_steps=after.counters.num_steps - before.counters.num_steps,
         num_retractions=after.counters.num_retractions - before.counters.num_retractions,
@@ -141,15 +134,15 @@ async def _matcher(engine: AsyncEngine, job: OfflineRequest) -> Matcher | None:
     return None if structured is None else (await engine.compile(structured)).matcher()
 
 
-async def _wait(stream: OutputStream) -> Arrivals:
+async def _wait(stream: OutputStream) -> tuple[float, float]:
     delta = await anext(stream)
     first = time.perf_counter()
     if delta.finish_reason is not None:
-        return Arrivals(first, first)
+        return first, first
     await stream.wait_finished()
-    return Arrivals(first, time.perf_counter())
+    return first, time.perf_counter()
 
 
-async def _stream(stream: OutputStream) -> Arrivals:
+async def _stream(stream: OutputStream) -> tuple[float, float]:
     times = await token_times(stream)
-    return Arrivals(times[0], times[-1])
+    return times[0], times[-1]

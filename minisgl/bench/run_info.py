@@ -14,7 +14,7 @@ from rich.console import Console
 import minisgl
 from minisgl.bench.environment import Environment
 from minisgl.bench.workload.requests import MAX_TOKEN_ID
-from minisgl.config import Capacity, EngineConfig, ResolvedConfig
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.llm import UNBOUNDED_QUEUE
 from minisgl.progress import LoadProgress
@@ -74,12 +74,15 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
     config, capacity = engine.config, engine.capacity
     weights = "random weights" if config.load_format == "dummy" else "its own weights"
     devices = f"{config.num_ranks} x " if config.num_ranks > 1 else ""
+    backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
+    largest = capacity.max_graph_batch
+    graphs = f"CUDA graphs up to batch {largest}" if largest else "no CUDA graphs"
     yield (
         f"minisgl {minisgl.__version__}, torch {torch.__version__}: {engine.model_name} with "
         f"{weights} in {config.dtype}, on {devices}{device_name(config.device)}"
     )
     yield (
-        f"{_attention(config)}, {_graphs(capacity)}, "
+        f"attention {', '.join(backends)}, {graphs}, "
         f"{'steps planned ahead' if config.overlap else 'no look-ahead'}, "
         f"KV cache of {(capacity.num_pages - 1) * capacity.page_size:,} tokens in pages of "
         f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
@@ -90,13 +93,3 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
             f"the standard prompts have token ids up to {MAX_TOKEN_ID:,}; "
             f"here they wrap around at the vocabulary of {engine.model.vocab_size:,}"
         )
-
-
-def _attention(config: ResolvedConfig) -> str:
-    backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
-    return f"attention {', '.join(backends)}"
-
-
-def _graphs(capacity: Capacity) -> str:
-    largest = capacity.max_graph_batch
-    return f"CUDA graphs up to batch {largest}" if largest else "no CUDA graphs"

@@ -16,12 +16,7 @@ import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import (
-    Distribution,
-    Figures,
-    Limit,
-    spreads,
-)
+from minisgl.bench.figures import Distribution, Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
@@ -32,9 +27,8 @@ from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
-from minisgl.bench.report.tables import print_figures, print_spreads, sweep_table
+from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
@@ -114,7 +108,9 @@ async def bench_serve(
         finally:  # what was measured is kept, whatever became of the rest
             if found:
                 _report(console, found, run_info, options)
-                _print_missing(console, load.points[len(found) :])
+            if found and (missing := load.points[len(found) :]):
+                points = "; ".join(map(str, missing))
+                console.print(f"the sweep was interrupted; not measured: {points}")
     return 0
 
 
@@ -139,13 +135,6 @@ def _report(
         {"points": [one.as_json() for one in found]},
         [(one.point._asdict(), one) for one in found],
     )
-
-
-def _print_missing(console: Console, missing: Sequence[Point]) -> None:
-    """Print the points that an interrupted sweep has not measured."""
-    if missing:
-        points = "; ".join(map(str, missing))
-        console.print(f"the sweep was interrupted; not measured: {points}")
 
 
 # -- before it runs --------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import asdict
 from typing import IO, ClassVar, NoReturn
 
@@ -32,7 +31,7 @@ from minisgl.grammar.source import (
 )
 from minisgl.grammar.vocabulary import Outline, sketch
 from minisgl.grammar.walking import walk
-from minisgl.subprocesses import limit_memory, receive, send
+from minisgl.subprocesses import Worker, limit_memory, receive, send
 
 # Seconds of a grammar on the clock, for a process that gets nothing of a processor.
 CLOCK_SECONDS = 30.0
@@ -61,19 +60,17 @@ class Checked(msgspec.Struct, frozen=True):
     is_slow: bool = False  # it was killed
 
 
-class Checker:
+class Checker(Worker):
     """A process that tries one grammar at a time, started when first needed."""
 
     def __init__(self, outline: Outline, processor_seconds: float) -> None:
+        serve = f"from minisgl.grammar.checking import serve; serve({processor_seconds!r})"
+        super().__init__(serve, CLOSED, subprocess.DEVNULL)  # where llguidance's panics quote it
         self._outline = outline
-        self._processor_seconds = processor_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
-        self._closed = threading.Event()
 
     def check(self, source: Source) -> Checked:
         """Try a grammar. Blocks; called by one thread at a time. Raises EngineStoppedError."""
-        process = self._start()
+        process = self.start()
         assert process.stdin is not None and process.stdout is not None
         answer = None
         with contextlib.suppress(OSError, ValueError):  # a broken pipe
@@ -84,61 +81,10 @@ class Checker:
             answer = receive(process.stdout)
         if answer is not None:
             return msgspec.json.decode(answer, type=Checked)
-        code = self._wait()
+        code = self.wait()
         if self._closed.is_set():
             raise EngineStoppedError(CLOSED)
         raise MinisglError(f"The process that tries grammars ended with {code}.")
-
-    def close(self) -> None:
-        """End the process, whatever it is doing. May be called by any thread."""
-        self._closed.set()
-        process = self._process
-        if process is not None:
-            _kill(process)
-
-    def wait(self) -> None:
-        """Wait until the process has ended, after `close`."""
-        if self._process is not None:
-            self._wait()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._closed.is_set():
-            raise EngineStoppedError(CLOSED)
-        if self._process is not None:
-            if self._process.poll() is None:
-                return self._process
-            self._wait()
-        self._ready = False
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.grammar.checking import serve; serve({self._processor_seconds!r})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # llguidance's panics quote the grammar
-            process_group=0,  # Ctrl-C must not reach it; killed together with the one it forks
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        )
-        if self._closed.is_set():  # by another thread in the meantime
-            _kill(self._process)
-        return self._process
-
-    def _wait(self) -> int:
-        process, self._process = self._process, None
-        assert process is not None
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-        return process.wait()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def serve(processor_seconds: float) -> None:

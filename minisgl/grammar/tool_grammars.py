@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -27,7 +27,7 @@ from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSp
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
-from minisgl.text.parsing.xml_format import FUNCTION
+from minisgl.text.parsing.xml_format import FUNCTION, types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
@@ -257,7 +257,7 @@ class _Arguments:
             return f"{self._grammar.nest(f'{name}_input', tool.lark)} {string(END_OF_VALUE)}"
         if tool.regex is not None:
             return f"{inline_regex(tool.regex)} {string(END_OF_VALUE)}"
-        types = types_of(schema, self._root)
+        types = types_of(self._root, key)
         if (types or tool.strict) and "string" not in types:
             return f"{self._schema_of(key, {})} {string(END_OF_VALUE)}"
         constants = _constants(schema)
@@ -304,7 +304,7 @@ class _Arguments:
         return f"{name}_first_0"
 
     def _python_value(self, key: str) -> str:
-        if types_of(self._properties[key], self._root) == {"boolean"}:
+        if types_of(self._root, key) == {"boolean"}:
             return '("True" | "False")'
         return self._schema_of(key, {"json_allowed_escapes": PYTHON_ESCAPES})
 
@@ -369,34 +369,3 @@ def _text_regex(schema: Any) -> str:
         bare = pattern.removeprefix("^").removesuffix("$")
         regex = f"{inline_regex(f'{before}(?:{bare}){after}')} & {regex}"
     return regex
-
-
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types of a schema; none where it does not say."""
-    return set(_types(schema, root, set()))
-
-
-def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    match schema:
-        case {"type": str(kind)}:
-            yield kind
-        case {"type": [*kinds]}:
-            yield from (kind for kind in kinds if isinstance(kind, str))
-        case {"$ref": str(reference)} if reference not in seen:
-            seen.add(reference)
-            yield from _types(_resolved(root, reference), root, seen)
-        case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
-            for option in options:
-                yield from _types(option, root, seen)
-        case {"enum": _} | {"const": _}:
-            names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
-            names |= {dict: "object", type(None): "null"}
-            yield from (names[type(value)] for value in _constants(schema))
-
-
-def _resolved(root: Mapping[str, Any], reference: str) -> Any:
-    place: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return place

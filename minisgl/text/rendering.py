@@ -8,12 +8,9 @@ that renders, and another one when that has been killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
@@ -24,7 +21,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
-from minisgl.subprocesses import limit_memory, receive, send
+from minisgl.subprocesses import Worker, limit_memory, receive, send
 from minisgl.text.control_spellings import Marker, Spellings
 
 RENDER_SECONDS = 10.0
@@ -156,7 +153,7 @@ class _Rendered:
     param: str = "messages"
 
 
-class Renderer:
+class Renderer(Worker):
     """A process that renders one conversation at a time, started when first needed."""
 
     def __init__(
@@ -170,36 +167,11 @@ class Renderer:
 
         The process gets less of a processor than others, as `niceness` says to the system.
         """
+        serve = f"serve({seconds!r}, {processor_seconds!r})"
+        code = f"import os; os.nice({niceness}); from minisgl.text.rendering import serve; {serve}"
+        super().__init__(code, STOPPED)
         self.seconds = seconds
         self.processor_seconds = processor_seconds
-        self._niceness = niceness
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
-        self._closed = threading.Event()
-
-    def start(self) -> None:
-        """Start the process unless it runs. Does not wait until it is ready."""
-        if self._closed.is_set():
-            raise EngineStoppedError(STOPPED)
-        if self._process is not None:
-            if self._process.poll() is None:
-                return
-            self.wait()
-        self._ready = False
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"import os; os.nice({self._niceness}); from minisgl.text.rendering import serve; "
-            f"serve({self.seconds!r}, {self.processor_seconds!r})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C must not reach it; killed together with the process it forks
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        )
-        if self._closed.is_set():  # by another thread in the meantime
-            self._kill(self._process)
 
     def render(self, call: bytes) -> str:
         """Render a conversation. Blocks; called by one thread at a time.
@@ -207,9 +179,8 @@ class Renderer:
         Raises InvalidRequestError if the template raises, or exceeds the limits of time or memory;
         EndlessTemplateError if it exceeds `processor_seconds`.
         """
-        self.start()
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        process = self.start()
+        assert process.stdin is not None and process.stdout is not None
         try:
             if not self._ready:
                 self._ready = receive(process.stdout) is not None
@@ -228,37 +199,8 @@ class Renderer:
 
     def interrupt(self) -> None:
         """End the rendering under way as if its time were up. May be called by any thread."""
-        process = self._process
-        if self._ready and process is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGALRM)
-
-    def close(self) -> None:
-        """End the process, whatever it is doing. May be called by any thread."""
-        self._closed.set()
-        process = self._process
-        if process is not None:
-            self._kill(process)
-
-    @staticmethod
-    def _kill(process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-    def wait(self) -> int | None:
-        """Wait until the process has ended; returns its exit code, None if it was never started.
-
-        Called by the thread that renders, after `close` or when the process has ended by itself.
-        """
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # unread calls
-                if pipe is not None:
-                    pipe.close()
-        return process.wait()
+        if self._ready and (process := self._process) is not None:
+            self._signal(process, signal.SIGALRM)
 
     def _why_it_ended(self) -> MinisglError:
         code = self.wait()

@@ -41,9 +41,8 @@ from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.output import flat, write_csv
-from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
-from minisgl.bench.report.tables import print_spreads
+from minisgl.bench.report.tables import PointResult, print_spreads
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig

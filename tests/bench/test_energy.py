@@ -23,8 +23,7 @@ from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.online.load_config import LoadConfig, Point
-from minisgl.bench.report.point_result import PointResult
-from minisgl.bench.report.tables import print_figures, sweep_table
+from minisgl.bench.report.tables import PointResult, print_figures, sweep_table
 from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig

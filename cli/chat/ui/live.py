@@ -11,6 +11,8 @@ from rich.segment import Segment, Segments
 
 from minisgl.printable import printable
 
+from ..text_format import num_common
+
 # Synchronized output: terminals that support it show everything in between at once.
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 # A line whose width the terminal sees otherwise than we do must not become two.
@@ -68,11 +70,7 @@ class LiveLines:
         width = self._console.width
         num_gone = self._num_gone(lines, width)
         rest = lines[num_gone:]
-        num_same = 0
-        if width == self._width:
-            pairs = enumerate(zip(self._shown, rest, strict=False))
-            fewer = min(len(self._shown), len(rest))
-            num_same = next((index for index, (old, new) in pairs if old != new), fewer)
+        num_same = num_common(self._shown, rest) if width == self._width else 0
         parts = self._replacement(rest, num_same, width)
         num_gone += max(0, len(rest) - self.room)
         self._gone = list(lines[num_final:num_gone])

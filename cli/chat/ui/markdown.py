@@ -88,11 +88,10 @@ class Blocks:
     def _split(self, text: str) -> list[Block]:
         lines = text.split("\n")
         openings = list(_openings(PARSER.parse(text)))
-        ends = [*(opening.line for opening in openings[1:]), len(lines)]
+        ends = [*(line for _, line, _ in openings[1:]), len(lines)]
         blocks: list[Block] = []
-        for opening, end in zip(openings, ends, strict=False):
-            kind, markup = opening.token.type, opening.token.markup
-            number = opening.list_start
+        for (token, line, number), end in zip(openings, ends, strict=False):
+            kind, markup = token.type, token.markup
             before = blocks[-1] if blocks else self._before
             # Only the number of the first item counts.
             earlier = before.number if before and before.list_markup == markup else None
@@ -100,7 +99,7 @@ class Blocks:
                 number = earlier + 1
             blocks.append(
                 Block(
-                    "\n".join(lines[opening.line : end]),
+                    "\n".join(lines[line:end]),
                     number=number,
                     list_markup=markup if kind == "list_item_open" else "",
                     is_code=kind in ("fence", "code_block"),
@@ -110,29 +109,21 @@ class Blocks:
         return blocks
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """The beginning of a block."""
-
-    token: Token
-    line: int
-    list_start: int | None = None  # the first number of its list, if that has numbers
-
-
-def _openings(tokens: list[Token]) -> Iterator[_Opening]:
+def _openings(tokens: list[Token]) -> Iterator[tuple[Token, int, int | None]]:
+    """The beginning of each block, its line, and the first number of its list if that has any."""
     list_start: int | None = None
     for token in tokens:
         if token.map is None or token.nesting < 0:
             continue
         line, _ = token.map
         if token.level == 1 and token.type == "list_item_open":
-            yield _Opening(token, line, list_start)
+            yield token, line, list_start
         elif token.level == 0 and token.type == "ordered_list_open":
             list_start = int(token.attrs.get("start", 1))
         elif token.level == 0 and token.type == "bullet_list_open":
             list_start = None
         elif token.level == 0:
-            yield _Opening(token, line)
+            yield token, line, None
 
 
 def completed(source: str) -> str:

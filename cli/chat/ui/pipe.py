@@ -63,16 +63,10 @@ class Pipe:
             self._is_thinking = True
 
     def write(self, text: str) -> None:
-        if text:
-            self._end_thinking()
-            self._begin(is_code=False)
-            self._put(text)
+        self._answer(text, is_code=False)
 
     def code(self, text: str, language: str) -> None:
-        if text:
-            self._end_thinking()
-            self._begin(is_code=True)
-            self._put(text)
+        self._answer(text, is_code=True)
 
     def say(self, line: str) -> None:
         print(printable(line), file=sys.stderr)
@@ -83,11 +77,14 @@ class Pipe:
     def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         return nullcontext(lambda more: None)
 
-    def _begin(self, *, is_code: bool) -> None:
-        """Begins a line where text and code meet."""
-        if is_code is not self._is_code and self._has_written and not self._at_line_start:
-            self._put("\n")
-        self._is_code = is_code
+    def _answer(self, text: str, *, is_code: bool) -> None:
+        if text:
+            self._end_thinking()
+            # A line begins where text and code meet.
+            if is_code is not self._is_code and self._has_written and not self._at_line_start:
+                self._put("\n")
+            self._is_code = is_code
+            self._put(text)
 
     def _end_thinking(self) -> None:
         if self._is_thinking:

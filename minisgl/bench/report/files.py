@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl.bench.config import ReportConfig
 from minisgl.bench.report.output import write_csv
-from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.tables import PointResult
 from minisgl.bench.run_info import RunInfo
 
 
@@ -27,7 +27,7 @@ def write_files(
     measurement with the columns that label it in the CSV file.
     """
     if json_file is not None:
-        told = {field.name: getattr(run_info, field.name) for field in fields(run_info)}
+        told = {spec.name: getattr(run_info, spec.name) for spec in fields(run_info)}
         content = json.dumps(told | dict(results), indent=1, default=asdict)
         Path(json_file).write_text(content + "\n")
     if report.csv_file is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.tables import PointResult
 
 WIDTH, HEIGHT = 9.0, 4.0  # of one panel, in inches
 

@@ -12,7 +12,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -56,28 +55,22 @@ async def live(
     )
     with bar:
         task = bar.add_task(what, total=total, speed="")
-        drawing = asyncio.ensure_future(_draw(bar, task, unit, snapshot, interval_s))
+
+        async def draw() -> None:
+            before = snapshot().num_units
+            while True:
+                now = snapshot()
+                rate = (now.num_units - before) / interval_s
+                speed = f"{now.num_running} running, {rate:,.0f} {unit}/s"
+                before = now.num_units
+                bar.update(task, completed=now.num_ended, speed=speed)
+                bar.refresh()
+                await asyncio.sleep(interval_s)
+
+        drawing = asyncio.ensure_future(draw())
         try:
             yield
         finally:
             drawing.cancel()
             with suppress(asyncio.CancelledError):
                 await drawing
-
-
-async def _draw(
-    bar: Progress,
-    task: TaskID,
-    unit: str,
-    snapshot: Callable[[], ProgressSnapshot],
-    interval_s: float,
-) -> None:
-    before = snapshot().num_units
-    while True:
-        now = snapshot()
-        rate = (now.num_units - before) / interval_s
-        speed = f"{now.num_running} running, {rate:,.0f} {unit}/s"
-        before = now.num_units
-        bar.update(task, completed=now.num_ended, speed=speed)
-        bar.refresh()
-        await asyncio.sleep(interval_s)

@@ -1,15 +1,40 @@
-"""Prints figures as tables for the terminal."""
+"""The result of a measurement, and figures as tables for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from minisgl.bench.energy import Energy
-from minisgl.bench.figures import SPREAD_FIGURES, Figures, Limit, spreads
-from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.figures import SPREAD_FIGURES, Figures, Limit, Spread, spreads
+from minisgl.bench.offline_run import RequestRecord
+from minisgl.bench.online.load_config import Point
+from minisgl.bench.online.metrics_poller import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointResult:
+    """One point of a sweep; figures, requests and timeline are of the last repetition."""
+
+    point: Point
+    figures: Figures
+    limit: Limit | None
+    repetitions: list[Figures]
+    spreads: dict[str, Spread]
+    requests: list[RequestRecord]
+    itls_s: list[float] = field(default_factory=list)  # empty if tokens are not consumed one by one
+    failures: dict[str, int] = field(default_factory=dict)
+    timeline: list[Sample] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result without the times of single tokens, of which there may be millions."""
+        shown = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        del shown["point"], shown["itls_s"]
+        return self.point._asdict() | shown
 
 
 def sweep_table(found: Sequence[PointResult]) -> Table:

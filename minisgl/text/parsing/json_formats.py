@@ -28,18 +28,7 @@ def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
 def read_llama3(calls: CallContext, opening: str) -> Reading[bool]:
     """Read objects with `; ` between them. Without a marker each must look like a call."""
     announced = {"": Announced.BY_PLACE, BRACE: Announced.BY_NAME}.get(opening, Announced.BY_MARKER)
-    found = False
-    while (yield from calls.reader.peek()) == "{":
-        if found:
-            calls.reader.record()
-        if not (yield from read_object(calls, announced)):
-            if found:
-                calls.emitter.text(calls.reader.recorded())
-            break
-        found = True
-        if (yield from calls.reader.peek()) in (";", ","):
-            calls.reader.take(1)
-    return found
+    return (yield from _read_objects(calls, announced, (";", ",")))
 
 
 def read_mistral(calls: CallContext, opening: str) -> Reading[bool]:
@@ -95,8 +84,15 @@ def read_xlam(calls: CallContext, opening: str) -> Reading[bool]:
 
 def _read_list(calls: CallContext, announced: Announced = Announced.BY_MARKER) -> Reading[bool]:
     """Read a list of objects, up to one that is no call."""
+    calls.reader.take(1)
+    return (yield from _read_objects(calls, announced, (",",), "]"))
+
+
+def _read_objects(
+    calls: CallContext, announced: Announced, separators: tuple[str, ...], closing: str = ""
+) -> Reading[bool]:
+    """Read objects up to one that is no call, and `closing` if there is none such."""
     reader = calls.reader
-    reader.take(1)
     found = False
     while (yield from reader.peek()) == BRACE:
         if found:
@@ -106,8 +102,8 @@ def _read_list(calls: CallContext, announced: Announced = Announced.BY_MARKER) -
                 calls.emitter.text(reader.recorded())
             return found
         found = True
-        if (yield from reader.peek()) == ",":
+        if (yield from reader.peek()) in separators:
             reader.take(1)
     if found:
-        yield from reader.skip("]")
+        yield from reader.skip(closing)
     return found

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
-from minisgl.text.parsing.json_formats import BRACKET
+from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME
 from minisgl.text.parsing.reader import Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
-NAME = re.compile(r"[\w.\-]+")
 QUOTES = ('"', "'")
 SYNTAX = Patterns(*QUOTES, *"([{", *")]}")
 # What may come before a key are only the first parenthesis and commas, and no key is in a string.
@@ -48,7 +47,7 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
         if found and char == "]":
             reader.take(1)
             break
-        name = yield from reader.match(NAME)
+        name = yield from reader.match(TOOL_NAME)
         source = None
         is_known = name in calls.tools or opening != BRACKET
         if name and is_known and (yield from reader.starts("(")):
