@@ -45,23 +45,23 @@ class Admission:
         reserved = sum(self.ratio.expected(running.request) for running in self._slots.running)
         num_granted = sum(len(grant.pages) for grant in draft.grants)
         # Clients that may have no more admitted.
-        held = set(filter(self._slots.has_its_share, self._waiting.clients))
-        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, held):
+        barred = set(filter(self._slots.has_its_share, self._waiting.clients))
+        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, barred):
             if not draft.budget or self._slots.are_full:
                 break
             if self._slots.has_its_share(waiting.client):
-                held.add(waiting.client)
+                barred.add(waiting.client)
                 continue
-            if self._kv.has_disk and not waiting.sought and self._fetch(waiting):
+            if self._kv.has_disk and not waiting.asked_disk and self._fetch(waiting):
                 continue
             lease: Lease | None = None
             if not self._is_put_off(waiting):
-                lease = self._take_pages(waiting, reserved, num_granted, draft, held)
+                lease = self._take_pages(waiting, reserved, num_granted, draft, barred)
             if lease is None:
                 if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
                     put_off.append(waiting)
                     continue  # it takes no room from the others, who need not wait
-                if waiting.client in held:
+                if waiting.client in barred:
                     continue
                 break
             admitted.append(waiting)
@@ -77,7 +77,7 @@ class Admission:
         reserved: float,
         num_granted: int,
         draft: Draft,
-        held: set[str],
+        barred: set[str],
     ) -> Lease | None:
         """Take pages for the known tokens of a request; None if there are too few, or it is put
         off.
@@ -90,7 +90,7 @@ class Admission:
         reuse = not request.wants_prompt_logprobs
         lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
         waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
-        if not self._is_put_off(waiting) and self._has_room(waiting, lease, reserved, held):
+        if not self._is_put_off(waiting) and self._has_room(waiting, lease, reserved, barred):
             num_beside = self._num_beside_rows(lease, num_known, draft)
             pages = self._kv.reserve(
                 lease, num_known, num_beside=num_beside, num_granted=num_granted
@@ -100,7 +100,7 @@ class Admission:
         self._kv.close(lease)
         return None
 
-    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, held: set[str]) -> bool:
+    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, barred: set[str]) -> bool:
         """Whether a request fits beside those that run, and what they still need."""
         kv = self._kv
         if not self._slots.running:
@@ -108,11 +108,11 @@ class Admission:
         num_cached = len(lease.pages) * kv.page_size
         expected = reserved + self.ratio.expected(waiting.request)
         wanted = len(waiting.request.token_ids) - num_cached + expected
-        kept = self._slots.num_kept(waiting.client, (kv.num_pages - 1) * kv.page_size)
-        if wanted + kept <= kv.num_available * kv.page_size:
+        left_free = self._slots.num_left_free(waiting.client, (kv.num_pages - 1) * kv.page_size)
+        if wanted + left_free <= kv.num_available * kv.page_size:
             return True
-        if kept:  # the others need not wait for what this client must leave to them
-            held.add(waiting.client)
+        if left_free:  # the others need not wait for what this client must leave to them
+            barred.add(waiting.client)
         return False
 
     def _num_beside_rows(self, lease: Lease, num_known: int, draft: Draft) -> int | None:
@@ -142,7 +142,7 @@ class Admission:
             slot=self._slots.take(),
             lease=lease,
             key=waiting.pack(),
-            num_known=len(request.token_ids),
+            num_to_prefill=len(request.token_ids),
             num_scheduled=num_cached,
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * page_size,
@@ -183,7 +183,7 @@ class Admission:
 
     def _fetch(self, waiting: Waiting) -> bool:
         """Whether a request has to wait because the disk has more of its prefix."""
-        waiting.sought = True
+        waiting.asked_disk = True
         request = waiting.request
         if request.wants_prompt_logprobs:
             return False

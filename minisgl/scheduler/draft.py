@@ -50,7 +50,7 @@ class Draft:
     def close_gap(self, running: Running) -> None:
         """Spend the budget on the tokens of a request that are known and not computed."""
         start = running.num_scheduled
-        end = min(start + self.budget, running.num_known)
+        end = min(start + self.budget, running.num_to_prefill)
         if start == end:
             return
         self.budget -= end - start
@@ -58,7 +58,7 @@ class Draft:
         scored: list[int] = []
         if request.wants_prompt_logprobs:
             scored = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
-        samples = end == running.num_known and request.max_tokens > 0
+        samples = end == running.num_to_prefill and request.max_tokens > 0
         self.chunks.append(
             Chunk(
                 slot=running.slot,

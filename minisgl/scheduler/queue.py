@@ -120,19 +120,19 @@ class Turns:
         self._num_waiting -= len(requests)
 
     def in_order(
-        self, policy: Policy, window: int, held: Collection[str] = ()
+        self, policy: Policy, window: int, barred: Collection[str] = ()
     ) -> Iterator[Waiting]:
         """The requests that may be admitted, in turns; the parts divide the window.
 
-        Visits a part only when its turn comes, and no part that is in `held` by then. The queue
-        must not change during the iteration; `held` may grow.
+        Visits a part only when its turn comes, and no part that is in `barred` by then. The queue
+        must not change during the iteration; `barred` may grow.
         """
         share = max(1, window // max(1, len(self._parts)))
         orders = deque[tuple[str, Iterator[Waiting]]]()
         first = ((name, part.in_order(policy, share)) for name, part in self._parts.items())
         while (turn := next(first, None) or (orders.popleft() if orders else None)) is not None:
             name, order = turn
-            if name not in held and (waiting := next(order, None)) is not None:
+            if name not in barred and (waiting := next(order, None)) is not None:
                 yield waiting
                 orders.append(turn)
 

@@ -94,7 +94,7 @@ class Scheduler:
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         self._rows = DecodeRows(kv, max_run, num_stages, look_ahead=look_ahead)
-        self._held_grants: list[tuple[Running, PageGrant]] = []
+        self._grants_to_make: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
         self._arrivals = 0
         self._step = 0
@@ -196,7 +196,7 @@ class Scheduler:
             self._rows.leave(running)
         elif running.loading:
             self._loading.remove(running)
-        elif running.num_scheduled < running.num_known:
+        elif running.num_scheduled < running.num_to_prefill:
             self._prefilling.remove(running)
 
     # -- planning ----------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ class Scheduler:
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
-        if self._held_grants:
-            draft.grants += [grant for running, grant in self._held_grants if running.active]
-            self._held_grants = []
+        if self._grants_to_make:
+            draft.grants += [grant for running, grant in self._grants_to_make if running.active]
+            self._grants_to_make = []
         settled = self._launched[0].plan.step - 1 if self._launched else self._step
         may_repeat = bool(self._launched) and not draft.chunks
         group, lag = self._rows.next_group(draft.step, settled, may_repeat=may_repeat)
         if not (group.rows or draft.chunks or draft.joins or self.kv.transits.is_copying_out):
-            self._hold_grants(draft.grants)  # every row is in flight, or its pages are
+            self._make_grants_later(draft.grants)  # every row is in flight, or its pages are
             return None
         return self._launch(draft, group, lag)
 
@@ -270,15 +270,17 @@ class Scheduler:
             if chunk.samples:
                 self._rows.join(running, draft.step)
         self._prefilling = [
-            running for running in self._prefilling if running.num_scheduled < running.num_known
+            running
+            for running in self._prefilling
+            if running.num_scheduled < running.num_to_prefill
         ]
 
-    def _hold_grants(self, grants: Iterable[PageGrant]) -> None:
+    def _make_grants_later(self, grants: Iterable[PageGrant]) -> None:
         """Keep grants of running requests for the next plan. Grants that are kept already are
         younger, so these go first."""
         owners = {running.slot: running for running in self._slots.running}
         held = [(owners[grant.slot], grant) for grant in grants if grant.slot in owners]
-        self._held_grants = held + self._held_grants
+        self._grants_to_make = held + self._grants_to_make
 
     def _retract(self) -> None:
         """Return a request to the queue. Its output resumes later without a visible trace."""
@@ -290,7 +292,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed from the start
-        sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_known
+        sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_to_prefill
         num_expected = running.num_scheduled + 1 if sampled else len(request.token_ids)
         self._waiting.put(Waiting(request, running.arrival, num_expected, retracted=True))
 
@@ -359,7 +361,7 @@ class Scheduler:
                 if len(request.logprobs) < request.num_output_tokens:
                     request.logprobs.append(logprobs)
         for chunk, running in zip(draft.chunks, draft.chunk_owners, strict=True):
-            if running.active and chunk.end == running.num_known and not chunk.samples:
+            if running.active and chunk.end == running.num_to_prefill and not chunk.samples:
                 finished.append(running.request)  # which wants no output
                 self._end(running.request, FinishReason.LENGTH)
         if launched.plan.max_run > 1:
@@ -401,7 +403,7 @@ class Scheduler:
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
-        self._hold_grants(grant for launched in lost for grant in launched.plan.grants)
+        self._make_grants_later(grant for launched in lost for grant in launched.plan.grants)
         self.kv.drop_written_since(step)
         return failed
 
@@ -415,11 +417,11 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING
             assert running.num_room == len(running.lease.pages) * self.kv.page_size
             scheduled = min(running.num_scheduled, running.last_scheduled)
-            assert scheduled <= max(running.num_room, running.num_known)
+            assert scheduled <= max(running.num_room, running.num_to_prefill)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert running.loading == self._loading.count(running)
             assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
-            prefilling = running.num_scheduled < running.num_known and not running.loading
+            prefilling = running.num_scheduled < running.num_to_prefill and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
             if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(

@@ -22,7 +22,7 @@ class Waiting:
     num_passed: int = 0  # number of times a later request was admitted first
     wants_load: bool = False  # of pages in host memory, when it was last looked at
     num_loads: int = 0  # that had begun by then
-    sought: bool = False  # on disk
+    asked_disk: bool = False  # whether it has more of the prefix
     fetching: bool = False  # pages of its prefix are on their way from the disk
     fetched: range = range(0)  # pages of its prefix that came from there
     _key: bytes = b""
@@ -60,7 +60,7 @@ class Running:
     slot: int
     lease: Lease
     key: bytes  # packed tokens known at admission, which are prefilled
-    num_known: int  # tokens in `key`
+    num_to_prefill: int  # tokens in `key`
     num_scheduled: int
     last_scheduled: int  # num_scheduled once every allowed token is sampled
     num_room: int  # number of tokens for which the lease has pages
