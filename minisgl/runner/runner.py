@@ -347,7 +347,7 @@ class ModelRunner:
         ring_entry = 0
         if step.captured is not None:
             ring_entry = computation.outputs.open()
-            step.captured.sample(step.features.variant)
+            step.captured.replay_sampling(step.features.variant)
         elif step.logits is not None and step.samples is not None:
             ring_entry = computation.outputs.open()
             computation.sample(step.logits, step.samples, step.features)
