@@ -108,7 +108,7 @@ class AsyncEngine:
         Raises ContextLengthError for a text that cannot fit into the context, unless `any_length`
         is set (not every such text is detected here); QueueFullError; EngineStoppedError.
         """
-        return await self._open().texts.encode(
+        return await self._open_intake().texts.encode(
             text, add_special_tokens=add_special_tokens, any_length=any_length
         )
 
@@ -120,13 +120,13 @@ class AsyncEngine:
         **template_options: Any,
     ) -> list[int]:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
-        return await self._open().texts.chat(messages, any_length, template_options)
+        return await self._open_intake().texts.chat(messages, any_length, template_options)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does with tools and reasoning. Raises EngineStoppedError."""
-        return await self._open().texts.template_facts()
+        return await self._open_intake().texts.template_facts()
 
-    def _open(self) -> Intake:
+    def _open_intake(self) -> Intake:
         """The intake, as long as it takes requests. Raises EngineStoppedError."""
         if os.getpid() != self._process_id:
             raise EngineStoppedError(forked(self._process_id))
@@ -142,7 +142,7 @@ class AsyncEngine:
         Clients take turns. Raises InvalidRequestError, which says what is wrong and where;
         QueueFullError; EngineStoppedError.
         """
-        return await self._open().compile(structured, client)
+        return await self._open_intake().compile(structured, client)
 
     def submit(
         self,
@@ -163,7 +163,7 @@ class AsyncEngine:
 
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
-        intake = self._open()
+        intake = self._open_intake()
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._delivery.streams:
             raise InvalidRequestError("request_id", f"{request_id} is running already.")
@@ -187,7 +187,7 @@ class AsyncEngine:
         cache or on several nodes; CheckpointError; EngineStoppedError.
         """
         return await self._steps.moves.share(
-            address, always_load=always_load, check_open=self._open
+            address, always_load=always_load, check_open=self._open_intake
         )
 
     async def offer_pages(

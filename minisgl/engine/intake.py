@@ -118,7 +118,7 @@ class Intake:
             eos_token_ids=self._eos_token_ids,
             tenant=tenant,
             cache_salt=cache_salt,
-            matcher=self._ruled(params, matcher),
+            matcher=self._with_token_rules(params, matcher),
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(
@@ -126,7 +126,7 @@ class Intake:
             )
         return request
 
-    def _ruled(self, params: SamplingParams, matcher: Matcher | None) -> Matcher | None:
+    def _with_token_rules(self, params: SamplingParams, matcher: Matcher | None) -> Matcher | None:
         """The matcher of a request, with what else limits its tokens."""
         if params.allowed_token_ids is None and not params.bad_words:
             return matcher

@@ -11,7 +11,7 @@ from minisgl.kvcache.page_pool import PagePool
 UNPLANNED = 1 << 62
 
 
-class HostTier(PagePool):
+class HostPool(PagePool):
     """Allocates host pages, and collects the offloads that the next plan carries."""
 
     def __init__(self, num_pages: int, *, rule: LoadRule = ALWAYS, piece: int = 1) -> None:
@@ -23,12 +23,12 @@ class HostTier(PagePool):
         self.rule = rule
         self.piece = piece
         self._offloads: dict[int, int] = {}  # device page by host page
-        self._pinned: set[int] = set()  # somebody reads them
-        self._leaving: set[int] = set()  # pinned, and freed as soon as they are not
+        self._frozen: set[int] = set()  # somebody reads them
+        self._leaving: set[int] = set()  # frozen, and freed as soon as they are not
 
     @property
     def num_leaving(self) -> int:
-        """Number of pages that will be free once they are not pinned."""
+        """Number of pages that will be free once they are not frozen."""
         return len(self._leaving)
 
     @property
@@ -52,25 +52,25 @@ class HostTier(PagePool):
 
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
-            if host_page in self._pinned:
+            if host_page in self._frozen:
                 self._leaving.add(host_page)
             else:
                 self._offloads.pop(host_page, None)
                 self._free.append(host_page)
 
-    def pin(self, host_pages: Iterable[int]) -> None:
-        """Keep pages as they are until `unpin`, even if they are freed. None may be pinned."""
-        self._pinned.update(host_pages)
+    def freeze(self, host_pages: Iterable[int]) -> None:
+        """Keep pages as they are until `thaw`, even if they are freed. None may be frozen."""
+        self._frozen.update(host_pages)
 
-    def unpin(self, host_pages: Iterable[int]) -> None:
+    def thaw(self, host_pages: Iterable[int]) -> None:
         for host_page in host_pages:
-            self._pinned.remove(host_page)
+            self._frozen.remove(host_page)
             if host_page in self._leaving:
                 self._leaving.remove(host_page)
                 self._free.append(host_page)
 
-    def is_pinned(self, host_page: int) -> bool:
-        return host_page in self._pinned
+    def is_frozen(self, host_page: int) -> bool:
+        return host_page in self._frozen
 
     @property
     def num_planned(self) -> int:

@@ -56,12 +56,12 @@ class Loads:
     def begin(self, node: Node, pages: Sequence[int]) -> int:
         """Load the end of a match, the locked `node`, into `pages` with the next plan."""
         self.num_begun += 1
-        load = self.num_begun
-        host_pages = self._cache.fill(node, pages, load)
-        self._in_flight[load] = InFlight(node, pages, UNPLANNED)
+        load_id = self.num_begun
+        host_pages = self._cache.fill(node, pages, load_id)
+        self._in_flight[load_id] = InFlight(node, pages, UNPLANNED)
         self._device.mark_written(pages, UNPLANNED)
-        self._new.append(Load(load, tuple(host_pages), tuple(pages)))
-        return load
+        self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
+        return load_id
 
     def above(self, node: Node) -> dict[int, int]:
         """The loads that write pages of the prefix up to `node`, and how many of these each."""
@@ -73,28 +73,28 @@ class Loads:
             at = at.parent
         return found
 
-    def landed(self, load: int) -> None:
+    def landed(self, load_id: int) -> None:
         """Make the pages of a load ordinary ones from the next plan on, which awaits it.
 
         Does nothing for a load that had landed or failed.
         """
-        found = self._in_flight.pop(load, None)
+        found = self._in_flight.pop(load_id, None)
         if found is not None:
             self._cache.filled(found.node)
-            self._awaits.append(load)
+            self._awaits.append(load_id)
 
     def await_unwanted(self, wanted: Iterable[frozenset[int]]) -> None:
         """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
         if self._in_flight:
-            for load in self._in_flight.keys() - frozenset[int]().union(*wanted):
-                self.landed(load)
+            for load_id in self._in_flight.keys() - frozenset[int]().union(*wanted):
+                self.landed(load_id)
 
     def drop_since(self, step: int) -> None:
         """Have the next plan await the loads of failed steps, so that their pages can be used
         again."""
-        for load, found in list(self._in_flight.items()):
+        for load_id, found in list(self._in_flight.items()):
             if found.step >= step:
-                self.landed(load)
+                self.landed(load_id)
         self._new = []
 
     def take(self, step: int) -> tuple[tuple[Load, ...], tuple[int, ...]]:

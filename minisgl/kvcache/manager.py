@@ -9,7 +9,7 @@ their pages are locked until they have ended.
 With a host tier, evicted prefixes are copied to host memory and loaded when they match again. The
 copies travel with plans (`take_copies`). An offload reads its pages in the order of launches, so
 they are free at once; a load is in `loads` until it has landed. With a disk, what falls out of host
-memory is written there, and `fetch` brings it back: by `moves`, which belong to no plan. Of the
+memory is written there, and `read_disk` brings it back: by `moves`, which belong to no plan. Of the
 device they touch only pages in `transits`, those for and from other engines.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk, DiskTier
-from minisgl.kvcache.host import UNPLANNED, HostTier
+from minisgl.kvcache.host import UNPLANNED, HostPool
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
@@ -90,7 +90,7 @@ class KVCacheManager:
         self.num_pages = num_pages
         self._device = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
-        self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
+        self._host = HostPool(num_host_pages, rule=load_rule, piece=piece)
         self.moves = Moves()
         self._disk: DiskTier | None = None
         if disk is not None:
@@ -225,17 +225,17 @@ class KVCacheManager:
     def has_disk(self) -> bool:
         return self._disk is not None
 
-    def fetch(
+    def read_disk(
         self,
         key: bytes,
         num_tokens: int,
         namespace: bytes = b"",
         *,
-        fetched: Callable[[range], None] = lambda pages: None,
+        ended: Callable[[range], None] = lambda pages: None,
     ) -> bool:
         """Begin to read what the disk has of `key` beyond the other tiers, if that pays.
 
-        Returns whether it has begun. fetched: called at the end with the pages of `key` that have
+        Returns whether it has begun. ended: called at the end with the pages of `key` that have
         come: `acquire` may find more then.
         """
         disk, host = self._disk, self._host
@@ -251,12 +251,12 @@ class KVCacheManager:
         if begins:
             pages = host.take(len(keys))
 
-            def ended(num_pages: int) -> None:
+            def move_ended(num_pages: int) -> None:
                 disk.forget(keys[num_pages:])
                 self._cache.put_host(namespace, key, start, pages, num_pages)
-                fetched(range(start, start + num_pages))
+                ended(range(start, start + num_pages))
 
-            self.moves.begin(Place.DISK, Place.HOST, pages, ended, keys=keys)
+            self.moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
         self._cache.release(match.node)
         return begins
 
@@ -338,11 +338,11 @@ class KVCacheManager:
     def _audit_host(self, launched: int) -> None:
         host_pages = [*self._cache.host_pages(), *self.transits.owned(Place.HOST)]
         owners = [*self._host.free_pages, *host_pages]
-        pinned: list[int] = []
+        frozen: list[int] = []
         for move in self.moves.under_way:
             owners += move.pages if move.source is Place.DISK else ()
-            pinned += move.pages if move.target is Place.DISK else ()
-        assert len(set(pinned)) == len(pinned) and all(map(self._host.is_pinned, pinned))
+            frozen += move.pages if move.target is Place.DISK else ()
+        assert len(set(frozen)) == len(frozen) and all(map(self._host.is_frozen, frozen))
         owners.sort()
         assert owners == list(range(self._host.num_pages)), "a host page is lost or owned twice"
         for page in host_pages:
@@ -350,7 +350,7 @@ class KVCacheManager:
             assert step <= launched or (step == UNPLANNED and self._host.is_planned(page))
         cached = set(self._cache.pages())
         for load in self.loads.in_flight.values():
-            assert cached.issuperset(load.pages), "pages in flight are not pinned"
+            assert cached.issuperset(load.pages), "pages in flight are not locked"
 
 
 def _path_pages(node: Node) -> list[int]:

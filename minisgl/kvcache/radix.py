@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from minisgl.kvcache.disk import DiskTier
-from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
 
@@ -30,7 +30,7 @@ class RadixCache:
     def __init__(
         self,
         page_size: int,
-        host: HostTier,
+        host: HostPool,
         disk: DiskTier | None = None,
         *,
         keeps: bool = True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.page_pool import PagePool
@@ -35,7 +35,7 @@ class Transits:
         self,
         cache: RadixCache,
         device: PagePool,
-        host: HostTier,
+        host: HostPool,
         loads: Loads,
         max_on_device: int,
     ) -> None:

@@ -47,7 +47,7 @@ class CapturedStep:
     forward: Callable[[], None] | None  # None: sampling replays the forward pass, too
     samplers: Mapping[SamplingVariant, Callable[[], None]]  # none if the stage does not sample
 
-    def sample(self, variant: SamplingVariant) -> None:
+    def replay_sampling(self, variant: SamplingVariant) -> None:
         # A single rank captures no BASIC steps.
         (self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED])()
 

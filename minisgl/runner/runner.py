@@ -141,18 +141,19 @@ class ModelRunner:
 
         masks: of the plan's masked slots; None if there are none, or the plan is deferred.
         """
-        handle, quick = StepHandle(plan.step, Future()), self._is_quick(plan)
+        handle, replay = StepHandle(plan.step, Future()), self._quick_replay(plan)
+        quick = replay is not None
         if plan.deferred and self._computation.stage.is_last:
             self._deferred = Future()
             self._worker.run(
                 self._deferred,
-                lambda: self._unless_failed(plan, lambda: self._queue_forward(plan)),
+                lambda: self._unless_failed(plan, lambda: self._queue_forward(plan, replay)),
                 quick=quick,
             )
         else:
             self._worker.run(
                 handle.queued,
-                lambda: self._unless_failed(plan, lambda: self._queue(plan, masks)),
+                lambda: self._unless_failed(plan, lambda: self._queue(plan, replay, masks)),
                 quick=quick,
             )
         return handle
@@ -168,18 +169,20 @@ class ModelRunner:
         assert deferred is not None, "only a deferred plan is sampled, and once"
         quick = is_idle and not deferred.exception() and deferred.result()[0].captured is not None
 
-        def sample() -> QueuedStep:
+        def queue() -> QueuedStep:
             step, loads = deferred.result()
             return self._unless_failed(step.plan, lambda: self._queue_sampling(step, loads, masks))
 
-        self._worker.run(handle.queued, sample, quick=quick)
+        self._worker.run(handle.queued, queue, quick=quick)
 
-    def _is_quick(self, plan: StepPlan) -> bool:
-        """True if the calling thread may queue the plan itself: it is a graph replay, and the
-        worker has no earlier plan to queue."""
-        if plan.chunks or plan.copies is not None or not self._worker.is_idle:
-            return False
-        return self._graphs.find(plan, self._features(plan).variant) is not None
+    def _quick_replay(self, plan: StepPlan) -> CapturedStep | None:
+        """The graph that the calling thread may replay itself for a plan: the worker has no earlier
+        plan to queue. None if the plan takes longer to queue; it may be a replay even so."""
+        if plan.chunks or plan.copies is not None or not plan.num_tokens:
+            return None
+        if not self._worker.is_idle:
+            return None
+        return self._graphs.find(plan, self._features(plan).variant)
 
     def may_compile(self) -> bool:
         """True while a step is being queued on a GPU, which compiles kernels at their first use."""
@@ -204,9 +207,9 @@ class ModelRunner:
             marks = handle.queued.result().loads
         except Exception:  # `collect` raises it
             return
-        for load, mark in marks.items():
+        for load_id, mark in marks.items():
             mark.wait()
-            yield load
+            yield load_id
 
     def move(self, moves: Sequence[Move], done: Done) -> None:
         """Begin moves after the launched steps and their copies.
@@ -260,27 +263,31 @@ class ModelRunner:
             raise
 
     @torch.inference_mode()
-    def _queue(self, plan: StepPlan, masks: MaskRows | None) -> QueuedStep:
+    def _queue(
+        self, plan: StepPlan, replay: CapturedStep | None, masks: MaskRows | None
+    ) -> QueuedStep:
         with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
-            load = self._copy(plan)
-            step = self._forward(plan)
-            return self._sample(step, masks, load)
+            queue_loads = self._queue_copies(plan)
+            step = self._forward(plan, replay)
+            return self._queue_end(step, masks, queue_loads)
 
     @torch.inference_mode()
-    def _queue_forward(self, plan: StepPlan) -> tuple[_Forwarded, dict[int, CopyMark]]:
+    def _queue_forward(
+        self, plan: StepPlan, replay: CapturedStep | None
+    ) -> tuple[_Forwarded, dict[int, CopyMark]]:
         """Queue a deferred plan up to its sampling; returns the ends of its loads, too."""
         with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
-            load = self._copy(plan)
-            return self._forward(plan), load()
+            queue_loads = self._queue_copies(plan)
+            return self._forward(plan, replay), queue_loads()
 
     @torch.inference_mode()
     def _queue_sampling(
         self, step: _Forwarded, loads: dict[int, CopyMark], masks: MaskRows
     ) -> QueuedStep:
         with self.lanes.compute(f"sampling of step {step.plan.step}"):
-            return self._sample(step, masks, lambda: loads)
+            return self._queue_end(step, masks, lambda: loads)
 
-    def _copy(self, plan: StepPlan) -> Callable[[], dict[int, CopyMark]]:
+    def _queue_copies(self, plan: StepPlan) -> Callable[[], dict[int, CopyMark]]:
         """Queue what the plan copies between the tiers, before its step. Returns a function
         to be called after the step: it queues the loads, and returns their ends by id."""
         if plan.copies is None:
@@ -288,15 +295,17 @@ class ModelRunner:
         assert self._tiers is not None, "plans copy nothing without a host cache"
         return self._tiers.copies.queue(plan.copies)
 
-    def _forward(self, plan: StepPlan) -> _Forwarded:
+    def _forward(self, plan: StepPlan, replay: CapturedStep | None) -> _Forwarded:
         """Update the tables and queue the forward pass; rows of a stage that is not the last are
-        sent to the next one."""
+        sent to the next one. replay: of `_quick_replay`."""
         computation, stage = self._computation, self._computation.stage
         computation.join(plan.joins)
         computation.tables.update(plan)
         stage.begin(plan, computation.last_tokens)
         features = self._features(plan)
-        captured = self._graphs.find(plan, features.variant) if plan.num_tokens else None
+        captured = replay
+        if captured is None and plan.num_tokens:
+            captured = self._graphs.find(plan, features.variant)
         shape = StepShape.of(plan) if captured is None else captured.key.shape
         step = _Forwarded(plan, shape, features, captured)
         chunks = computation.tables.upload_chunks(plan, shape)
@@ -308,9 +317,7 @@ class ModelRunner:
                 captured.forward()
             if not stage.is_last:
                 stage.send(plan, stage.outbox[: shape.num_rows].clone())
-        elif (
-            plan.num_tokens
-        ):  # a plan without rows has copies, grants, or joins that wait for loads
+        elif plan.num_tokens:  # otherwise it has copies, grants, or joins that wait for loads
             hidden, samples = computation.forward(shape, chunks, received, plan)
             if not stage.is_last:
                 stage.send(plan, hidden)
@@ -320,25 +327,27 @@ class ModelRunner:
             return replace(step, logits=logits, samples=samples, prompt_scores=scores)
         return step
 
-    def _sample(
+    def _queue_end(
         self,
         step: _Forwarded,
         masks: MaskRows | None,
-        load: Callable[[], dict[int, CopyMark]],
+        queue_loads: Callable[[], dict[int, CopyMark]],
     ) -> QueuedStep:
         """Queue the sampling, which only the last stage does, and the loads that follow the step.
 
-        load: of `_copy`.
+        queue_loads: of `_queue_copies`.
         """
         computation, plan, shape = self._computation, step.plan, step.shape
         if not computation.stage.is_last:
-            return QueuedStep(plan.step, self.lanes.mark(), step.captured is not None, load())
+            return QueuedStep(
+                plan.step, self.lanes.mark(), step.captured is not None, queue_loads()
+            )
         if masks is not None:
             computation.sampler.mask(plan.masked_slots, self.lanes.upload_masks(masks))
         ring_entry = 0
         if step.captured is not None:
             ring_entry = computation.outputs.open()
-            step.captured.sample(step.features.variant)
+            step.captured.replay_sampling(step.features.variant)
         elif step.logits is not None and step.samples is not None:
             ring_entry = computation.outputs.open()
             computation.sample(step.logits, step.samples, step.features)
@@ -348,7 +357,7 @@ class ModelRunner:
             step=plan.step,
             done=self.lanes.mark(),
             captured=step.captured is not None,
-            loads=load(),
+            loads=queue_loads(),
             ring_entry=ring_entry,
             parts=(
                 range(len(plan.decode_slots) * shape.run),

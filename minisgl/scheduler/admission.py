@@ -7,15 +7,14 @@ from itertools import islice, takewhile
 
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.request import RequestStatus
-from minisgl.scheduler.draft import Draft
 from minisgl.scheduler.new_token_ratio import NewTokenRatio
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.slots import Slots
-from minisgl.scheduler.state import Running, Waiting
+from minisgl.scheduler.state import Running, StepWork, Waiting
 
 LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
-MAX_PASSED = 32  # a request that was passed over this many times goes first
-MAX_PUT_OFF = 32  # requests whose loads must wait, which others may pass in a plan
+MAX_OVERTAKEN = 32  # a request that was passed over this many times goes first
+MAX_POSTPONED = 32  # requests whose loads must wait, which others may pass in a plan
 
 
 class Admission:
@@ -35,40 +34,40 @@ class Admission:
         self._slots = slots
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
 
-    def admit(self, draft: Draft) -> list[Running]:
+    def admit(self, work: StepWork) -> list[Running]:
         """Let waiting requests join a plan, while it has a budget; returns them."""
         joined: list[Running] = []
-        if not draft.budget or self._slots.are_full:
+        if not work.budget or self._slots.are_full:
             return joined
         admitted: list[Waiting] = []
-        put_off: list[Waiting] = []
+        postponed: list[Waiting] = []
         reserved = sum(self.ratio.expected(running.request) for running in self._slots.running)
-        num_granted = sum(len(grant.pages) for grant in draft.grants)
+        num_granted = sum(len(grant.pages) for grant in work.grants)
         # Clients that may have no more admitted.
-        held = set(filter(self._slots.has_its_share, self._waiting.clients))
-        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, held):
-            if not draft.budget or self._slots.are_full:
+        barred = set(filter(self._slots.has_its_share, self._waiting.clients))
+        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, barred):
+            if not work.budget or self._slots.are_full:
                 break
             if self._slots.has_its_share(waiting.client):
-                held.add(waiting.client)
+                barred.add(waiting.client)
                 continue
-            if self._kv.has_disk and not waiting.sought and self._fetch(waiting):
+            if self._kv.has_disk and not waiting.asked_disk and self._begins_reading(waiting):
                 continue
             lease: Lease | None = None
-            if not self._is_put_off(waiting):
-                lease = self._take_pages(waiting, reserved, num_granted, draft, held)
+            if not self._is_postponed(waiting):
+                lease = self._take_pages(waiting, reserved, num_granted, work, barred)
             if lease is None:
-                if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
-                    put_off.append(waiting)
+                if self._is_postponed(waiting) and len(postponed) < MAX_POSTPONED:
+                    postponed.append(waiting)
                     continue  # it takes no room from the others, who need not wait
-                if waiting.client in held:
+                if waiting.client in barred:
                     continue
                 break
             admitted.append(waiting)
             reserved += self.ratio.expected(waiting.request)
-            joined.append(self._join(waiting, lease, draft))
+            joined.append(self._join(waiting, lease, work))
         if admitted:
-            self._waiting.admitted(admitted, put_off)
+            self._waiting.admitted(admitted, postponed)
         return joined
 
     def _take_pages(
@@ -76,22 +75,22 @@ class Admission:
         waiting: Waiting,
         reserved: float,
         num_granted: int,
-        draft: Draft,
-        held: set[str],
+        work: StepWork,
+        barred: set[str],
     ) -> Lease | None:
         """Take pages for the known tokens of a request; None if there are too few, or it is put
         off.
 
         reserved: tokens that the running requests are expected to need. num_granted: pages that
-        the draft grants to decode rows.
+        the plan grants to decode rows.
         """
         request, key = waiting.request, waiting.pack()
         num_known = len(request.token_ids)
         reuse = not request.wants_prompt_logprobs
         lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
         waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
-        if not self._is_put_off(waiting) and self._has_room(waiting, lease, reserved, held):
-            num_beside = self._num_beside_rows(lease, num_known, draft)
+        if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
+            num_beside = self._num_beside_rows(lease, num_known, work)
             pages = self._kv.reserve(
                 lease, num_known, num_beside=num_beside, num_granted=num_granted
             )
@@ -100,7 +99,7 @@ class Admission:
         self._kv.close(lease)
         return None
 
-    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, held: set[str]) -> bool:
+    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, barred: set[str]) -> bool:
         """Whether a request fits beside those that run, and what they still need."""
         kv = self._kv
         if not self._slots.running:
@@ -108,31 +107,31 @@ class Admission:
         num_cached = len(lease.pages) * kv.page_size
         expected = reserved + self.ratio.expected(waiting.request)
         wanted = len(waiting.request.token_ids) - num_cached + expected
-        kept = self._slots.num_kept(waiting.client, (kv.num_pages - 1) * kv.page_size)
-        if wanted + kept <= kv.num_available * kv.page_size:
+        left_free = self._slots.num_left_free(waiting.client, (kv.num_pages - 1) * kv.page_size)
+        if wanted + left_free <= kv.num_available * kv.page_size:
             return True
-        if kept:  # the others need not wait for what this client must leave to them
-            held.add(waiting.client)
+        if left_free:  # the others need not wait for what this client must leave to them
+            barred.add(waiting.client)
         return False
 
-    def _num_beside_rows(self, lease: Lease, num_known: int, draft: Draft) -> int | None:
+    def _num_beside_rows(self, lease: Lease, num_known: int, work: StepWork) -> int | None:
         """Number of tokens of prompts that the plan computes beside decode rows if a request joins
         it; None if nobody decodes."""
         if not any(running.decoding for running in self._slots.running):
             return None
         if lease.num_to_load or self._kv.is_loading(lease):
-            return draft.num_computed
+            return work.num_computed
         own = num_known - lease.num_committed * self._kv.page_size
-        return draft.num_computed + min(draft.budget, own)
+        return work.num_computed + min(work.budget, own)
 
-    def _join(self, waiting: Waiting, lease: Lease, draft: Draft) -> Running:
+    def _join(self, waiting: Waiting, lease: Lease, work: StepWork) -> Running:
         """Let a request with pages run."""
         request, page_size = waiting.request, self._kv.page_size
         num_cached = lease.num_committed * page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
-            loaded, fetched = lease.loaded, waiting.fetched
-            both = range(max(loaded.start, fetched.start), min(loaded.stop, fetched.stop))
+            loaded, read = lease.loaded, waiting.from_disk
+            both = range(max(loaded.start, read.start), min(loaded.stop, read.stop))
             request.num_disk_tokens = len(both) * page_size
             request.num_host_tokens = (len(loaded) - len(both)) * page_size
         request.status = RequestStatus.RUNNING
@@ -142,7 +141,7 @@ class Admission:
             slot=self._slots.take(),
             lease=lease,
             key=waiting.pack(),
-            num_known=len(request.token_ids),
+            num_to_prefill=len(request.token_ids),
             num_scheduled=num_cached,
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * page_size,
@@ -150,14 +149,14 @@ class Admission:
             loading=self._kv.is_loading(lease),
         )
         self._slots.join(running)
-        draft.join(running)
+        work.join(running)
         return running
 
     # -- order -------------------------------------------------------------------------------------
 
     @staticmethod
     def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
-        able = (other for other in waiting if not other.fetching)
+        able = (other for other in waiting if not other.reading_disk)
         return takewhile(lambda other: other.ready, able)
 
     def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
@@ -166,13 +165,14 @@ class Admission:
             if not request.wants_prompt_logprobs:  # these must compute the whole prompt
                 num_tokens = len(request.token_ids)
                 matched = self._kv.match(waiting.pack(), num_tokens, request.namespace)
-            return waiting.num_passed < MAX_PASSED, -matched
+            return waiting.num_overtaken < MAX_OVERTAKEN, -matched
 
         # Sorting is stable: in order of arrival among equals.
-        able = (other for other in islice(waiting, window) if other.ready and not other.fetching)
+        compared = islice(waiting, window)
+        able = (other for other in compared if other.ready and not other.reading_disk)
         return sorted(able, key=sort_key)
 
-    def _is_put_off(self, waiting: Waiting) -> bool:
+    def _is_postponed(self, waiting: Waiting) -> bool:
         """Whether a request waits because others are loading. Its load would only queue up behind
         theirs, and to launch many with one plan would hold up the next. It is looked at again when
         another load has begun, which may bring its pages."""
@@ -181,17 +181,17 @@ class Admission:
 
     # -- pages from disk ---------------------------------------------------------------------------
 
-    def _fetch(self, waiting: Waiting) -> bool:
+    def _begins_reading(self, waiting: Waiting) -> bool:
         """Whether a request has to wait because the disk has more of its prefix."""
-        waiting.sought = True
+        waiting.asked_disk = True
         request = waiting.request
         if request.wants_prompt_logprobs:
             return False
 
-        def fetched(pages: range) -> None:
-            waiting.fetched, waiting.fetching = pages, False
+        def ended(pages: range) -> None:
+            waiting.from_disk, waiting.reading_disk = pages, False
 
-        waiting.fetching = self._kv.fetch(
-            waiting.pack(), len(request.token_ids), request.namespace, fetched=fetched
+        waiting.reading_disk = self._kv.read_disk(
+            waiting.pack(), len(request.token_ids), request.namespace, ended=ended
         )
-        return waiting.fetching
+        return waiting.reading_disk

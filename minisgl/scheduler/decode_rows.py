@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.scheduler.draft import Draft
 from minisgl.scheduler.plan import PageGrant
-from minisgl.scheduler.state import DecodeGroup, Running
+from minisgl.scheduler.state import DecodeGroup, Running, StepWork
 
 
 class DecodeRows:
@@ -82,7 +81,7 @@ class DecodeRows:
                 self._regroup(running.group, step)  # it may still be there
             self.update(running)
 
-    def grant_pages(self, draft: Draft, retract: Callable[[], None]) -> None:
+    def grant_pages(self, work: StepWork, retract: Callable[[], None]) -> None:
         """Grant pages to the rows whose next run may need one. `retract` takes the pages of a
         request, perhaps of this one, where none are left."""
         kv, max_run = self._kv, self.max_run
@@ -96,7 +95,7 @@ class DecodeRows:
                     retract()
                     continue
                 if pages:  # otherwise the last run was short enough to leave room
-                    draft.grants.append(PageGrant(running.slot, index, pages))
+                    work.grants.append(PageGrant(running.slot, index, pages))
                 running.num_room = len(running.lease.pages) * kv.page_size
                 running.set_milestone(max_run)
                 break

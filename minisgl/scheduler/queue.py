@@ -42,14 +42,14 @@ class Line:
         else:
             del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
 
-    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
+    def admitted(self, requests: Sequence[Waiting], postponed: Sequence[Waiting] = ()) -> None:
         """Remove the admitted requests, and count how often each of the others was passed over,
         put off or not."""
         for waiting in requests:
             self.remove(waiting)
         last = max(map(_arrival, requests))
         for waiting in takewhile(lambda other: other.arrival < last, self._waiting):
-            waiting.num_passed += 1
+            waiting.num_overtaken += 1
 
     def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
         yield from policy(self._waiting, window)
@@ -96,14 +96,14 @@ class Turns:
         if not len(part):
             del self._parts[name]
 
-    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
+    def admitted(self, requests: Sequence[Waiting], postponed: Sequence[Waiting] = ()) -> None:
         """Remove the admitted requests, given in the order of `in_order`, and advance the turns.
 
-        put_off: requests that the others passed while loads were under way. Their parts keep their
-        turns until they begin a load: if those others took them, loads of parts without such
+        postponed: requests that the others passed while loads were under way. Their parts keep
+        their turns until they begin a load: if those others took them, loads of parts without such
         requests could come first for ever.
         """
-        keeping = {self._name_of(waiting) for waiting in put_off}
+        keeping = {self._name_of(waiting) for waiting in postponed}
         keeping -= {self._name_of(waiting) for waiting in requests if waiting.wants_load}
         by_name: dict[str, list[Waiting]] = {}
         for waiting in requests:
@@ -114,25 +114,25 @@ class Turns:
             by_name.setdefault(name, []).append(waiting)
         for name, theirs in by_name.items():
             part = self._parts[name]
-            part.admitted(theirs, [other for other in put_off if self._name_of(other) == name])
+            part.admitted(theirs, [other for other in postponed if self._name_of(other) == name])
             if not len(part):
                 del self._parts[name]
         self._num_waiting -= len(requests)
 
     def in_order(
-        self, policy: Policy, window: int, held: Collection[str] = ()
+        self, policy: Policy, window: int, barred: Collection[str] = ()
     ) -> Iterator[Waiting]:
         """The requests that may be admitted, in turns; the parts divide the window.
 
-        Visits a part only when its turn comes, and no part that is in `held` by then. The queue
-        must not change during the iteration; `held` may grow.
+        Visits a part only when its turn comes, and no part that is in `barred` by then. The queue
+        must not change during the iteration; `barred` may grow.
         """
         share = max(1, window // max(1, len(self._parts)))
         orders = deque[tuple[str, Iterator[Waiting]]]()
         first = ((name, part.in_order(policy, share)) for name, part in self._parts.items())
         while (turn := next(first, None) or (orders.popleft() if orders else None)) is not None:
             name, order = turn
-            if name not in held and (waiting := next(order, None)) is not None:
+            if name not in barred and (waiting := next(order, None)) is not None:
                 yield waiting
                 orders.append(turn)
 
@@ -163,8 +163,8 @@ class WaitingQueue(Turns):
         super().remove(waiting)
         del self.by_id[waiting.request.id]
 
-    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
-        super().admitted(requests, put_off)
+    def admitted(self, requests: Sequence[Waiting], postponed: Sequence[Waiting] = ()) -> None:
+        super().admitted(requests, postponed)
         for waiting in requests:
             del self.by_id[waiting.request.id]
 

@@ -27,11 +27,10 @@ from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import Admission
 from minisgl.scheduler.decode_rows import DecodeRows
-from minisgl.scheduler.draft import Draft, Launched
 from minisgl.scheduler.plan import PageGrant, StepPlan, StepResult
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.slots import Slots
-from minisgl.scheduler.state import DecodeGroup, Running, Waiting
+from minisgl.scheduler.state import DecodeGroup, Launched, Running, StepWork, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Scheduler:
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         self._rows = DecodeRows(kv, max_run, num_stages, look_ahead=look_ahead)
-        self._held_grants: list[tuple[Running, PageGrant]] = []
+        self._grants_to_make: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
         self._arrivals = 0
         self._step = 0
@@ -196,89 +195,91 @@ class Scheduler:
             self._rows.leave(running)
         elif running.loading:
             self._loading.remove(running)
-        elif running.num_scheduled < running.num_known:
+        elif running.num_scheduled < running.num_to_prefill:
             self._prefilling.remove(running)
 
     # -- planning ----------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
-        draft = Draft(self._step + 1, budget=self._max_prefill_length)
+        work = StepWork(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
-        self._rows.grant_pages(draft, self._retract)
+        self._rows.grant_pages(work, self._retract)
         if self._loading:
             self._resume_loaded()
         for running in self._prefilling:
-            draft.close_gap(running)
+            work.close_gap(running)
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
-            self._admit(draft)
-        if self._held_grants:
-            draft.grants += [grant for running, grant in self._held_grants if running.active]
-            self._held_grants = []
+            self._admit(work)
+        if self._grants_to_make:
+            work.grants += [grant for running, grant in self._grants_to_make if running.active]
+            self._grants_to_make = []
         settled = self._launched[0].plan.step - 1 if self._launched else self._step
-        may_repeat = bool(self._launched) and not draft.chunks
-        group, lag = self._rows.next_group(draft.step, settled, may_repeat=may_repeat)
-        if not (group.rows or draft.chunks or draft.joins or self.kv.transits.is_copying_out):
-            self._hold_grants(draft.grants)  # every row is in flight, or its pages are
+        may_repeat = bool(self._launched) and not work.chunks
+        group, lag = self._rows.next_group(work.step, settled, may_repeat=may_repeat)
+        if not (group.rows or work.chunks or work.joins or self.kv.transits.is_copying_out):
+            self._make_grants_later(work.grants)  # every row is in flight, or its pages are
             return None
-        return self._launch(draft, group, lag)
+        return self._launch(work, group, lag)
 
-    def _admit(self, draft: Draft) -> None:
-        for running in self._admission.admit(draft):
+    def _admit(self, work: StepWork) -> None:
+        for running in self._admission.admit(work):
             if not running.resumed:
                 self.counters.admitted(running.request)
             (self._loading if running.loading else self._prefilling).append(running)
 
-    def _launch(self, draft: Draft, group: DecodeGroup, lag: int) -> StepPlan:
+    def _launch(self, work: StepWork, group: DecodeGroup, lag: int) -> StepPlan:
         """Count what a plan computes as scheduled."""
-        self._step = draft.step
+        self._step = work.step
         self.counters.num_steps += 1
         self._admission.ratio.step()
         decoding, masked = group.rows, list[Running]()
         # A run would need masks in between.
         max_run = 1 if self._slots.num_masked else self._rows.max_run
-        longest = self._rows.advance(group, draft.step, max_run)
+        longest = self._rows.advance(group, work.step, max_run)
         if self._slots.num_masked:
-            sampled = (*decoding, *draft.sampling)
+            sampled = (*decoding, *work.sampling)
             masked = [running for running in sampled if running.request.matcher is not None]
         plan = StepPlan(
-            step=draft.step,
+            step=work.step,
             decode_slots=group.slots,
             longest_decode=min(longest, self._max_seq_len),
-            chunks=tuple(draft.chunks),
-            joins=tuple(draft.joins),
-            grants=tuple(draft.grants),
+            chunks=tuple(work.chunks),
+            joins=tuple(work.joins),
+            grants=tuple(work.grants),
             epoch=self._epoch,
             max_run=max_run,
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
             lag=lag,
-            copies=self.kv.take_copies(draft.step),
+            copies=self.kv.take_copies(work.step),
         )
-        self._launched.append(Launched(plan, draft, decoding, masked))
-        if draft.chunks:
-            self._launch_chunks(draft)
+        self._launched.append(Launched(plan, work, decoding, masked))
+        if work.chunks:
+            self._launch_chunks(work)
         return plan
 
-    def _launch_chunks(self, draft: Draft) -> None:
+    def _launch_chunks(self, work: StepWork) -> None:
         """Count the tokens of chunks as computed."""
-        for chunk, running in zip(draft.chunks, draft.chunk_owners, strict=True):
+        for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
             running.num_scheduled = chunk.end
             # Whole pages of the prompt may be matched from the next step on.
-            self.kv.commit(running.lease, running.key, chunk.end, draft.step)
+            self.kv.commit(running.lease, running.key, chunk.end, work.step)
             if chunk.samples:
-                self._rows.join(running, draft.step)
+                self._rows.join(running, work.step)
         self._prefilling = [
-            running for running in self._prefilling if running.num_scheduled < running.num_known
+            running
+            for running in self._prefilling
+            if running.num_scheduled < running.num_to_prefill
         ]
 
-    def _hold_grants(self, grants: Iterable[PageGrant]) -> None:
+    def _make_grants_later(self, grants: Iterable[PageGrant]) -> None:
         """Keep grants of running requests for the next plan. Grants that are kept already are
         younger, so these go first."""
         owners = {running.slot: running for running in self._slots.running}
         held = [(owners[grant.slot], grant) for grant in grants if grant.slot in owners]
-        self._held_grants = held + self._held_grants
+        self._grants_to_make = held + self._grants_to_make
 
     def _retract(self) -> None:
         """Return a request to the queue. Its output resumes later without a visible trace."""
@@ -290,7 +291,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed from the start
-        sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_known
+        sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_to_prefill
         num_expected = running.num_scheduled + 1 if sampled else len(request.token_ids)
         self._waiting.put(Waiting(request, running.arrival, num_expected, retracted=True))
 
@@ -314,7 +315,7 @@ class Scheduler:
             return None
         self._step += 1
         plan = StepPlan(step=self._step, decode_slots=(), epoch=self._epoch, copies=copies)
-        self._launched.append(Launched(plan, Draft(plan.step, budget=0)))
+        self._launched.append(Launched(plan, StepWork(plan.step, budget=0)))
         return plan
 
     # -- settling ----------------------------------------------------------------------------------
@@ -325,18 +326,18 @@ class Scheduler:
         Tokens after the one that ends a request are dropped, in its run and in later steps.
         """
         launched = self._launched.popleft()
-        draft = launched.draft
-        assert draft.step == result.step, "steps are settled in the order of their launch"
-        self.kv.settled(draft.step)
+        work = launched.work
+        assert work.step == result.step, "steps are settled in the order of their launch"
+        self.kv.settled(work.step)
         rows = launched.decoding
-        if draft.sampling:
-            rows = rows + draft.sampling
+        if work.sampling:
+            rows = rows + work.sampling
         run_lengths = result.run_lengths
         if run_lengths is not None:  # one entry per token instead of per row
             rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]
         for index, scores in result.prompt_logprobs.items():
-            if draft.chunk_owners[index].active:
-                draft.chunk_owners[index].request.prompt_logprobs += scores
+            if work.chunk_owners[index].active:
+                work.chunk_owners[index].request.prompt_logprobs += scores
         progressed: list[Request] = []
         finished: list[Request] = []
         finished_status = RequestStatus.FINISHED
@@ -358,8 +359,8 @@ class Scheduler:
                 request = rows[row].request
                 if len(request.logprobs) < request.num_output_tokens:
                     request.logprobs.append(logprobs)
-        for chunk, running in zip(draft.chunks, draft.chunk_owners, strict=True):
-            if running.active and chunk.end == running.num_known and not chunk.samples:
+        for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
+            if running.active and chunk.end == running.num_to_prefill and not chunk.samples:
                 finished.append(running.request)  # which wants no output
                 self._end(running.request, FinishReason.LENGTH)
         if launched.plan.max_run > 1:
@@ -396,12 +397,12 @@ class Scheduler:
         self._launched = deque(each for each in self._launched if each.plan.step < step)
         failed: list[Request] = []
         for launched in lost:
-            draft = launched.draft
-            for running in (*launched.decoding, *draft.chunk_owners, *draft.loading):
+            work = launched.work
+            for running in (*launched.decoding, *work.chunk_owners, *work.loading):
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
-        self._hold_grants(grant for launched in lost for grant in launched.plan.grants)
+        self._make_grants_later(grant for launched in lost for grant in launched.plan.grants)
         self.kv.drop_written_since(step)
         return failed
 
@@ -415,16 +416,16 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING
             assert running.num_room == len(running.lease.pages) * self.kv.page_size
             scheduled = min(running.num_scheduled, running.last_scheduled)
-            assert scheduled <= max(running.num_room, running.num_known)
+            assert scheduled <= max(running.num_room, running.num_to_prefill)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert running.loading == self._loading.count(running)
             assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
-            prefilling = running.num_scheduled < running.num_known and not running.loading
+            prefilling = running.num_scheduled < running.num_to_prefill and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
             if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
                     launched.plan.max_run * launched.decoding.count(running)
-                    + launched.draft.sampling.count(running)
+                    + launched.work.sampling.count(running)
                     for launched in self._launched
                 )
                 assert running.num_scheduled == num_known - 1, "the two clocks disagree"

@@ -59,7 +59,7 @@ class Slots:
         num_left = self._num_slots - (len(self.by_id) - num_running)  # by the other clients
         return num_running >= max(1, int(self._client_share * num_left))
 
-    def num_kept(self, client: str, num_tokens: int) -> float:
+    def num_left_free(self, client: str, num_tokens: int) -> float:
         """How many of `num_tokens` in the KV cache must be left free for other clients when a
         request of this one joins. A client's only request may take them."""
         if not client or not self._num_of[client]:
@@ -74,7 +74,7 @@ class Slots:
         """
 
         def is_spared(running: Running) -> bool:
-            return running.resumed and running.num_scheduled - running.num_known < page_size
+            return running.resumed and running.num_scheduled - running.num_to_prefill < page_size
 
         newest = sorted(self.running, key=attrgetter("arrival"), reverse=True)[:-1]
         newest.sort(key=lambda running: -self._num_of[running.client])  # stable

@@ -103,7 +103,7 @@ def test_what_host_memory_evicts_is_written_and_read_again() -> None:
     wanted = pack_tokens([10, 11, 12, 13])
     assert kv.match(wanted, 4) < 3
     fetched: list[range] = []
-    assert kv.fetch(wanted, 4, fetched=fetched.append)
+    assert kv.read_disk(wanted, 4, ended=fetched.append)
     kv.audit(12)
     (move,) = (found for found in kv.moves.take() if found.source is Place.DISK)
     assert move.keys == tuple(keys([10, 11, 12]))[-len(move.keys) :]
@@ -111,7 +111,7 @@ def test_what_host_memory_evicts_is_written_and_read_again() -> None:
     assert fetched == [range(3 - len(move.keys), 3)]
     kv.audit(12)
     assert kv.match(wanted, 4) == 3
-    assert not kv.fetch(wanted, 4)  # nothing is left to read
+    assert not kv.read_disk(wanted, 4)  # nothing is left to read
     copies = run(kv, [10, 11, 12, 13], 13)
     assert set(copies.loads[0].host_pages) >= set(move.pages)
 
@@ -179,12 +179,12 @@ def test_a_read_that_no_rank_has_whole_counts_as_far_as_all_have_it() -> None:
     kv = make(store)
     wanted = pack_tokens([1, 2, 3, 4, 5])
     fetched: list[range] = []
-    assert kv.fetch(wanted, 5, fetched=fetched.append)
+    assert kv.read_disk(wanted, 5, ended=fetched.append)
     carry_out(kv, store, num_good=2)
     assert fetched == [range(2)]
     kv.audit(0)
     assert kv.match(wanted, 5) == 2
-    assert not kv.fetch(wanted, 5)  # what failed is not looked for again
+    assert not kv.read_disk(wanted, 5)  # what failed is not looked for again
 
 
 def test_a_read_whose_prefix_has_gone_is_given_back() -> None:
@@ -192,7 +192,7 @@ def test_a_read_whose_prefix_has_gone_is_given_back() -> None:
     store.write(keys([1, 2, 3, 4]), [memoryview(b"page")] * 4)
     kv = make(store, num_pages=5, num_host_pages=2)
     run(kv, [1, 2], 1)
-    assert kv.fetch(pack_tokens([1, 2, 3, 4]), 4)
+    assert kv.read_disk(pack_tokens([1, 2, 3, 4]), 4)
     for step, first in enumerate((10, 20, 30), 2):
         run(kv, [first, first, first, first], step)
     carry_out(kv, store)
@@ -204,8 +204,8 @@ def test_nothing_is_read_where_computing_is_faster() -> None:
     store = MemoryStore()
     store.write(keys([1, 2, 3, 4]), [memoryview(b"page")] * 4)
     kv = make(store, rule=LoadRule(load_s=1.0, compute_s=2.0, delay_s=3.5))
-    assert not kv.fetch(pack_tokens([1, 2, 3, 4]), 4)  # three pages, of which one is computed
-    assert kv.fetch(pack_tokens([1, 2, 3, 4, 5]), 5)
+    assert not kv.read_disk(pack_tokens([1, 2, 3, 4]), 4)  # three pages, of which one is computed
+    assert kv.read_disk(pack_tokens([1, 2, 3, 4, 5]), 5)
     kv.audit(0)
 
 
@@ -214,8 +214,8 @@ def test_namespaces_share_nothing_on_disk(namespace: bytes) -> None:
     store = MemoryStore()
     store.write(keys([1, 2, 3], b"a"), [memoryview(b"page")] * 3)
     kv = make(store)
-    assert not kv.fetch(pack_tokens([1, 2, 3, 4]), 4, namespace)
-    assert kv.fetch(pack_tokens([1, 2, 3, 4]), 4, b"a")
+    assert not kv.read_disk(pack_tokens([1, 2, 3, 4]), 4, namespace)
+    assert kv.read_disk(pack_tokens([1, 2, 3, 4]), 4, b"a")
 
 
 def test_everything_can_be_written_at_the_end() -> None:
@@ -282,7 +282,7 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
         if left is not None:
             leaving.append((left, named[: len(left.pages)]))
         lease: Lease | None = None
-        if not kv.fetch(key, count, namespace):
+        if not kv.read_disk(key, count, namespace):
             lease = kv.acquire(key, count, namespace)
             if kv.reserve(lease, count) is None:
                 kv.close(lease)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
-from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
@@ -238,7 +238,7 @@ def test_copying_ahead_visits_only_what_it_copies() -> None:
     """However many prefixes there are, all with the same first page."""
 
     def visits(num_prompts: int) -> int:
-        cache, count = RadixCache(1, HostTier(5000)), 0
+        cache, count = RadixCache(1, HostPool(5000)), 0
         for index in range(num_prompts):
             key = pack_tokens([0, index, 1, 2])
             match = cache.acquire(key, 4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import Node, pack_tokens
@@ -251,7 +251,7 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
     page_size, rng = 4, random.Random(0)
 
     def visits(num_prompts: int) -> tuple[int, int]:
-        cache = RadixCache(page_size, HostTier(0))
+        cache = RadixCache(page_size, HostPool(0))
         for index in range(num_prompts):
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)

@@ -226,7 +226,7 @@ def test_a_step_without_chunks_replays_none_of_an_earlier_step() -> None:
 
 
 @pytest.mark.parametrize("padded", [0, 2])
-@pytest.mark.parametrize("half", ["_forward", "_sample"])
+@pytest.mark.parametrize("half", ["_forward", "_queue_end"])
 def test_a_failed_half_of_a_step_is_raised_by_collect_and_later_steps_run(
     half: str, padded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

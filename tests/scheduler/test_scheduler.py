@@ -727,9 +727,9 @@ def test_the_newest_request_is_retracted_unless_it_just_resumed() -> None:
     running = harness.scheduler._slots.by_id
     assert harness.scheduler._slots.victim(harness.page_size) is running["3"]
     running["3"].resumed = True
-    running["3"].num_known = running["3"].num_scheduled - 3
+    running["3"].num_to_prefill = running["3"].num_scheduled - 3
     assert harness.scheduler._slots.victim(harness.page_size) is running["2"]
-    running["3"].num_known -= 1  # a page of 4 is progress enough
+    running["3"].num_to_prefill -= 1  # a page of 4 is progress enough
     assert harness.scheduler._slots.victim(harness.page_size) is running["3"]
 
 
