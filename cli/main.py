@@ -15,6 +15,7 @@ from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
+from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .version import version
 
@@ -49,6 +50,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(version)
+app.command()(models)
 app.command(REPLICA, hidden=True)(replica_process)
 app.command(ROUTER, hidden=True)(router_process)
 # `bench` alone is the first of its verbs.

@@ -219,4 +219,7 @@ def _num_decode_reads(request: RequestRecord) -> int:
 
 def _operations_per_pair(model: ModelFacts) -> int:
     """Operations of a query with one key and value, in all heads and layers."""
-    return sum(4 * spec.num_heads * spec.head_dim for spec in model.attention)
+    return sum(
+        2 * spec.num_heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
+        for spec in model.attention
+    )

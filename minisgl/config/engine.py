@@ -34,6 +34,12 @@ class EngineConfig:
         "quantised one says itself how.",
         group="Model",
     )
+    model_impl: str = option(
+        "auto",
+        "native runs minisgl's code for the architecture, adopted transformers' with minisgl's "
+        "attention; auto takes the first that there is.",
+        group="Model",
+    )
     max_seq_len_override: int | None = option(
         None, "Longest sequence in tokens; the model's own if not given.", group="Model"
     )
@@ -162,6 +168,7 @@ class EngineConfig:
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("device", ("auto", "cuda", "cpu"))
         self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("model_impl", ("auto", "native", "adopted"))
         self._check_choice("cache_type", ("radix", "naive"))
         self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
         self._check_choice("dense_copies", ("auto", "always", "never"))

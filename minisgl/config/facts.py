@@ -86,7 +86,7 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
     return sum(spec.bytes_per_slot for spec in layers if isinstance(spec, StateSpec))
 
 
-ATTENTION_EXTRAS = ("sliding windows", "soft caps", "attention sinks")
+ATTENTION_EXTRAS = ("sliding windows", "soft caps", "attention sinks", "values of another width")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,7 @@ class AttentionSpec:
     window: int | None = None  # a query sees its last `window` tokens, itself included; None: all
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
     sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
+    value_dim: int | None = None  # None: that of queries and keys, head_dim
 
     def num_visible(self, length: int) -> int:
         """The number of keys that the last of `length` tokens sees."""
@@ -108,7 +109,8 @@ class AttentionSpec:
 
     def extras(self) -> tuple[str, ...]:
         """The names of its features beyond plain causal attention, of ATTENTION_EXTRAS."""
-        used = (self.window is not None, self.softcap is not None, self.sinks)
+        other_values = self.value_dim not in (None, self.head_dim)
+        used = (self.window is not None, self.softcap is not None, self.sinks, other_values)
         return tuple(itertools.compress(ATTENTION_EXTRAS, used))
 
     def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
@@ -116,7 +118,7 @@ class AttentionSpec:
         return KVSpec(
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
-            value_dim=self.head_dim,
+            value_dim=self.value_dim or self.head_dim,
             dtype=dtype,
             scales=scales,
         )
@@ -186,6 +188,7 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     quantized: Quantized | None = None  # of the layers' matrices, without experts
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
+    one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
 
     @property
     def fp8_activations(self) -> bool:
@@ -213,7 +216,7 @@ class ModelFacts:
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the model can be sharded over `num_ranks` ranks."""
-        return all(
+        return (self.one_rank is None or num_ranks == 1) and all(
             can_divide(
                 num_ranks,
                 num_heads=spec.num_heads,

@@ -187,6 +187,8 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     if model.can_divide(config.tp):
         found = f"{here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
         reason = f"there are {found}" + (f" on this one of {nodes} nodes" if nodes > 1 else "")
+    elif model.one_rank is not None:
+        reason = model.one_rank
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
         reason = (
@@ -204,6 +206,8 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
     num_layers = len(model.attention)
     room = nodes * here // config.tp
+    if config.pp > 1 and model.one_rank is not None:
+        refuse(config, "pp", f"{model.one_rank}; {one_of([1])}")
     if config.pp <= min(room, num_layers):
         return
     reason = f"this model has {num_layers} layers"

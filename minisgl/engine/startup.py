@@ -185,7 +185,9 @@ def work_for_node_0(config: EngineConfig) -> None:
 def _prepare(config: EngineConfig) -> _Prepared:
     """Locate the model and resolve the options for it."""
     folder = locate_model(config.model, load_format=config.load_format)
-    model_config = read_model_config(folder, quantization=config.quantization)
+    model_config = read_model_config(
+        folder, quantization=config.quantization, model_impl=config.model_impl
+    )
     if config.kv_cache_dtype != "model" and config.load_format != "dummy":
         model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from minisgl.config import (
@@ -44,15 +45,31 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder: grouped-query attention, then a gated MLP or experts, in every layer."""
+class ModelConfig(ABC):
+    """What is known of every model before its weights are read."""
 
     architecture: str
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
+    max_seq_len: int  # longest sequence for which minisgl computes what the model defines
+    max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
+    notes: tuple[str, ...]  # logged at start
+    quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
+    kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
+
+    @abstractmethod
+    def facts(self) -> ModelFacts:
+        """The properties of the model that option resolution needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeConfig(ModelConfig):
+    """A decoder of minisgl's own: grouped-query attention, then a gated MLP or experts, in every
+    layer."""
+
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -63,12 +80,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
-    max_seq_len: int  # longest sequence for which minisgl computes what the model defines
-    max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
-    notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
-    quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
-    kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -80,7 +92,7 @@ class ModelConfig:
         )
 
     def facts(self) -> ModelFacts:
-        """The properties of the model that option resolution needs."""
+        """As in ModelConfig."""
         hidden, scheme = self.hidden_size, self.quantization
         num_sparse = len(self.experts.layers) if self.experts else 0
         num_dense = self.num_layers - num_sparse

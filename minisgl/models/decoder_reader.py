@@ -10,7 +10,7 @@ import math
 import reprlib
 
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
-from minisgl.models.config import ExpertsConfig, ModelConfig, RopeConfig
+from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
 from minisgl.models.config_reader import (
     CONFIG_FILE,
     HARMLESS_FIELDS,
@@ -59,7 +59,7 @@ def read_decoder(
     qk_norm: bool = False,
     window: int | None = None,
     experts: ExpertsConfig | None = None,
-) -> ModelConfig:
+) -> NativeConfig:
     """The config of a decoder, given what its family adds.
 
     head_dim: the default; None: hidden_size / num_attention_heads. window: tokens that layers with
@@ -84,7 +84,7 @@ def read_decoder(
     notes: tuple[str, ...] = ()
     if max_seq_len < max_position:
         notes = (f"longest sequence {max_seq_len} instead of {max_position}: {reason}",)
-    return ModelConfig(
+    return NativeConfig(
         architecture=architecture,
         dtype=checkpoint_dtype(fields),
         vocab_size=fields.count("vocab_size"),

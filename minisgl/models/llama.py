@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, sliding_window
 
 ARCHITECTURE = "LlamaForCausalLM"
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> NativeConfig:
     """attention_bias switches the biases of q, k, v and o on, mlp_bias those of the MLP."""
     fields.refuse_others(DECODER_FIELDS | field_names("attention_bias mlp_bias"))
     attention_bias = fields.flag("attention_bias", False)

@@ -21,7 +21,8 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import DenseFormat, QuantizedFormat, WeightFormat
 from minisgl.layers.linear import Linear
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import ModelConfig, NativeConfig
+from minisgl.models.decoder import Decoder
 from minisgl.models.dummy import fill_randomly
 from minisgl.models.hub import safetensors_files
 from minisgl.models.kv_scales import is_kv_scale
@@ -59,7 +60,7 @@ def load_model(
     progress: Progress | None = None,
     ranks: Communicator = SINGLE_RANK,
     layers: range | None = None,
-) -> CausalLM:
+) -> Decoder:
     """Build the model, or this rank's part of it, on `device` and fill every parameter.
 
     load_format 'safetensors' reads the files in `folder`, one tensor at a time, and only the rank's
@@ -68,6 +69,11 @@ def load_model(
     exactly, or what is for this stage does not.
     """
     files = [] if load_format == "dummy" else safetensors_files(folder)
+    if not isinstance(config, NativeConfig):
+        # Imports the modeling code of transformers.
+        from minisgl.models.adopted.load import load_adopted
+
+        return load_adopted(config, folder, dtype=dtype, device=device, has_files=bool(files))
     format = _weight_format(config, folder, files, dtype, device)
     model_type = FAMILIES[config.architecture].model
     model = model_type(

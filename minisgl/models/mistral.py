@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, sliding_window
 
 ARCHITECTURE = "MistralForCausalLM"
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> NativeConfig:
     """A config that does not mention the window has one of 4,096 tokens, as in transformers."""
     fields.refuse_others(DECODER_FIELDS)
     return read_decoder(fields, ARCHITECTURE, window=sliding_window(fields, 4096))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> NativeConfig:
     """The biases of q, k and v are always there; o has none."""
     fields.refuse_others(DECODER_FIELDS)
     window = switched_window_of_some(fields, 4096)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> NativeConfig:
     """attention_bias switches the biases of q, k, v and o on. head_dim is 128 by default."""
     fields.refuse_others(DECODER_FIELDS | field_names("attention_bias"))
     attention_bias = fields.flag("attention_bias", False)

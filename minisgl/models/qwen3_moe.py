@@ -8,7 +8,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError
 from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import WeightFormat
-from minisgl.models.config import ExpertsConfig, ModelConfig
+from minisgl.models.config import ExpertsConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window
 from minisgl.models.transformer import CausalLM, DecoderLayer
@@ -23,7 +23,7 @@ _FIELDS = DECODER_FIELDS | field_names(
 )
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> NativeConfig:
     """As Qwen3, except that head_dim has no default of its own and a sliding window, where it is
     switched on, applies to every layer."""
     fields.refuse_others(_FIELDS)
@@ -66,7 +66,7 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
     """A layer whose MLP is a mixture of experts in the layers that the config lists."""
 
     def make_mlp(
-        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         """A mixture of experts, or the MLP of a dense layer."""
         experts = config.experts

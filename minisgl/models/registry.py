@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minisgl.errors import ModelNotFoundError, UnsupportedModelError, one_of
+from minisgl.errors import ModelNotFoundError, UnsupportedModelError
 from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
-from minisgl.models.config import ModelConfig
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED
+from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
@@ -19,7 +20,7 @@ from minisgl.models.transformer import CausalLM
 class Family:
     """One architecture: the reader of its config.json, and its module."""
 
-    read_config: Callable[[Fields], ModelConfig]
+    read_config: Callable[[Fields], NativeConfig]
     model: type[CausalLM] = CausalLM
 
 
@@ -32,8 +33,10 @@ FAMILIES = {
 }
 
 
-def read_model_config(folder: Path, *, quantization: str | None = None) -> ModelConfig:
-    """Read `folder`/config.json. quantization: --quantization.
+def read_model_config(
+    folder: Path, *, quantization: str | None = None, model_impl: str = "auto"
+) -> ModelConfig:
+    """Read `folder`/config.json. quantization and model_impl: the options.
 
     Raises ModelNotFoundError without the file, CheckpointError where it is broken or contradicts
     itself, UnsupportedModelError where it asks for what minisgl does not compute, ConfigError where
@@ -48,8 +51,28 @@ def read_model_config(folder: Path, *, quantization: str | None = None) -> Model
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    if model_impl == "adopted" or (model_impl == "auto" and name in ADOPTED):
+        # Imports the modeling code of transformers, which takes seconds.
+        from minisgl.models.adopted.reader import read_adopted
+
+        return read_adopted(fields, name, quantization=quantization)
     if name not in FAMILIES:
-        raise UnsupportedModelError(f"Architecture {name} is not supported; {one_of(FAMILIES)}")
+        raise UnsupportedModelError(_why_unsupported(name, model_impl))
     config = FAMILIES[name].read_config(fields)
     scheme = with_option(read_quantization(fields, folder), quantization)
     return replace(config, quantization=scheme)
+
+
+def _why_unsupported(name: str, model_impl: str) -> str:
+    if name in ADOPTED:
+        return (
+            f"Architecture {name} is not among those that minisgl has code of its own for; leave "
+            f"--model-impl {model_impl} out to run transformers' code."
+        )
+    if name in REFUSED:
+        return f"Architecture {name} is not supported: {REFUSED[name]}."
+    return (
+        f"Architecture {name} is not supported; `minisgl models` lists those that are. "
+        "--model-impl adopted tries transformers' code for it, and runs it if a proof at the start "
+        "finds the same numbers."
+    )

@@ -27,7 +27,7 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
 from minisgl.layers.step import Step
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.rope import inverse_frequencies
 from minisgl.shards import vocab_shard, whole
 
@@ -36,7 +36,7 @@ class DecoderLayer(nn.Module):
     """Attention, then an MLP, each on the norm of the residual stream and added to the stream."""
 
     def __init__(
-        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> None:
         super().__init__()
         hidden_size = config.hidden_size
@@ -55,7 +55,7 @@ class DecoderLayer(nn.Module):
         self.mlp: nn.Module = self.make_mlp(config, index, format.within("mlp"), comm)
 
     def make_mlp(
-        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         """What follows the attention of layer `index`: called with the residual stream and the
         norm of its input, it returns the stream with its output added."""
@@ -83,7 +83,7 @@ class CausalLM(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: NativeConfig,
         *,
         max_seq_len: int,
         format: WeightFormat,

@@ -210,14 +210,14 @@ def test_ctrl_c_is_exit_code_130(failing: list[BaseException]) -> None:
 def test_without_arguments_the_help_is_shown() -> None:
     result = minisgl()
     assert result.returncode == 0
-    assert all(command in result.stdout for command in ("serve", "chat", "bench", "version"))
+    assert all(command in result.stdout for command in ("serve", "chat", "bench", "models"))
 
 
 def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
-    assert listed[-7:] == ["serve", "chat", "bench", *verbs, "version"]
+    assert listed[-8:] == ["serve", "chat", "bench", *verbs, "version", "models"]
 
 
 def test_bench_without_a_subcommand_is_bench_offline() -> None:

@@ -86,7 +86,11 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     overlap = options.pop("overlap", True)
     starting = contextlib.nullcontext() if options.pop("spawned", False) else forked_ranks()
     padded = options.pop("padded", 0)
-    model_config = read_model_config(folder, quantization=options.get("quantization"))
+    model_config = read_model_config(
+        folder,
+        quantization=options.get("quantization"),
+        model_impl=options.get("model_impl", "auto"),
+    )
     if options.get("kv_cache_dtype") != "model":
         model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()

@@ -66,8 +66,8 @@ def qk_norm_rope_store_kv(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)  # [num_rows, 1, head_dim / 2]
-    _store(_rotate(k, cos, sin), slot_mapping, k_cache, scales.k)
-    _store(v, slot_mapping, v_cache, scales.v)
+    store(_rotate(k, cos, sin), slot_mapping, k_cache, scales.k)
+    store(v, slot_mapping, v_cache, scales.v)
     return _rotate(q, cos, sin)
 
 
@@ -77,7 +77,7 @@ def to_stored(x: Tensor, scale: float) -> Tensor:
     return (x.float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _store(x: Tensor, slot_mapping: Tensor, cache: Tensor, scale: float) -> None:
+def store(x: Tensor, slot_mapping: Tensor, cache: Tensor, scale: float) -> None:
     slots = cache.view(-1, *x.shape[1:])
     if cache.dtype == torch.float8_e4m3fn:  # for which torch copies by index as bytes alone
         x, slots = to_stored(x, scale).view(torch.uint8), slots.view(torch.uint8)

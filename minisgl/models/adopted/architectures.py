@@ -1,0 +1,45 @@
+"""The architectures that run with transformers' modeling code, and those that are known not to."""
+
+from __future__ import annotations
+
+# Each gives the tokens of transformers in tests/models/test_adopted.py.
+ADOPTED = frozenset(
+    """
+    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BeamForCausalLM BioGptForCausalLM
+    BitNetForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
+    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
+    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel
+    GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM Kolibri1ForCausalLM
+    LagunaForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+    MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
+    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
+    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+    """.split()
+)
+
+_MLA = "its attention keeps a latent instead of keys and values"
+_RECURRENT = "its layers keep a state instead of keys and values"
+_SPARSE = "its attention chooses the tokens that it reads"
+REFUSED = {
+    "DeepseekV2ForCausalLM": _MLA,
+    "DeepseekV3ForCausalLM": _MLA,
+    "Glm4MoeLiteForCausalLM": _MLA,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "MambaForCausalLM": _RECURRENT,
+    "Mamba2ForCausalLM": _RECURRENT,
+    "JambaForCausalLM": _RECURRENT,
+    "Qwen3NextForCausalLM": _RECURRENT,
+    "DiffLlamaForCausalLM": "its modules attend twice in a layer",
+    "DogeForCausalLM": "it attends with a mask of its own",
+    "JetMoeForCausalLM": "its routing reads numbers on the host",
+    "Llama4ForCausalLM": "it attends in chunks",
+    "PhimoeForCausalLM": "it computes something else here than in transformers",
+}

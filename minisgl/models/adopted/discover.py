@@ -1,0 +1,147 @@
+"""Finds out what an architecture of transformers computes, by running it without numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minisgl.config import AttentionSpec, ExpertFacts
+from minisgl.errors import UnsupportedModelError
+from minisgl.models.adopted.attend import ATTENTION, Recorder, register, take_seats
+
+_NUM_ROWS = 3  # of the run; an odd number, which is the size of nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """What the layers of a model attend to, and how large its parts are."""
+
+    attention: tuple[AttentionSpec, ...]  # one a layer
+    sources: tuple[int, ...]  # of each layer, the one whose KV it reads: itself, or an earlier one
+    modules: tuple[str, ...]  # the name of the module that attends in each layer
+    kinds: tuple[object, ...]  # of each layer; equal where two layers compute alike
+    num_weights: int  # in the matrices of all layers, but those of experts
+    num_head_weights: int
+    experts: ExpertFacts | None
+    has_position_table: bool  # positions are rows of a table, which has no more than they
+
+
+def discover(architecture: type[Any], config: Any) -> Discovered:
+    """Run a model of a class of transformers on meta tensors, at the sizes of `config`.
+
+    What runs there takes no decision that depends on a number, and so can be captured. Raises
+    UnsupportedModelError with the reason if it cannot run, or asks for what minisgl has not.
+    """
+    register()
+    recorder = Recorder()
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = architecture._from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION
+            ).eval()
+            take_seats(model, recorder)
+            model(**inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS)))
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever the code of some architecture raises
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{architecture.__name__} does not run on rows of several requests: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    if len(recorder.modules) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"{architecture.__name__} has {config.num_hidden_layers} layers, of which "
+            f"{len(recorder.modules)} let others compute their attention."
+        )
+    return _described(model, recorder, config)
+
+
+def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The arguments of a forward pass over the rows of one step, [num_rows] each."""
+    return {
+        "input_ids": token_ids.unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
+        "use_cache": False,
+    }
+
+
+def _described(model: nn.Module, recorder: Recorder, config: Any) -> Discovered:
+    names = {module: name for name, module in model.named_modules()}
+    modules = tuple(names[module] for module in recorder.modules)
+    layers = _layer_names(modules)
+    in_layers = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if name.startswith(layers) and weight.dim() > 1
+    }
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    kinds: list[object] = []
+    for layer, spec, source in zip(layers, recorder.specs, recorder.sources, strict=True):
+        parts = model.get_submodule(layer.removesuffix("."))
+        kinds.append(
+            (
+                spec,
+                source == len(kinds),
+                tuple((name, type(part).__name__) for name, part in parts.named_modules()),
+                tuple((name, tuple(weight.shape)) for name, weight in parts.named_parameters()),
+            )
+        )
+    return Discovered(
+        attention=tuple(recorder.specs),
+        sources=tuple(recorder.sources),
+        modules=modules,
+        kinds=tuple(kinds),
+        num_weights=sum(weight.numel() for weight in in_layers.values() if weight.dim() == 2),
+        num_head_weights=head.weight.numel(),
+        experts=_experts(layers, [w for w in in_layers.items() if w[1].dim() == 3], config),
+        has_position_table=any(
+            isinstance(module, nn.Embedding)
+            and module is not embedding
+            and not name.startswith(layers)
+            and module.num_embeddings != embedding.num_embeddings
+            for name, module in model.named_modules()
+        ),
+    )
+
+
+def _experts(
+    layers: tuple[str, ...], stacks: list[tuple[str, nn.Parameter]], config: Any
+) -> ExpertFacts | None:
+    """stacks: the matrices of all experts of a layer, one parameter each."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    chosen = [
+        getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)
+    ]
+    if not stacks or not chosen:
+        return None
+    sparse = {layer for layer in layers for name, _ in stacks if name.startswith(layer)}
+    num_experts = stacks[0][1].shape[0]
+    return ExpertFacts(
+        num_layers=len(sparse),
+        num_experts=num_experts,
+        num_chosen=chosen[0],
+        num_weights=sum(weight.numel() for _, weight in stacks) // (len(sparse) * num_experts),
+    )
+
+
+def _layer_names(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the layers in which these modules are, up to the number and a dot."""
+    layers = []
+    for name in modules:
+        parts = name.split(".")
+        numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+        layers.append(".".join(parts[: numbers[0] + 1]) + "." if numbers else name + ".")
+    if len(set(layers)) < len(layers):
+        raise UnsupportedModelError("A layer has several attention modules.")
+    return tuple(layers)
+
+
+def num_layers_of_each_kind(found: Discovered, at_most: int) -> int:
+    """The number of first layers among which is one of each kind, limited to `at_most`."""
+    first = [found.kinds.index(kind) for kind in set(found.kinds)]
+    return min(at_most, max(first) + 1)

@@ -1,0 +1,106 @@
+"""Reads the config.json of an architecture whose code is transformers'."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError
+from minisgl.models.adopted.config import AdoptedConfig
+from minisgl.models.adopted.discover import discover
+from minisgl.models.adopted.proof import prove
+from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
+
+
+def read_adopted(
+    fields: Fields, architecture: str, *, quantization: str | None = None
+) -> AdoptedConfig:
+    """The config of a model that runs with transformers' code, which is proven to compute the same
+    here. Takes seconds.
+
+    Raises CheckpointError for a config that transformers does not take, UnsupportedModelError for a
+    model that cannot run here, with the reason, ConfigError for `quantization`.
+    """
+    import transformers
+
+    if quantization is not None:
+        raise ConfigError(
+            "--quantization", quantization, "models with transformers' code are not quantised"
+        )
+    for name in ("quantization_config", "compression_config"):
+        if fields.values.get(name):
+            raise UnsupportedModelError(
+                f"{CONFIG_FILE}: {name}: quantised checkpoints of {architecture} are not "
+                "supported; use the checkpoint in bfloat16 or float16."
+            )
+    began = time.monotonic()
+    config = transformers_config(dict(fields.values), architecture)
+    model = model_class(architecture)
+    found = discover(model, config)
+    prove(model, config, found)
+    max_seq_len, reason = _limit(config, has_table=found.has_position_table)
+    return AdoptedConfig(
+        architecture=architecture,
+        dtype=checkpoint_dtype(fields),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=len(found.attention),
+        max_seq_len=max_seq_len,
+        max_seq_len_reason=reason,
+        notes=(
+            f"model: {architecture} of transformers {transformers.__version__} with minisgl's "
+            f"attention, shown to compute the same in {time.monotonic() - began:.1f} s",
+        ),
+        values=dict(fields.values),
+        found=found,
+        transformers=transformers.__version__,
+    )
+
+
+def model_class(architecture: str) -> Any:
+    """The class of transformers. Raises UnsupportedModelError if there is none."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise UnsupportedModelError(
+            f"Architecture {architecture} is not supported: transformers "
+            f"{transformers.__version__} has no causal decoder of this name, and minisgl runs no "
+            "code that comes with a checkpoint."
+        )
+    return getattr(transformers, architecture)
+
+
+def transformers_config(values: dict[str, Any], architecture: str) -> Any:
+    """transformers' config of the values of a config.json. Raises CheckpointError."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(values.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{CONFIG_FILE}: transformers does not know the model_type {kind!r} of {architecture}."
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # of whichever check of whichever class
+        raise CheckpointError(
+            f"{CONFIG_FILE} is not taken by transformers: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _limit(config: Any, *, has_table: bool) -> tuple[int, str | None]:
+    """The longest sequence, and why the limit is hard (None: it may be exceeded)."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        raise CheckpointError(f"{CONFIG_FILE} does not say max_position_embeddings.")
+    if has_table:
+        return most, "the model has a table with this number of positions"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            original = part.get("original_max_position_embeddings") or most
+            return original, (
+                f"{part['rope_type']} rope scaling rotates the keys of longer sequences with "
+                "another base than those that are cached"
+            )
+    return most, None

@@ -1,0 +1,110 @@
+"""Small copies of a model's config, with all that decides how the model computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+HEAD_DIM = 16
+WINDOW = 5
+VOCAB_SIZE = 97
+MAX_LAYERS = 8
+_NUM_EXPERTS = 8
+
+# Sizes that mean the same in every config which has them. Those that are smaller already stay.
+_SIZES = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "intermediate_size_mlp": 48,
+    "expert_ffn_hidden_size": 24,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "sliding_window": WINDOW,
+    "num_experts": _NUM_EXPERTS,
+    "num_local_experts": _NUM_EXPERTS,
+    "n_routed_experts": _NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "attention_chunk_size": WINDOW,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "word_embed_proj_dim": 64,
+}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
+_NUM_LAYERS = "num_hidden_layers"
+
+
+def shrunk(config: Any, num_layers: int) -> Any:
+    """A copy of a transformers config with small sizes and the first `num_layers` layers.
+
+    Ratios that matter stay: several query heads of a KV head, keys and values of different widths,
+    heads that are together wider than the hidden size, the share of a head that is rotated.
+    """
+    small = copy.deepcopy(config)
+    for name, size in _SIZES.items():
+        if isinstance(value := getattr(small, name, None), int) and value > size:
+            setattr(small, name, size)
+    _shrink_heads(small)
+    _cut_layers(small, num_layers)
+    small.vocab_size = min(small.vocab_size, VOCAB_SIZE)
+    for name in _IDS:
+        if getattr(small, name, None) is not None:
+            setattr(small, name, 1)
+    return small
+
+
+def _shrink_heads(config: Any) -> None:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    shared = heads // kv_heads
+    new_kv = min(kv_heads, 2)
+    new_heads = new_kv * min(shared, 2)
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    fills = heads * head_dim == hidden
+    config.num_attention_heads = new_heads
+    if getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = new_kv
+    config.hidden_size = new_heads * HEAD_DIM if fills else new_heads * HEAD_DIM // 2 * 3
+    if getattr(config, "head_dim", None) is not None:
+        config.head_dim = HEAD_DIM
+    if (global_dim := getattr(config, "global_head_dim", None)) is not None:
+        config.global_head_dim = HEAD_DIM * 2 if global_dim > head_dim else HEAD_DIM
+    if (global_heads := getattr(config, "num_global_key_value_heads", None)) is not None:
+        config.num_global_key_value_heads = min(global_heads, new_kv)
+    if (value_dim := getattr(config, "v_head_dim", None)) is not None:
+        config.v_head_dim = HEAD_DIM if value_dim == head_dim else HEAD_DIM // 2
+    for name in ("swa_num_attention_heads", "swa_num_key_value_heads"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, new_heads if name.endswith("attention_heads") else new_kv)
+    for name in ("swa_head_dim", "swa_v_head_dim"):
+        if (width := getattr(config, name, None)) is not None:
+            setattr(config, name, HEAD_DIM if width == head_dim else HEAD_DIM // 2)
+    _shrink_rope(config, head_dim)
+
+
+def _shrink_rope(config: Any, head_dim: int) -> None:
+    """Factors of longrope are one for each rotated pair."""
+    ropes = [getattr(config, "rope_parameters", None) or {}]
+    ropes += [rope for rope in ropes[0].values() if isinstance(rope, dict)]
+    for rope in ropes:
+        for name in ("short_factor", "long_factor"):
+            if isinstance(factors := rope.get(name), list):
+                rope[name] = factors[: len(factors) * HEAD_DIM // head_dim]
+
+
+def _cut_layers(config: Any, num_layers: int) -> None:
+    """Cut the number of layers, and every list with an entry for each."""
+    before = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(config, name, value[:num_layers])
+    if isinstance(shared := getattr(config, "num_kv_shared_layers", None), int) and shared:
+        config.num_kv_shared_layers = min(shared, num_layers // 2)
+    config.num_hidden_layers = num_layers

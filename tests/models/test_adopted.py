@@ -1,0 +1,318 @@
+"""Architectures that run with transformers' code: the engine's tokens against transformers'.
+
+Twelve of different kinds run here; ARCHITECTURES=all runs all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adopted_checkpoints import full_config, small_config, write_checkpoint
+from support.checkpoints import GreedyRun, greedy_reference, load_reference
+from support.parity import NOISE, batch, complete, greedy, load_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
+from minisgl.models import registry
+from minisgl.models.adopted import attend, proof
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED
+from minisgl.models.adopted.attend import Call
+from minisgl.models.adopted.discover import discover
+from minisgl.models.adopted.proof import prove
+from minisgl.models.adopted.reader import model_class
+from minisgl.models.registry import FAMILIES, read_model_config
+
+# Windows in some layers, soft caps, sinks, values of another width, scales of embedding, residual
+# and logits, positions from a table, norms with 1 + w, parallel blocks, mixtures of experts.
+IN_CI = (
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("GraniteForCausalLM", "Cohere2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"),
+    *("Olmo3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"),
+)
+TESTED = sorted(ADOPTED) if os.environ.get("ARCHITECTURES") == "all" else IN_CI
+NUM_TOKENS = 20
+LENGTHS = (3, 17, 40, 40, 9)
+SHARED = 24  # tokens, by two of the prompts
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    prompts: list[list[int]]
+    runs: list[GreedyRun]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as made:
+        yield Path(made)
+    case_of.cache_clear()
+
+
+@cache
+def case_of(architecture: str, folder: Path) -> Case:
+    made = write_checkpoint(architecture, folder / architecture)
+    reference = load_reference(made)
+    size = reference.config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(2, size, (SHARED,), generator=generator).tolist()
+    prompts = []
+    for length in LENGTHS:
+        own = torch.randint(2, size, (length,), generator=generator).tolist()
+        prompts.append((shared + own)[:length] if length > SHARED else own)
+    runs = [greedy_reference(reference, prompt, NUM_TOKENS) for prompt in prompts]
+    return Case(made, prompts, runs)
+
+
+def check(case: Case, *, alone: bool, **options: Any) -> list[int]:
+    """Run the prompts and compare each token up to a close call, of which there may be few; returns
+    the cached tokens of each."""
+
+    async def run() -> list[int]:
+        options.setdefault("model_impl", "adopted")
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            wanted = [greedy(NUM_TOKENS)] * len(case.prompts)
+            if alone:
+                outputs = [await complete(engine, prompt, wanted[0]) for prompt in case.prompts]
+            else:
+                outputs = await batch(engine, case.prompts, wanted)
+        close_calls = 0
+        for output, run in zip(outputs, case.runs, strict=True):
+            for step, (got, token) in enumerate(zip(output.token_ids, run.token_ids, strict=True)):
+                if got != token:
+                    assert run.margins[step] < NOISE * float(run.logits[step].abs().max())
+                    close_calls += 1
+                    break
+        assert close_calls <= 1
+        return [output.num_cached_tokens for output in outputs]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("architecture", TESTED)
+def test_tokens_equal_those_of_transformers(architecture: str, folder: Path) -> None:
+    case = case_of(architecture, folder)
+    check(case, alone=False, page_size=16, max_prefill_length=7)
+    cached = check(case, alone=True, page_size=1)
+    assert cached[3] >= SHARED  # of the prompt before it
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM"])
+def test_retraction_and_other_prefixes_leave_the_tokens_as_they_are(
+    architecture: str, folder: Path
+) -> None:
+    case = case_of(architecture, folder)
+    few = {"num_pages": 28, "page_size": 4, "max_seq_len_override": 90}
+    check(case, alone=False, schedule_conservativeness=0.02, **few)
+    check(case, alone=False, cache_type="naive", page_size=4)
+
+
+def test_a_native_family_gives_the_same_tokens_either_way(folder: Path) -> None:
+    case = case_of("LlamaForCausalLM", folder)
+    check(case, alone=False, model_impl="native")
+    check(case, alone=False, model_impl="adopted")
+
+
+# -- the proof ------------------------------------------------------------------------------------
+
+
+def proves(architecture: str) -> None:
+    config = full_config(architecture)
+    model = model_class(architecture)
+    prove(model, config, discover(model, config))
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let every call of the attention be computed with another spec."""
+    as_it_is = Call.of
+
+    def of(*args: Any) -> Call:
+        call = as_it_is(*args)
+        values = {
+            name: change(getattr(call.spec, name))
+            for name, change in changes.items()
+            if getattr(call.spec, name) is not None
+        }
+        return Call(replace(call.spec, **values), call.sinks)
+
+    monkeypatch.setattr(Call, "of", of)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        ("Gemma3ForCausalLM", {"window": lambda window: window + 1}),
+        ("Gemma3ForCausalLM", {"window": lambda window: window - 1}),
+        ("Gemma3ForCausalLM", {"window": lambda window: None}),
+        ("Gemma3ForCausalLM", {"scale": lambda scale: scale * 1.01}),
+        ("Gemma2ForCausalLM", {"softcap": lambda softcap: None}),
+    ],
+)
+def test_the_proof_finds_another_attention(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, change: dict[str, Any]
+) -> None:
+    proves(architecture)
+    changed(monkeypatch, **change)
+    with pytest.raises(UnsupportedModelError, match="first in the attention of layer 0"):
+        proves(architecture)
+
+
+def test_the_proof_finds_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_it_is = Call.of
+
+    def without_sinks(*args: Any) -> Call:
+        return Call(replace(as_it_is(*args).spec, sinks=False), None)
+
+    monkeypatch.setattr(Call, "of", without_sinks)
+    with pytest.raises(UnsupportedModelError, match="first in the attention of layer 0"):
+        proves("GptOssForCausalLM")
+
+
+def test_the_proof_finds_keys_and_values_that_are_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attend, "_store", lambda k, v, kv, slots: None)
+    with pytest.raises(UnsupportedModelError, match="something else"):
+        proves("LlamaForCausalLM")
+
+
+def test_the_proof_finds_logits_without_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minisgl.models.adopted.model import AdoptedModel
+
+    as_they_are = AdoptedModel.logits
+    monkeypatch.setattr(
+        AdoptedModel, "logits", lambda self, hidden: as_they_are(self, hidden) * 1.01
+    )
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        proves("GraniteForCausalLM")
+
+
+def test_the_proof_finds_a_module_that_computes_something_else_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_it_is = proof._as_minisgl
+
+    def swapped(model: Any, *args: Any) -> Any:
+        layer = model.module.model.layers[0].self_attn
+        layer.q_proj.weight, layer.o_proj.weight = layer.o_proj.weight, layer.q_proj.weight
+        return as_it_is(model, *args)
+
+    monkeypatch.setattr(proof, "_as_minisgl", swapped)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 \(model.layers.0.self_attn"):
+        proves("LlamaForCausalLM")
+
+
+def test_an_argument_that_is_not_known_is_refused() -> None:
+    rows = torch.zeros(1, 2, 3, 8)
+    Call.of("X", rows, rows, rows, None, {"scaling": 1.0, "position_ids": rows})
+    for arguments in ({"bias": rows}, {"is_causal": False}, {"dropout": 0.1}):
+        with pytest.raises(UnsupportedModelError, match=r"^X "):
+            Call.of("X", rows, rows, rows, None, arguments)
+    with pytest.raises(UnsupportedModelError, match="mask of its own"):
+        Call.of("X", rows, rows, rows, rows, {})
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lacks weights: model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.other": torch.zeros(3)}),
+            "does not take: model.norm.other",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
+            r"has the shape \[3\]",
+        ),
+    ],
+)
+def test_a_checkpoint_must_fit_exactly(
+    tmp_path: Path, folder: Path, change: Any, message: str
+) -> None:
+    made = case_of("GraniteForCausalLM", folder).folder
+    (tmp_path / "config.json").write_bytes((made / "config.json").read_bytes())
+    tensors = load_file(made / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load_engine(tmp_path)
+
+
+def config_folder(folder: Path, architecture: str, **values: Any) -> Path:
+    config = small_config(architecture).to_dict() | values
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "error", "message"),
+    [
+        ({}, {"tp": 2}, ConfigError, "does not divide over ranks"),
+        ({}, {"pp": 2}, ConfigError, "does not divide over ranks"),
+        ({}, {"quantization": "fp8"}, ConfigError, "are not quantised"),
+        ({"quantization_config": {"bits": 4}}, {}, UnsupportedModelError, "quantised checkpoints"),
+        ({"model_type": "none"}, {}, UnsupportedModelError, "does not know the model_type 'none'"),
+        ({"architectures": ["XForCausalLM"]}, {}, UnsupportedModelError, "minisgl models"),
+        (
+            {"architectures": ["XForCausalLM"]},
+            {"model_impl": "adopted"},
+            UnsupportedModelError,
+            "no code that comes with a checkpoint",
+        ),
+        ({}, {"model_impl": "native"}, UnsupportedModelError, "leave --model-impl native out"),
+    ],
+)
+def test_what_does_not_run_is_refused_with_the_reason(
+    tmp_path: Path,
+    values: dict[str, Any],
+    options: dict[str, Any],
+    error: type[MinisglError],
+    message: str,
+) -> None:
+    made = config_folder(tmp_path, "GraniteForCausalLM", **values)
+    with pytest.raises(error, match=message):
+        load_engine(made, load_format="dummy", **options)
+
+
+def test_an_architecture_that_attends_in_chunks_is_refused_by_the_proof(tmp_path: Path) -> None:
+    made = config_folder(tmp_path, "Llama4ForCausalLM")
+    with pytest.raises(UnsupportedModelError, match="it attends in chunks"):
+        read_model_config(made)
+    with pytest.raises(UnsupportedModelError, match="something else here than in transformers"):
+        read_model_config(made, model_impl="adopted")
+
+
+def test_dummy_weights_run(tmp_path: Path) -> None:
+    engine = load_engine(config_folder(tmp_path, "Gemma2ForCausalLM"), load_format="dummy")
+    assert engine.model.attention[0].extras() == ("sliding windows", "soft caps")
+
+
+def test_the_documents_list_the_architectures() -> None:
+    page = (Path(registry.__file__).parent / "README.md").read_text()
+    listed = {*re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", page)}
+    assert listed == ADOPTED
+    others = len(ADOPTED - FAMILIES.keys())
+    front = (Path(registry.__file__).parents[2] / "README.md").read_text()
+    assert f"[{others} decoders](minisgl/models/README.md#adopted-models)" in front
+
+
+def test_the_lists_do_not_overlap_and_are_names_of_transformers() -> None:
+    assert not ADOPTED & REFUSED.keys()
+    assert set(FAMILIES) <= ADOPTED
+    for architecture in ADOPTED:
+        model_class(architecture)

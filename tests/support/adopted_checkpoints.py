@@ -1,0 +1,64 @@
+"""Small checkpoints of architectures that run with transformers' code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from minisgl.models.adopted.discover import discover, num_layers_of_each_kind
+from minisgl.models.adopted.proof import give_teeth
+from minisgl.models.adopted.reader import model_class
+from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
+
+# What published checkpoints set, where the defaults of the class make no model.
+SET = {
+    "dots1": {
+        "n_routed_experts": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+# The text part where a kind of model has one of its own.
+_KINDS = {
+    architecture: kind
+    for kind, architecture in sorted(
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda item: item[0].endswith("_text")
+    )
+    if isinstance(architecture, str)
+}
+
+
+def full_config(architecture: str) -> Any:
+    """A config of published sizes."""
+    kind = _KINDS[architecture]
+    return CONFIG_MAPPING[kind](**SET.get(kind, {}))
+
+
+def small_config(architecture: str) -> Any:
+    """A config with every kind of layer, and windows shorter than most prompts."""
+    config = full_config(architecture)
+    found = discover(model_class(architecture), config)
+    small = shrunk(config, num_layers_of_each_kind(found, MAX_LAYERS))
+    small.architectures = [architecture]
+    return small
+
+
+def write_checkpoint(architecture: str, folder: Path) -> Path:
+    """config.json and safetensors with random weights under which mistakes show."""
+    config = small_config(architecture)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = model_class(architecture)._from_config(config, dtype=torch.float32)
+        give_teeth(model)
+    model.save_pretrained(folder)
+    return folder
