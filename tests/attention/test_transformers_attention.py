@@ -23,10 +23,10 @@ LENGTH, WINDOW, SCALE = 40, 7, 0.4
 def attend(module: Any, config: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """q, k and v: [tokens, heads, head_dim]; returns the shape of q."""
     mask = create_sliding_window_causal_mask(
-        config=config,
-        inputs_embeds=torch.empty(1, LENGTH, config.hidden_size),
-        attention_mask=None,
-        past_key_values=None,
+        config,
+        torch.empty(1, LENGTH, config.hidden_size),
+        None,  # no padding
+        None,  # no cache, an argument with a new name in transformers 5.24
         position_ids=torch.arange(LENGTH)[None],
     )
     function = importlib.import_module(type(module).__module__).eager_attention_forward

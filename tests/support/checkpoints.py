@@ -8,6 +8,7 @@ show.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,6 +229,13 @@ class GreedyRun:
         return best[:, 0] - best[:, 1]
 
 
+def _cache_argument(reference: PreTrainedModel) -> str:
+    """The name of the KV cache as an argument, which transformers 5.24 has changed, class by
+    class."""
+    names = inspect.signature(reference.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 @torch.inference_mode()
 def greedy_reference(
     reference: PreTrainedModel, prompt: Sequence[int], num_tokens: int
@@ -239,8 +247,8 @@ def greedy_reference(
     for _ in range(num_tokens):
         logits.append(output.logits[0, -1])
         token_ids.append(int(logits[-1].argmax()))
-        cache = output.past_key_values
-        output = reference(torch.tensor([token_ids[-1:]]), past_key_values=cache, use_cache=True)
+        kept = {_cache_argument(reference): output.past_key_values}
+        output = reference(torch.tensor([token_ids[-1:]]), use_cache=True, **kept)
     return GreedyRun(token_ids, torch.stack(logits))
 
 

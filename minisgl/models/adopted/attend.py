@@ -25,8 +25,8 @@ _SEAT = "minisgl_seat"
 
 # Arguments of a call that say nothing about what is attended to.
 _WITHOUT_EFFECT = frozenset(
-    """position_ids cache_position position_embeddings past_key_values past_key_value use_cache
-    output_attentions output_hidden_states output_router_logits return_dict logits_to_keep
+    """position_ids cache_position position_embeddings past_key_values past_key_value cache
+    use_cache output_attentions output_hidden_states output_router_logits return_dict logits_to_keep
     layer_idx is_causal""".split()
 )
 
