@@ -51,12 +51,13 @@ def read_model_config(
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
-    if model_impl == "adopted" or (model_impl == "auto" and name in ADOPTED):
+    has_own_code = name in FAMILIES
+    if model_impl == "adopted" or (model_impl == "auto" and not has_own_code and name in ADOPTED):
         # Imports the modeling code of transformers, which takes seconds.
         from minisgl.models.adopted.reader import read_adopted
 
         return read_adopted(fields, name, quantization=quantization)
-    if name not in FAMILIES:
+    if not has_own_code:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
     config = FAMILIES[name].read_config(fields)
     scheme = with_option(read_quantization(fields, folder), quantization)

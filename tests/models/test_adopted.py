@@ -29,9 +29,11 @@ from minisgl.models import registry
 from minisgl.models.adopted import attend, proof
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED
 from minisgl.models.adopted.attend import Call
+from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.reader import model_class
+from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
 
 # Windows in some layers, soft caps, sinks, values of another width, scales of embedding, residual
@@ -117,6 +119,12 @@ def test_retraction_and_other_prefixes_leave_the_tokens_as_they_are(
     few = {"num_pages": 28, "page_size": 4, "max_seq_len_override": 90}
     check(case, alone=False, schedule_conservativeness=0.02, **few)
     check(case, alone=False, cache_type="naive", page_size=4)
+
+
+def test_auto_takes_our_own_code_where_there_is_some(folder: Path) -> None:
+    made = case_of("LlamaForCausalLM", folder).folder
+    assert isinstance(read_model_config(made), NativeConfig)
+    assert isinstance(read_model_config(made, model_impl="adopted"), AdoptedConfig)
 
 
 def test_a_native_family_gives_the_same_tokens_either_way(folder: Path) -> None:
