@@ -136,13 +136,7 @@ class Lanes:
         source, sizes = pack(parts, pinned=self._is_cuda)
         if not self._is_cuda:
             return torch.split(source, sizes)
-        with torch.cuda.stream(self._h2d):
-            target = source.to(self.device, non_blocking=True)
-            uploaded = torch.cuda.Event()
-            uploaded.record(self._h2d)
-        self._compute.wait_event(uploaded)
-        target.record_stream(self._compute)
-        return torch.split(target, sizes)
+        return torch.split(self._uploaded(source), sizes)
 
     def upload_masks(self, masks: MaskRows) -> Tensor:
         """Copy masks to the device while it computes; returns int32 for use on the compute lane.
@@ -154,6 +148,9 @@ class Lanes:
             return source
         if not source.is_pinned():
             source = source.pin_memory()
+        return self._uploaded(source)
+
+    def _uploaded(self, source: Tensor) -> Tensor:
         with torch.cuda.stream(self._h2d):
             target = source.to(self.device, non_blocking=True)
             uploaded = torch.cuda.Event()

@@ -36,9 +36,9 @@ from minisgl.models.config import ModelConfig
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
-from minisgl.ranks.processes.channel import PipeChannel
+from minisgl.ranks.processes.channel import Channel
 from minisgl.ranks.processes.fewest_pages import FewestPages
-from minisgl.ranks.processes.launcher import SpawnLauncher, spawn_obstacle
+from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.plan_codec import PlanEncoder
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
@@ -98,16 +98,15 @@ def _start(
     layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
     here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
     context = multiprocessing.get_context("spawn")
-    spawning = SpawnLauncher(context, layout)
     masks = MaskRing.allocate(
         context, config.max_running_requests, model_config.vocab_size, config.pp
     )
-    pipes = PipeChannel(here, context, masks)
     if config.nnodes == 1:
         rendezvous = _file_rendezvous(config)
         spec = RankSpec(0, 0, config.num_ranks, config, model_config, folder, rendezvous)
         on_gpu = config.device == "cuda"
-        return RemoteRanks(spec, spawning, pipes, here, may_hang=on_gpu), spec, lambda: None
+        launcher, channel = Launcher(context, layout), Channel(here, context, masks)
+        return RemoteRanks(spec, launcher, channel, here, may_hang=on_gpu), spec, lambda: None
     nodes = gather_nodes(
         config,
         facts_of(config, model_config, folder),
@@ -119,8 +118,8 @@ def _start(
     )
     others = RemoteRanks(
         spec,
-        NodesLauncher(spawning, nodes),
-        NodesChannel(pipes, nodes, layout),
+        NodesLauncher(context, layout, nodes),
+        NodesChannel(here, context, masks, nodes, layout),
         here,
         elsewhere,
         may_hang=True,  # also on a CPU, where gloo waits for a machine that is out of reach

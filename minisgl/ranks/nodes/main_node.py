@@ -7,54 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.context import SpawnContext
 
 from minisgl.distributed.layout import RankLayout
 from minisgl.errors import EngineStoppedError, MinisglError
-from minisgl.matcher import MaskRows
 from minisgl.ranks.nodes.gathering import Nodes
 from minisgl.ranks.nodes.link import Beat, Close, Failed, Frame, LinkError, Ready, Start
-from minisgl.ranks.processes.channel import (
-    Message,
-    PipeChannel,
-    PipeEnd,
-    RankEnd,
-    RankReady,
-    Waitable,
-)
-from minisgl.ranks.processes.launcher import ProcessState, SpawnLauncher
-from minisgl.ranks.processes.mask_ring import StepMasks
+from minisgl.ranks.processes.channel import Channel, Message, RankEnd, RankReady, Waitable
+from minisgl.ranks.processes.launcher import Launcher
+from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.rank_watch import error_of
 from minisgl.ranks.processes.worker import RankSpec
-from minisgl.scheduler.plan import StepPlan
 
 
-class NodesLauncher:
+class NodesLauncher(Launcher):
     """Starts ranks on this machine, and lets the other nodes start theirs."""
 
-    def __init__(self, local: SpawnLauncher, nodes: Nodes) -> None:
-        self._local = local
+    def __init__(self, context: SpawnContext, layout: RankLayout, nodes: Nodes) -> None:
+        super().__init__(context, layout)
         self._nodes = nodes
-
-    def placed(self, spec: RankSpec) -> RankSpec:
-        return self._local.placed(spec)
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         where = self._nodes.rendezvous
         for link in self._nodes.links.values():
             link.send(Start(where.host, where.port))
-        self._local.start(specs, ends)
-
-    def states(self) -> Mapping[int, ProcessState]:
-        """The processes on this machine."""
-        return self._local.states()
-
-    def wakers(self) -> Sequence[Waitable]:
-        return self._local.wakers()
+        super().start(specs, ends)
 
     def join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        self._local.join(timeout_s)
+        super().join(timeout_s)
         for link in self._nodes.links.values():
             with contextlib.suppress(LinkError):  # the other end closes it once its ranks are gone
                 while (rest := deadline - time.monotonic()) > 0:
@@ -62,47 +44,46 @@ class NodesLauncher:
 
     def kill(self, timeout_s: float) -> None:
         self._nodes.close()
-        self._local.kill(timeout_s)
+        super().kill(timeout_s)
 
 
-class NodesChannel:
+class NodesChannel(Channel):
     """Pipes to the ranks of this machine, and links to other nodes, which pass plans on."""
 
-    def __init__(self, local: PipeChannel, nodes: Nodes, layout: RankLayout) -> None:
-        self._local = local
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        context: SpawnContext,
+        masks: MaskRing,
+        nodes: Nodes,
+        layout: RankLayout,
+    ) -> None:
+        """ranks: of this machine."""
+        super().__init__(ranks, context, masks)
         self._links = nodes.links
         self._layout = layout
-        self._heartbeats = {
+        self._node_beats = {
             rank: 0.0 for node in self._links for rank in layout.ranks_of_node(node)
         }
         self._broken: MinisglError | None = None
 
-    def end_of(self, rank: int) -> PipeEnd:
-        return self._local.end_of(rank)
-
-    def masks(self, plan: StepPlan) -> MaskRows:
-        return self._local.masks(plan)
-
-    def launched(self) -> None:
-        self._local.launched()
-
     def send(self, data: bytes, masks: StepMasks | None = None) -> None:
         for link in self._links.values():
             link.send_plan(data, masks)
-        self._local.send(data)
+        super().send(data)
 
     def send_close(self) -> None:
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.send(Close())
-        self._local.send_close()
+        super().send_close()
 
     def receive(
         self, timeout_s: float, wakers: Sequence[Waitable] = ()
     ) -> list[tuple[int, Message | None]]:
         links = {node: link for node, link in self._links.items() if not link.closed}
         sockets = [number for link in links.values() if (number := link.fileno()) >= 0]
-        received = self._local.receive(timeout_s, (*wakers, *sockets))
+        received = super().receive(timeout_s, (*wakers, *sockets))
         for node, link in links.items():
             try:
                 for frame in link.receive(0):
@@ -117,14 +98,14 @@ class NodesChannel:
         if isinstance(frame, Ready):
             return [(rank, RankReady()) for rank in ranks]
         if isinstance(frame, Beat):
-            self._heartbeats.update(zip(ranks, frame.ranks, strict=False))
+            self._node_beats.update(zip(ranks, frame.ranks, strict=False))
         elif isinstance(frame, Failed):
             reason = f"{self._links[node].name}: {frame.reason}"
             self._broken = self._broken or error_of(frame.kind)(reason)
         return []
 
     def heartbeats(self) -> Mapping[int, float]:
-        return {**self._local.heartbeats(), **self._heartbeats}
+        return {**super().heartbeats(), **self._node_beats}
 
     def broken(self) -> MinisglError | None:
         return self._broken

@@ -42,8 +42,8 @@ from minisgl.ranks.nodes.link import (
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, PipeChannel
-from minisgl.ranks.processes.launcher import SpawnLauncher, spawn_obstacle
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel
+from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
 from minisgl.ranks.processes.rendezvous import TcpRendezvous
@@ -75,7 +75,7 @@ class _Parts:
     """The ranks of this node and what leads to them."""
 
     ranks: RemoteRanks
-    channel: PipeChannel
+    channel: Channel
     masks: MaskRing
 
 
@@ -137,8 +137,8 @@ class _WorkerNode:
         masks = MaskRing.allocate(
             context, config.max_running_requests, self._model.vocab_size, config.pp
         )
-        launcher = SpawnLauncher(context, self._layout)
-        channel = PipeChannel(self._own, context, masks)
+        launcher = Launcher(context, self._layout)
+        channel = Channel(self._own, context, masks)
         spec = RankSpec(
             rank=self._own[0],
             local_rank=0,

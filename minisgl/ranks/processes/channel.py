@@ -5,9 +5,8 @@
              ◀── RankListens, RankMoved ───────
              ◀── heartbeats ───────────────────
 
-`Channel` is rank 0's end for all other ranks; `RankEnd` is the end of one of them. Ranks on one
-machine use pipes, and shared memory for the heartbeats. For ranks on other machines see
-ranks/nodes/.
+Ranks on one machine use pipes, and shared memory for the heartbeats. For ranks on other machines
+see ranks/nodes/.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
-from typing import Any, Protocol
+from typing import Any
 
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import MinisglError
@@ -64,77 +63,37 @@ class RankListens:
 Message = RankReady | RankFailed | RankMoved | RankListens
 
 
-class RankEnd(Protocol):
-    """The end of a rank other than 0, passed to it by the launcher."""
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """The end of a rank other than 0. Can be pickled only while its process is being spawned."""
+
+    rank: int
+    connection: Connection
+    heartbeats: Any  # shared memory: time.monotonic of the last heartbeat, by rank
+    mask_ring: MaskRing
 
     def receive(self) -> bytes | None:
         """Block until the next plan; None if there are no more. Raises EOFError if rank 0 has
         died."""
-        ...
+        data = self.connection.recv_bytes()
+        return None if data == _CLOSE else data
 
     def masks(self, plan: StepPlan) -> MaskRows:
         """The masks of a plan, which rank 0 has filled before it sent what asks for them."""
-        ...
+        return self.mask_ring.rows(plan)
 
     def report(self, message: Message) -> None:
         """Send `message` to rank 0. Raises OSError if the connection is closed."""
-        ...
+        self.connection.send(message)
 
     def beat(self) -> None:
         """Send a heartbeat, expected every HEARTBEAT_S seconds. Any thread may call it."""
-        ...
+        self.heartbeats[self.rank] = time.monotonic()
 
 
-class Channel(Protocol):
-    """Rank 0's end. One thread receives; any thread may send, one at a time."""
-
-    def end_of(self, rank: int) -> RankEnd:
-        """The other end, to be passed to the rank when it is launched."""
-        ...
-
-    def masks(self, plan: StepPlan) -> MaskRows:
-        """Memory for the masks of a plan, which every rank finds there."""
-        ...
-
-    def launched(self) -> None:
-        """Release this process's copies of the other ends, once all ranks are started."""
-        ...
-
-    def send(self, data: bytes, masks: StepMasks | None = None) -> None:
-        """Send an encoded plan to every rank, with the masks that it asks for, from `masks`. Raises
-        OSError if a connection is closed."""
-        ...
-
-    def send_close(self) -> None:
-        """Announce the end of the plans to every rank whose connection is open."""
-        ...
-
-    def receive(
-        self, timeout_s: float, wakers: Sequence[Waitable] = ()
-    ) -> list[tuple[int, Message | None]]:
-        """Wait until a rank sends something or one of `wakers` is ready, up to `timeout_s`.
-
-        Returns (rank, message) pairs, at most one per rank; the message is None, once, for a rank
-        whose connection is closed because its process has ended.
-        """
-        ...
-
-    def heartbeats(self) -> Mapping[int, float]:
-        """A number for each rank that changes with each of its heartbeats."""
-        ...
-
-    def broken(self) -> MinisglError | None:
-        """Why the ranks of another machine cannot go on; None while they can."""
-        ...
-
-    def send_failure(self, reason: MinisglError) -> None:
-        """Tell other machines why the ranks are about to be killed. Returns soon, and never
-        raises."""
-        ...
-
-
-class PipeChannel:
-    """A channel to processes on this machine: a pipe each, and heartbeats in shared memory."""
+class Channel:
+    """Rank 0's end for the ranks of its machine. One thread receives; any thread may send, one at a
+    time."""
 
     def __init__(self, ranks: Iterable[int], context: SpawnContext, masks: MaskRing) -> None:
         """ranks: the ranks other than 0. context: of the processes that inherit the other ends."""
@@ -145,23 +104,29 @@ class PipeChannel:
         self._open = dict(self._connections)
         self._far_ends = {rank: there for rank, (_, there) in pipes.items()}
 
-    def end_of(self, rank: int) -> PipeEnd:
-        return PipeEnd(rank, self._far_ends[rank], self._heartbeats, self._masks)
+    def end_of(self, rank: int) -> RankEnd:
+        """The other end, to be passed to the rank when it is launched."""
+        return RankEnd(rank, self._far_ends[rank], self._heartbeats, self._masks)
 
     def masks(self, plan: StepPlan) -> MaskRows:
+        """Memory for the masks of a plan, which every rank finds there."""
         return self._masks.rows(plan)
 
     def launched(self) -> None:
-        # A pipe reaches EOF only when no process holds the other end open.
+        """Release this process's copies of the other ends, once all ranks are started: a pipe
+        reaches EOF only when no process holds the other end open."""
         for end in self._far_ends.values():
             end.close()
 
     def send(self, data: bytes, masks: StepMasks | None = None) -> None:
+        """Send an encoded plan to every rank, with the masks that it asks for, from `masks`. Raises
+        OSError if a connection is closed."""
         # Ranks read promptly, so this does not block. They share the memory of the masks.
         for connection in self._connections.values():
             connection.send_bytes(data)
 
     def send_close(self) -> None:
+        """Announce the end of the plans to every rank whose connection is open."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # that rank has already ended
                 connection.send_bytes(_CLOSE)
@@ -169,6 +134,11 @@ class PipeChannel:
     def receive(
         self, timeout_s: float, wakers: Sequence[Waitable] = ()
     ) -> list[tuple[int, Message | None]]:
+        """Wait until a rank sends something or one of `wakers` is ready, up to `timeout_s`.
+
+        Returns (rank, message) pairs, at most one per rank; the message is None, once, for a rank
+        whose connection is closed because its process has ended.
+        """
         ready = wait([*self._open.values(), *wakers], timeout_s)
         received: list[tuple[int, Message | None]] = []
         for rank in [rank for rank, connection in self._open.items() if connection in ready]:
@@ -180,33 +150,13 @@ class PipeChannel:
         return received
 
     def heartbeats(self) -> Mapping[int, float]:
+        """A number for each rank that changes with each of its heartbeats."""
         return {rank: self._heartbeats[rank] for rank in self._connections}
 
     def broken(self) -> MinisglError | None:
+        """Why the ranks of another machine cannot go on; None while they can."""
         return None
 
     def send_failure(self, reason: MinisglError) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class PipeEnd:
-    """A rank's end of a PipeChannel. Can be pickled only while a process is being spawned."""
-
-    rank: int
-    connection: Connection
-    heartbeats: Any  # shared memory: time.monotonic of the last heartbeat, by rank
-    mask_ring: MaskRing
-
-    def receive(self) -> bytes | None:
-        data = self.connection.recv_bytes()
-        return None if data == _CLOSE else data
-
-    def masks(self, plan: StepPlan) -> MaskRows:
-        return self.mask_ring.rows(plan)
-
-    def report(self, message: Message) -> None:
-        self.connection.send(message)
-
-    def beat(self) -> None:
-        self.heartbeats[self.rank] = time.monotonic()
+        """Tell other machines why the ranks are about to be killed. Returns soon, and never
+        raises."""

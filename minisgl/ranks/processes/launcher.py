@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Protocol
 
 from minisgl.distributed.layout import RankLayout
 from minisgl.ranks.processes.channel import RankEnd, Waitable
@@ -34,40 +33,8 @@ class ProcessState:
     exit_code: int | None  # as in subprocess: -N after signal N; None while it runs
 
 
-class Launcher(Protocol):
-    """Starts the ranks other than 0 and ends them."""
-
-    def placed(self, spec: RankSpec) -> RankSpec:
-        """Fill in the local numbers of `spec` for its machine; also called for rank 0."""
-        ...
-
-    def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
-        """Start one rank for each spec, with its end of the channel. Called once.
-
-        The calling thread must stay alive: ranks may be killed when it ends.
-        """
-        ...
-
-    def states(self) -> Mapping[int, ProcessState]:
-        """The process of each rank; empty before `start`."""
-        ...
-
-    def wakers(self) -> Sequence[Waitable]:
-        """Waitable objects that become ready when a rank's process ends. May be empty: the caller
-        polls `states` every second in any case."""
-        ...
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until all ranks have ended, up to `timeout_s` in total."""
-        ...
-
-    def kill(self, timeout_s: float) -> None:
-        """Kill every running rank and wait for its end, up to `timeout_s` each."""
-        ...
-
-
-class SpawnLauncher:
-    """Runs ranks as processes on this machine, one GPU each, which end with the starting thread."""
+class Launcher:
+    """Runs ranks as processes on this machine, one GPU each."""
 
     def __init__(self, context: SpawnContext, layout: RankLayout) -> None:
         self._context = context
@@ -78,6 +45,7 @@ class SpawnLauncher:
         self._asking = threading.Lock()
 
     def placed(self, spec: RankSpec) -> RankSpec:
+        """Fill in the local numbers of `spec` for its machine; also called for rank 0."""
         layout = self._layout
         return replace(
             spec,
@@ -86,6 +54,10 @@ class SpawnLauncher:
         )
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
+        """Start one rank for each spec, with its end of the channel. Called once.
+
+        The calling thread must stay alive: ranks are killed when it ends.
+        """
         # The new processes inherit blocked signals, and keep them blocked until they ignore them.
         # Starting the first process would start the resource tracker, which unblocks them.
         resource_tracker.ensure_running()
@@ -103,6 +75,7 @@ class SpawnLauncher:
             process.start()
 
     def states(self) -> Mapping[int, ProcessState]:
+        """The process of each rank of this machine; empty before `start`."""
         with self._asking:
             return {
                 rank: ProcessState(process.pid, process.exitcode)
@@ -110,14 +83,17 @@ class SpawnLauncher:
             }
 
     def wakers(self) -> Sequence[Waitable]:
+        """Objects that become ready when a process ends."""
         return [process.sentinel for process in self._processes.values()]
 
     def join(self, timeout_s: float) -> None:
+        """Wait until all ranks have ended, up to `timeout_s` in total."""
         deadline = time.monotonic() + timeout_s
         for process in self._started():
             self._join(process, max(0.0, deadline - time.monotonic()))
 
     def kill(self, timeout_s: float) -> None:
+        """Kill every running rank and wait for its end, up to `timeout_s` each."""
         with self._asking:
             for process in self._started():
                 process.kill()

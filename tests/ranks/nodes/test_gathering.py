@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +34,7 @@ from minisgl.ranks.nodes.link import Beat, Failed, Join, NodeLink, Ready
 from minisgl.ranks.nodes.main_node import NodesChannel
 from minisgl.ranks.nodes.worker_node import connect, work
 from minisgl.ranks.processes.channel import RankReady
+from minisgl.ranks.processes.mask_ring import MaskRing
 
 FOLDER = locate_model("", load_format="auto")
 MODEL: ModelConfig = read_model_config(FOLDER)
@@ -114,7 +117,8 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
         socket.create_connection(("127.0.0.1", zero.port))
 
     layout = RankLayout(tp=6, num_nodes=3)
-    channel = NodesChannel(Pipes(), nodes, layout)  # type: ignore[arg-type]
+    channel = channel_of(nodes, layout)
+    channel.end_of(1).beat()
     for link in links:
         link.beat = lambda: Beat(8.0, (3.0, 4.0))
         link.send(Ready())
@@ -122,7 +126,9 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
     wait_until(lambda: bool(ready.update(channel.receive(0.1)) or len(ready) == 4))
     assert ready == {(rank, RankReady()) for rank in (2, 3, 4, 5)}
     wait_until(lambda: not channel.receive(0.1) and 0.0 not in channel.heartbeats().values())
-    assert channel.heartbeats() == {1: 9.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 4.0}
+    beats = dict(channel.heartbeats())
+    assert 0.0 < beats.pop(1) <= time.monotonic()
+    assert beats == {2: 3.0, 3: 4.0, 4: 3.0, 5: 4.0}
 
     links[0].send(Failed("CheckpointError", "Rank 4 failed: no weights"))
     wait_until(lambda: not channel.receive(0.1) and channel.broken() is not None)
@@ -137,21 +143,18 @@ def test_a_node_that_ends_without_a_word_is_named(main: Callable[..., Main]) -> 
     zero = main()
     link = zero.joined(1)
     nodes = zero.nodes.result()
-    channel = NodesChannel(Pipes(), nodes, RankLayout(tp=2, num_nodes=2))  # type: ignore[arg-type]
+    channel = channel_of(nodes, RankLayout(tp=2, num_nodes=2))
     link.close()
     wait_until(lambda: not channel.receive(0.1) and channel.broken() is not None)
     assert isinstance(channel.broken(), EngineStoppedError)
     assert str(channel.broken()).startswith("Node 1 (127.0.0.1) has closed the connection")
 
 
-class Pipes:
-    """Those to the ranks on the machine of node 0."""
-
-    def receive(self, timeout_s: float, wakers: object = ()) -> list[Any]:
-        return []
-
-    def heartbeats(self) -> dict[int, float]:
-        return {1: 9.0}
+def channel_of(nodes: Nodes, layout: RankLayout) -> NodesChannel:
+    """The channel of rank 0, with one more rank on its machine."""
+    context = multiprocessing.get_context("spawn")
+    masks = MaskRing.allocate(context, 1, 8, 1)
+    return NodesChannel([1], context, masks, nodes, layout)
 
 
 def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(

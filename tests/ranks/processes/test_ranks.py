@@ -36,7 +36,7 @@ from minisgl import LLM
 from minisgl.distributed.layout import RankLayout
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError, EngineStoppedError
-from minisgl.ranks.processes.launcher import SpawnLauncher
+from minisgl.ranks.processes.launcher import Launcher
 from minisgl.request import SamplingParams
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -205,7 +205,7 @@ async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
 
 def test_the_end_of_a_rank_is_known_to_whoever_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system tells it once: here to a thread that is slow to write it down."""
-    launcher = SpawnLauncher(multiprocessing.get_context("spawn"), RankLayout(tp=2))
+    launcher = Launcher(multiprocessing.get_context("spawn"), RankLayout(tp=2))
     process = launcher._processes[1] = launcher._context.Process(target=print)
     process.start()
     is_told, may_write, waitpid = threading.Event(), threading.Event(), os.waitpid
