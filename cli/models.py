@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 
 _WIDTH = 98
 
@@ -24,6 +24,8 @@ def models() -> int:
         "unquantised",
         sorted(ADOPTED),
     )
+    print()
+    _print("The text part of models with towers for images", sorted(TOWERS))
     print("\nNot supported:")
     for name, reason in sorted(REFUSED.items()):
         print(f"  {name}: {reason}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
 from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
@@ -52,7 +52,8 @@ def read_model_config(
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
     has_own_code = name in FAMILIES
-    if model_impl == "adopted" or (model_impl == "auto" and not has_own_code and name in ADOPTED):
+    is_known = not has_own_code and (name in ADOPTED or name in TOWERS)
+    if model_impl == "adopted" or (model_impl == "auto" and is_known):
         # Imports the modeling code of transformers, which takes seconds.
         from minisgl.models.adopted.reader import read_adopted
 
@@ -65,7 +66,7 @@ def read_model_config(
 
 
 def _why_unsupported(name: str, model_impl: str) -> str:
-    if name in ADOPTED:
+    if name in ADOPTED or name in TOWERS:
         return (
             f"Architecture {name} is not among those that minisgl has code of its own for; leave "
             f"--model-impl {model_impl} out to run transformers' code."

@@ -18,8 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from support.adopted_checkpoints import full_config, small_config, write_checkpoint
+from support.adopted_checkpoints import (
+    full_config,
+    small_config,
+    write_checkpoint,
+    write_checkpoint_with_towers,
+)
 from support.checkpoints import GreedyRun, greedy_reference, load_reference
 from support.parity import NOISE, batch, complete, greedy, load_engine
 
@@ -27,7 +33,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.models import registry
 from minisgl.models.adopted import attend, proof
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.adopted.attend import Call
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
@@ -43,7 +49,11 @@ IN_CI = (
     *("GraniteForCausalLM", "Cohere2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"),
     *("Olmo3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"),
 )
-TESTED = sorted(ADOPTED) if os.environ.get("ARCHITECTURES") == "all" else IN_CI
+# Text parts with the names of weights that published checkpoints have.
+TOWERS_IN_CI = ("Gemma3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+ALL = os.environ.get("ARCHITECTURES") == "all"
+TESTED = sorted(ADOPTED) if ALL else IN_CI
+TESTED_TOWERS = sorted(TOWERS) if ALL else TOWERS_IN_CI
 NUM_TOKENS = 20
 LENGTHS = (3, 17, 40, 40, 9)
 SHARED = 24  # tokens, by two of the prompts
@@ -65,9 +75,15 @@ def folder() -> Iterator[Path]:
 
 @cache
 def case_of(architecture: str, folder: Path) -> Case:
-    made = write_checkpoint(architecture, folder / architecture)
-    reference = load_reference(made)
-    size = reference.config.vocab_size
+    if architecture in TOWERS:
+        made = write_checkpoint_with_towers(architecture, folder / architecture)
+        reference = getattr(transformers, architecture).from_pretrained(
+            made, dtype=torch.float32, attn_implementation="eager"
+        )
+    else:
+        made = write_checkpoint(architecture, folder / architecture)
+        reference = load_reference(made)
+    size = reference.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(2, size, (SHARED,), generator=generator).tolist()
     prompts = []
@@ -109,6 +125,40 @@ def test_tokens_equal_those_of_transformers(architecture: str, folder: Path) -> 
     check(case, alone=False, page_size=16, max_prefill_length=7)
     cached = check(case, alone=True, page_size=1)
     assert cached[3] >= SHARED  # of the prompt before it
+
+
+@pytest.mark.parametrize("architecture", TESTED_TOWERS)
+def test_the_text_part_gives_the_tokens_of_the_whole_model(architecture: str, folder: Path) -> None:
+    case = case_of(architecture, folder)
+    check(case, alone=False, page_size=16, max_prefill_length=7, model_impl="auto")
+    assert read_model_config(case.folder).notes[0] == (
+        f"model: the text part of {architecture}; left out: vision"
+    )
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_is_found_by_either_spelling_and_must_fit(
+    tmp_path: Path, folder: Path, prefix: str
+) -> None:
+    case = case_of("Gemma3ForConditionalGeneration", folder)
+    (tmp_path / "config.json").write_bytes((case.folder / "config.json").read_bytes())
+    stored = load_file(case.folder / "model.safetensors")
+    tensors = {
+        re.sub(r"^(model\.language_model|language_model\.model)\.", prefix, name): tensor
+        for name, tensor in stored.items()
+    }
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    check(replace(case, folder=tmp_path), alone=False)
+
+    norm = tensors.pop(f"{prefix}norm.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks weights: model\.norm\.weight"):
+        load_engine(tmp_path)
+    tensors |= {f"{prefix}norm.weight": norm, f"{prefix}norm.other": norm.clone()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"does not take: .*norm\.other"):
+        load_engine(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM"])
@@ -305,6 +355,23 @@ def test_an_architecture_that_attends_in_chunks_is_refused_by_the_proof(tmp_path
         read_model_config(made, model_impl="adopted")
 
 
+def test_a_text_part_that_does_not_run_is_refused_with_the_reason(
+    tmp_path: Path, folder: Path
+) -> None:
+    made = case_of("SmolVLMForConditionalGeneration", folder).folder
+    values = json.loads((made / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | {"text_config": {"model_type": "mamba"}}))
+    with pytest.raises(UnsupportedModelError, match=r"^The text part of this model, Mamba"):
+        read_model_config(tmp_path)
+    names = {"architectures": ["Llama4ForConditionalGeneration"]}
+    path.write_text(json.dumps(values | names))
+    with pytest.raises(UnsupportedModelError, match="it attends in chunks"):
+        read_model_config(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="leave --model-impl native out"):
+        read_model_config(made, model_impl="native")
+
+
 def test_dummy_weights_run(tmp_path: Path) -> None:
     engine = load_engine(config_folder(tmp_path, "Gemma2ForCausalLM"), load_format="dummy")
     assert engine.model.attention[0].extras() == ("sliding windows", "soft caps")
@@ -314,6 +381,7 @@ def test_the_documents_list_the_architectures() -> None:
     page = (Path(registry.__file__).parent / "README.md").read_text()
     listed = {*re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", page)}
     assert listed == ADOPTED
+    assert {*re.findall(r"`(\w+ForConditionalGeneration)`", page)} == TOWERS
     others = len(ADOPTED - FAMILIES.keys())
     front = (Path(registry.__file__).parents[2] / "README.md").read_text()
     assert f"[{others} decoders](minisgl/models/README.md#adopted-models)" in front

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from minisgl.models.adopted.discover import discover, num_layers_of_each_kind
 from minisgl.models.adopted.proof import give_teeth
@@ -36,6 +40,25 @@ _KINDS = {
     )
     if isinstance(architecture, str)
 }
+_KINDS_WITH_TOWERS = {
+    architecture: kind
+    for kind, architecture in reversed(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
+    if isinstance(architecture, str)
+}
+# Sizes of towers, which do not run.
+_TOWER_SIZES = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "projection_dim": 32,
+    "intermediate_size": 48,
+    "mlp_dim": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def full_config(architecture: str) -> Any:
@@ -59,6 +82,24 @@ def write_checkpoint(architecture: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = model_class(architecture)._from_config(config, dtype=torch.float32)
+        give_teeth(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_checkpoint_with_towers(architecture: str, folder: Path) -> Path:
+    """The same of a model with towers."""
+    config = CONFIG_MAPPING[_KINDS_WITH_TOWERS[architecture]]()
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.get_text_config().model_type]
+    config.text_config = small_config(text)
+    for part in config.sub_configs.keys() - {"text_config"}:
+        tower = getattr(config, part)
+        for name, size in _TOWER_SIZES.items():
+            if isinstance(getattr(tower, name, None), int):
+                setattr(tower, name, size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32)
         give_teeth(model)
     model.save_pretrained(folder)
     return folder

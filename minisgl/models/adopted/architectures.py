@@ -24,6 +24,19 @@ ADOPTED = frozenset(
     """.split()
 )
 
+# Their text part runs; its tokens are those of the whole model in the same test.
+TOWERS = frozenset(
+    """
+    DeepseekVLForConditionalGeneration Exaone4_5_ForConditionalGeneration
+    Gemma3ForConditionalGeneration GotOcr2ForConditionalGeneration
+    Idefics3ForConditionalGeneration InternVLForConditionalGeneration
+    LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
+    LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    Mistral3ForConditionalGeneration SmolVLMForConditionalGeneration
+    VipLlavaForConditionalGeneration
+    """.split()
+)
+
 _MLA = "its attention keeps a latent instead of keys and values"
 _RECURRENT = "its layers keep a state instead of keys and values"
 _SPARSE = "its attention chooses the tokens that it reads"
@@ -41,5 +54,7 @@ REFUSED = {
     "DogeForCausalLM": "it attends with a mask of its own",
     "JetMoeForCausalLM": "its routing reads numbers on the host",
     "Llama4ForCausalLM": "it attends in chunks",
+    "Llama4ForConditionalGeneration": "it attends in chunks",
+    "PaliGemmaForConditionalGeneration": "the tokens of a prompt attend to later ones",
     "PhimoeForCausalLM": "it computes something else here than in transformers",
 }

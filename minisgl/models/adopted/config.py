@@ -16,8 +16,9 @@ ONE_RANK = "this model runs with transformers' code, which minisgl does not divi
 class AdoptedConfig(ModelConfig):
     """A model that runs with transformers' modeling code."""
 
-    values: dict[str, Any]  # of config.json
+    values: dict[str, Any]  # of config.json, or of its text part
     found: Discovered
+    has_towers: bool  # beside the text part, which alone runs
     transformers: str  # its version
 
     def facts(self) -> ModelFacts:

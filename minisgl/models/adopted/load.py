@@ -12,7 +12,10 @@ from minisgl.models.adopted.attend import ATTENTION, register
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.model import AdoptedModel
 from minisgl.models.adopted.reader import model_class, transformers_config
+from minisgl.models.adopted.towers import HEAD, RENAMED, is_of_text
 from minisgl.models.config import ModelConfig
+from minisgl.models.hub import safetensors_files
+from minisgl.models.loader import headers
 
 _SEED = 0
 
@@ -29,7 +32,9 @@ def load_adopted(
     architecture = model_class(config.architecture)
     its_config = transformers_config(config.values, config.architecture)
     if has_files:
-        model = _from_files(architecture, its_config, folder, dtype).to(device)
+        model = _from_files(
+            architecture, its_config, folder, dtype, has_towers=config.has_towers
+        ).to(device)
     else:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(_SEED)
@@ -40,9 +45,17 @@ def load_adopted(
     return AdoptedModel(model, config.found, config.facts())
 
 
-def _from_files(architecture: Any, config: Any, folder: Path, dtype: torch.dtype) -> Any:
+def _from_files(
+    architecture: Any, config: Any, folder: Path, dtype: torch.dtype, *, has_towers: bool
+) -> Any:
     from transformers.utils import logging
 
+    towers: set[str] = set()
+    if has_towers:
+        names = {stored.name for stored in headers(safetensors_files(folder)).values()}
+        towers = {name for name in names if not is_of_text(name)}
+        if names & HEAD:
+            config.tie_word_embeddings = False
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what it would report is raised below
@@ -56,6 +69,7 @@ def _from_files(architecture: Any, config: Any, folder: Path, dtype: torch.dtype
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the info, with their names
+            key_mapping=RENAMED if has_towers else None,
         )
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -63,7 +77,7 @@ def _from_files(architecture: Any, config: Any, folder: Path, dtype: torch.dtype
         raise CheckpointError(f"{folder}: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
-    if unexpected := sorted(info["unexpected_keys"]):
+    if unexpected := sorted(info["unexpected_keys"] - towers):
         raise CheckpointError(
             f"{folder} holds weights that the model does not take: {_few(unexpected)}."
         )

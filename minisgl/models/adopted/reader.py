@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError
+from minisgl.models.adopted.architectures import TOWERS
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
 from minisgl.models.adopted.proof import prove
+from minisgl.models.adopted.towers import left_out, text_part
 from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
 
 
@@ -34,7 +36,13 @@ def read_adopted(
                 "supported; use the checkpoint in bfloat16 or float16."
             )
     began = time.monotonic()
-    config = transformers_config(dict(fields.values), architecture)
+    values, notes = dict(fields.values), []
+    config = transformers_config(values, architecture)
+    if has_towers := architecture in TOWERS:
+        towers = ", ".join(left_out(config))
+        notes.append(f"model: the text part of {architecture}; left out: {towers}")
+        config, architecture = text_part(config)
+        values = config.to_dict()
     model = model_class(architecture)
     found = discover(model, config)
     prove(model, config, found)
@@ -48,11 +56,13 @@ def read_adopted(
         max_seq_len=max_seq_len,
         max_seq_len_reason=reason,
         notes=(
+            *notes,
             f"model: {architecture} of transformers {transformers.__version__} with minisgl's "
             f"attention, shown to compute the same in {time.monotonic() - began:.1f} s",
         ),
-        values=dict(fields.values),
+        values=values,
         found=found,
+        has_towers=has_towers,
         transformers=transformers.__version__,
     )
 

@@ -1,0 +1,47 @@
+"""The text part of models that have towers beside it, for images or for sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from minisgl.errors import UnsupportedModelError
+from minisgl.models.adopted.architectures import ADOPTED
+
+# Renames weights of the text part to those of a model of text alone: regular expressions, of which
+# one at most fits.
+RENAMED = {
+    r"^language_model\.": "",
+    r"^model\.(?:language_model|text_model)\.": "model.",
+}
+_TEXT = ("language_model.", "model.language_model.", "model.text_model.")
+HEAD = {"lm_head.weight", "language_model.lm_head.weight"}
+
+
+def is_of_text(name: str) -> bool:
+    """Whether the weight of this name in a checkpoint is part of the text part."""
+    return name.startswith(_TEXT) or name in HEAD
+
+
+def text_part(config: Any) -> tuple[Any, str]:
+    """The text part of a transformers config, and its architecture. Raises
+    UnsupportedModelError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = config.get_text_config()
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    if architecture not in ADOPTED:
+        raise UnsupportedModelError(
+            f"The text part of this model, {architecture or text.model_type}, is not supported; "
+            "`minisgl models` lists what is."
+        )
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.architectures = [architecture]
+    return text, str(architecture)
+
+
+def left_out(config: Any) -> Iterable[str]:
+    """The names of the towers."""
+    return sorted(
+        name.removesuffix("_config") for name in config.sub_configs if name != "text_config"
+    )
