@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Annotated
+
+import typer
 
 from minisgl.bench.environment import PACKAGES, Environment, versions
 from minisgl.config import AttentionSpec
@@ -12,7 +15,12 @@ from minisgl.config import AttentionSpec
 LAYER = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
 
-def version() -> int:
+def version(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Say whose code runs this model: a folder or a name, as in serve."),
+    ] = None,
+) -> int:
     """Print the versions of minisgl, Python and the packages that matter most.
 
     Then the hardware, the attention backends that run on it, and what computes with quantised
@@ -26,7 +34,21 @@ def version() -> int:
             print(line, flush=True)
     except Exception as error:  # what is broken is what the report is about
         print(f"hardware unknown, {type(error).__name__}: {error}")
+    if model is not None:
+        for line in _code_of(model):
+            print(line)
     return 0
+
+
+def _code_of(model: str) -> Iterator[str]:
+    from minisgl.models.config import NativeConfig
+    from minisgl.models.hub import locate_model
+    from minisgl.models.registry import read_model_config
+
+    config = read_model_config(locate_model(model))
+    if isinstance(config, NativeConfig):
+        yield f"model: {config.architecture} with minisgl's own code for this architecture"
+    yield from config.notes
 
 
 def _hardware() -> Iterator[str]:

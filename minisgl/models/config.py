@@ -73,6 +73,7 @@ class NativeConfig(ModelConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...]  # of each layer, in tokens; None: it sees all
     norm_eps: float
     rope: RopeConfig
     qkv_bias: bool
@@ -89,6 +90,7 @@ class NativeConfig(ModelConfig):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
+            window=self.windows[layer],
         )
 
     def facts(self) -> ModelFacts:

@@ -41,6 +41,8 @@ _ROPE_FIELDS: dict[str, frozenset[str]] = {
         beta_fast beta_slow truncate"""
     ),
 }
+Windows = tuple[int | None, ...]  # the sliding window of each layer in tokens; None: it has none
+
 _SHARED_ROPE_FIELDS = field_names("rope_type type rope_theta partial_rotary_factor")
 _REQUIRED_ROPE_FIELDS = {
     "linear": ("factor",),
@@ -57,13 +59,12 @@ def read_decoder(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-    window: int | None = None,
+    windows: Windows | None = None,
     experts: ExpertsConfig | None = None,
 ) -> NativeConfig:
     """The config of a decoder, given what its family adds.
 
-    head_dim: the default; None: hidden_size / num_attention_heads. window: tokens that layers with
-    a sliding window see; it limits max_seq_len, because attention past it is not supported.
+    head_dim: the default; None: hidden_size / num_attention_heads. windows: None: no layer has one.
 
     Raises CheckpointError, UnsupportedModelError.
     """
@@ -78,9 +79,10 @@ def read_decoder(
             f"{CONFIG_FILE}: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do "
             "not fit: heads must divide into KV heads and head_dim must be even."
         )
+    _layer_kinds(fields)
     max_position = fields.count("max_position_embeddings")
     rope = read_rope(fields, max_position)
-    max_seq_len, reason = _limit(max_position, rope, window)
+    max_seq_len, reason = _limit(max_position, rope)
     notes: tuple[str, ...] = ()
     if max_seq_len < max_position:
         notes = (f"longest sequence {max_seq_len} instead of {max_position}: {reason}",)
@@ -94,6 +96,10 @@ def read_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        windows=tuple(
+            None if window is None or window >= max_position else window
+            for window in windows or [None] * fields.count("num_hidden_layers")
+        ),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         qkv_bias=qkv_bias,
@@ -108,38 +114,37 @@ def read_decoder(
     )
 
 
-def sliding_window(fields: Fields, default: int | None = None) -> int | None:
-    """The sliding window of all layers in tokens; None: they have none.
+def windows_of_all(fields: Fields, default: int | None = None) -> Windows:
+    """The windows where all layers have the same.
 
     default: the window of a config that does not mention it; null switches the window off.
     """
-    _layer_kinds(fields)
-    if not fields.values.get("sliding_window", default):
-        return None
-    return fields.count("sliding_window", default)
+    has_one = bool(fields.values.get("sliding_window", default))
+    window = fields.count("sliding_window", default) if has_one else None
+    return (window,) * fields.count("num_hidden_layers")
 
 
-def switched_window(fields: Fields, default: int) -> int | None:
-    """As `sliding_window`, where the window applies only if use_sliding_window is set."""
-    return fields.count("sliding_window", default) if _is_switched_on(fields, default) else None
+def switched_windows(fields: Fields, default: int) -> Windows:
+    """As `windows_of_all`, where the window applies only if use_sliding_window is set."""
+    if fields.flag("use_sliding_window", False):
+        return windows_of_all(fields, default)
+    return (None,) * fields.count("num_hidden_layers")
 
 
-def switched_window_of_some(fields: Fields, default: int) -> int | None:
-    """As `switched_window`, where only some layers have the window; None if no layer does."""
-    if not _is_switched_on(fields, default):
-        return None
-    if kinds := _layer_kinds(fields):
-        some = "sliding_attention" in kinds
-    else:  # transformers 4 wrote no layer_types
-        some = fields.number("max_window_layers", 28) < fields.count("num_hidden_layers")
-    return fields.count("sliding_window", default) if some else None
-
-
-def _is_switched_on(fields: Fields, default: int) -> bool:
-    _layer_kinds(fields)
-    if not fields.values.get("sliding_window", default):
-        return False
-    return fields.flag("use_sliding_window", False)
+def switched_windows_of_some(fields: Fields, default: int) -> Windows:
+    """As `switched_windows`, where only some layers have the window."""
+    windows, num_layers = switched_windows(fields, default), fields.count("num_hidden_layers")
+    kinds = _layer_kinds(fields)
+    if not kinds:  # transformers 4 wrote no layer_types
+        num_full = fields.number("max_window_layers", 28)
+        kinds = [
+            "full_attention" if layer < num_full else "sliding_attention"
+            for layer in range(num_layers)
+        ]
+    return tuple(
+        window if kind == "sliding_attention" else None
+        for window, kind in zip(windows, kinds, strict=True)
+    )
 
 
 def _layer_kinds(fields: Fields) -> list[str]:
@@ -150,21 +155,20 @@ def _layer_kinds(fields: Fields) -> list[str]:
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: layer_types {reprlib.repr(kinds)} are not supported."
         )
+    if kinds and len(kinds) != fields.count("num_hidden_layers"):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: layer_types has {len(kinds)} entries for "
+            f"{fields.count('num_hidden_layers')} layers."
+        )
     return kinds
 
 
-def _limit(max_position: int, rope: RopeConfig, window: int | None) -> tuple[int, str | None]:
+def _limit(max_position: int, rope: RopeConfig) -> tuple[int, str | None]:
     """The longest sequence, and why the limit is hard (None: it may be exceeded)."""
-    limits: list[tuple[int, str]] = []
-    if rope.type == "dynamic":
-        reason = "with dynamic rope scaling keys already cached would be rotated with another base"
-        limits.append((rope.original_max_position, reason))
-    if window is not None:
-        limits.append((window, f"attention past the sliding window of {window} is not supported"))
-    if not limits:
+    if rope.type != "dynamic":
         return max_position, None
-    limit, reason = min(limits)
-    return min(limit, max_position), reason
+    reason = "with dynamic rope scaling keys already cached would be rotated with another base"
+    return min(rope.original_max_position, max_position), reason
 
 
 def read_rope(fields: Fields, max_position: int) -> RopeConfig:

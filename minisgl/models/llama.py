@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, sliding_window
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 
 ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read_config(fields: Fields) -> NativeConfig:
-    """attention_bias switches the biases of q, k, v and o on, mlp_bias those of the MLP."""
+    """attention_bias switches the biases of q, k, v and o on, mlp_bias those of the MLP.
+
+    A sliding window has no effect, as in transformers.
+    """
     fields.refuse_others(DECODER_FIELDS | field_names("attention_bias mlp_bias"))
     attention_bias = fields.flag("attention_bias", False)
     return read_decoder(
@@ -19,5 +22,4 @@ def read_config(fields: Fields) -> NativeConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        window=sliding_window(fields),
     )

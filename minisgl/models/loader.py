@@ -121,7 +121,7 @@ def _weight_format(
     scheme, scales = config.quantization, dtype
     is_quantized: Callable[[str], bool] = is_quantizable
     if files:
-        stored = headers(files)
+        stored = _headers(files)
         maps = quantized_maps(stored, scheme, folder)
         if scheme is not None and scheme.storage != Storage.FLOAT:
             is_quantized, scales = maps.__contains__, scale_dtype(stored, maps, dtype)
@@ -137,7 +137,7 @@ def _weight_format(
     )
 
 
-def headers(files: list[Path]) -> dict[str, StoredTensor]:
+def _headers(files: list[Path]) -> dict[str, StoredTensor]:
     """The tensors of all files by their names without 'model.'."""
     return {
         name.removeprefix("model."): StoredTensor(name, stored.get_dtype(), file)

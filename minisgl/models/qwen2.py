@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows_of_some
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
@@ -12,5 +12,5 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 def read_config(fields: Fields) -> NativeConfig:
     """The biases of q, k and v are always there; o has none."""
     fields.refuse_others(DECODER_FIELDS)
-    window = switched_window_of_some(fields, 4096)
-    return read_decoder(fields, ARCHITECTURE, qkv_bias=True, window=window)
+    windows = switched_windows_of_some(fields, 4096)
+    return read_decoder(fields, ARCHITECTURE, qkv_bias=True, windows=windows)

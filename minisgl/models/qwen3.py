@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows_of_some
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
@@ -20,5 +20,5 @@ def read_config(fields: Fields) -> NativeConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
-        window=switched_window_of_some(fields, 4096),
+        windows=switched_windows_of_some(fields, 4096),
     )

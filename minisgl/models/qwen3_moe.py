@@ -10,7 +10,7 @@ from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import WeightFormat
 from minisgl.models.config import ExpertsConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -34,7 +34,7 @@ def read_config(fields: Fields) -> NativeConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
-        window=switched_window(fields, 4096),
+        windows=switched_windows(fields, 4096),
         experts=_read_experts(fields),
     )
 

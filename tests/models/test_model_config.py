@@ -194,21 +194,27 @@ def test_absent_fields_have_the_defaults_of_the_architecture(read: Read) -> None
     assert read(QWEN3_8B, without="head_dim", hidden_size=1024).head_dim == 128
     assert read(LLAMA_31_8B, without="torch_dtype").dtype == "float32"
     assert read(LLAMA_31_8B, without="rope_theta").rope.theta == 10_000.0
-    assert read(MISTRAL_7B, without="sliding_window").max_seq_len == 4096
+    assert read(MISTRAL_7B, without="sliding_window").windows == (4096,) * 32
     assert read(QWEN3_30B_A3B, without="head_dim").head_dim == 64
     experts = read(QWEN3_30B_A3B, without="norm_topk_prob", mlp_only_layers=None).experts
     assert experts is not None and not experts.normalize and len(experts.layers) == 48
 
 
 @pytest.mark.parametrize(
-    ("fields", "changes", "limit"),
+    ("fields", "changes", "windows"),
     [
-        (MISTRAL_7B, {}, 4096),
-        (MISTRAL_7B, {"sliding_window": None}, None),
-        (QWEN2, {"sliding_window": 4096}, None),
-        (QWEN2, {"sliding_window": 4096, "use_sliding_window": True}, None),
-        (QWEN2, {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 9}, 4096),
-        (QWEN3_8B, {"use_sliding_window": True, "max_window_layers": 0}, None),
+        (MISTRAL_7B, {}, [4096] * 32),
+        (LLAMA_31_8B, {"sliding_window": 4096}, [None] * 32),  # without effect, as in transformers
+        (MISTRAL_7B, {"sliding_window": 32768}, [None] * 32),  # as long as the context
+        (MISTRAL_7B, {"sliding_window": None}, [None] * 32),
+        (QWEN2, {"sliding_window": 4096}, [None] * 36),
+        (QWEN2, {"sliding_window": 4096, "use_sliding_window": True}, [None] * 36),
+        (
+            QWEN2,
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 9},
+            [None] * 9 + [4096] * 27,
+        ),
+        (QWEN3_8B, {"use_sliding_window": True, "max_window_layers": 0}, [None] * 36),
         (
             QWEN3_8B,
             {
@@ -216,7 +222,7 @@ def test_absent_fields_have_the_defaults_of_the_architecture(read: Read) -> None
                 "use_sliding_window": True,
                 "layer_types": ["full_attention"] * 35 + ["sliding_attention"],
             },
-            1024,
+            [None] * 35 + [1024],
         ),
         (
             QWEN3_8B,
@@ -226,23 +232,24 @@ def test_absent_fields_have_the_defaults_of_the_architecture(read: Read) -> None
                 "max_window_layers": 0,
                 "layer_types": ["full_attention"] * 36,
             },
-            None,
+            [None] * 36,
         ),
-        (QWEN3_30B_A3B, {"sliding_window": 4096}, None),
-        (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        (QWEN3_30B_A3B, {"sliding_window": 4096}, [None] * 48),
+        (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, [4096] * 48),
     ],
 )
-def test_a_sliding_window_limits_the_sequence_length(
-    read: Read, fields: dict[str, Any], changes: dict[str, Any], limit: int | None
+def test_the_window_of_each_layer_is_read(
+    read: Read, fields: dict[str, Any], changes: dict[str, Any], windows: list[int | None]
 ) -> None:
     config = read(fields, **changes)
-    if limit is None:
-        assert config.max_seq_len == fields["max_position_embeddings"]
-        assert config.max_seq_len_reason is None and not config.notes
-    else:
-        assert config.max_seq_len == limit
-        assert f"sliding window of {limit}" in str(config.max_seq_len_reason)
-        assert str(limit) in config.notes[0]
+    assert [spec.window for spec in config.facts().attention] == windows
+    assert config.max_seq_len == fields["max_position_embeddings"]
+    assert config.max_seq_len_reason is None and not config.notes
+
+
+def test_layer_types_name_every_layer(read: Read) -> None:
+    with pytest.raises(CheckpointError, match=r"layer_types has 1 entries for 36 layers"):
+        read(QWEN3_8B, layer_types=["full_attention"])
 
 
 def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None:
@@ -252,7 +259,7 @@ def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None
     scaling = {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8192}
     assert read(LLAMA_31_8B, rope_scaling=scaling).max_seq_len == 8192
     config = read(MISTRAL_7B, rope_scaling=scaling)
-    assert config.max_seq_len == 4096 and "window" in str(config.max_seq_len_reason)
+    assert config.max_seq_len == 8192 and config.windows == (4096,) * 32
 
 
 # -- refusing --------------------------------------------------------------------------------------

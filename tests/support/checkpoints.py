@@ -80,9 +80,7 @@ SPECS = [
     Spec("llama-yarn", "LlamaForCausalLM", rope=YARN_ROPE, transformers4=True, sharded=True),
     Spec("llama-linear", "LlamaForCausalLM", rope={"rope_type": "linear", "factor": 4.0}),
     Spec("llama-dynamic", "LlamaForCausalLM", rope={"rope_type": "dynamic", "factor": 2.0}),
-    Spec(
-        "mistral", "MistralForCausalLM", head_dim=128, extra={"sliding_window": None}, sharded=True
-    ),
+    Spec("mistral", "MistralForCausalLM", head_dim=128, extra={"sliding_window": 20}, sharded=True),
     Spec(
         "qwen2",
         "Qwen2ForCausalLM",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from minisgl.errors import CheckpointError
 from minisgl.models.adopted.attend import ATTENTION, register
@@ -15,7 +16,6 @@ from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.adopted.towers import HEAD, RENAMED, is_of_text
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
-from minisgl.models.loader import headers
 
 _SEED = 0
 
@@ -52,7 +52,7 @@ def _from_files(
 
     towers: set[str] = set()
     if has_towers:
-        names = {stored.name for stored in headers(safetensors_files(folder)).values()}
+        names = _stored_names(folder)
         towers = {name for name in names if not is_of_text(name)}
         if names & HEAD:
             config.tie_word_embeddings = False
@@ -89,6 +89,17 @@ def _from_files(
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{folder} lacks weights: {_few(missing)}.")
     return model
+
+
+def _stored_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in safetensors_files(folder):
+        try:
+            with safe_open(file, "pt") as tensors:
+                names.update(tensors.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return names
 
 
 def _few(names: list[str]) -> str:
