@@ -45,7 +45,7 @@ def _code_of(model: str) -> Iterator[str]:
     from minisgl.models.hub import locate_model
     from minisgl.models.registry import read_model_config
 
-    config = read_model_config(locate_model(model))
+    config = read_model_config(locate_model(model, load_format="dummy"))
     if isinstance(config, NativeConfig):
         yield f"model: {config.architecture} with minisgl's own code for this architecture"
     yield from config.notes

@@ -21,7 +21,7 @@ expected number is E · (1 - (1 - k/E) ** rows).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
@@ -82,12 +82,10 @@ class Work:
         ]
         num_new = sum(map(_num_new_tokens, requests))
         prefilling = _products(model, dtype, num_prefills, num_new, len(requests))
-        per_token, per_pair = model.kv_bytes_per_token(kv_dtype), _operations_per_pair(model)
-        num_read = sum(map(_num_decode_reads, requests))
-        num_decoded = sum(request.num_output_tokens - 1 for request in requests)
-        decode_attention = KernelWork((num_read + num_decoded) * per_token, num_read * per_pair)
-        num_pairs = sum(map(_num_prefill_pairs, requests))
-        prefill_attention = KernelWork(num_new * per_token, num_pairs * per_pair)
+        decode_attention = _decode_attention(requests, model, kv_dtype)
+        prefill_attention = KernelWork(
+            num_new * model.kv_bytes_per_token(kv_dtype), _prefill_pair_operations(requests, model)
+        )
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
         decode_loads = (*decoding, decode_attention)
         return cls(
@@ -111,13 +109,10 @@ class DecodeStep:
         """The step of requests that decode together, all with outputs of one length >= 2."""
         [num_output_tokens] = {request.num_output_tokens for request in run.requests}
         num_steps, batch_size = num_output_tokens - 1, len(run.requests)
-        num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
+        attention = _decode_attention(run.requests, model, kv_dtype)
         return cls(
             products=_decode_products(model, dtype, 1, batch_size),
-            attention=KernelWork(
-                (num_read + batch_size) * model.kv_bytes_per_token(kv_dtype),
-                num_read * _operations_per_pair(model),
-            ),
+            attention=KernelWork(attention.num_bytes / num_steps, attention.operations / num_steps),
         )
 
     @property
@@ -136,15 +131,14 @@ class DecodeStep:
         return sum(load.seconds(peak) for load in (*self.products, self.attention))
 
 
-def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> int:
+def prefill_operations(requests: Sequence[RequestRecord], model: ModelFacts) -> int:
     """Operations of GEMMs and causal attention: no padding, no masked scores, one row of logits."""
     operations = 0
     weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
     for request in requests:
         operations += 2 * weights_of_token * _num_new_tokens(request)
         operations += 2 * model.num_head_weights
-        operations += _num_prefill_pairs(request) * _operations_per_pair(model)
-    return operations
+    return operations + _prefill_pair_operations(requests, model)
 
 
 def _decode_products(
@@ -204,22 +198,63 @@ def _num_new_tokens(request: RequestRecord) -> int:
     return request.num_prompt_tokens - request.num_cached_tokens
 
 
-def _num_prefill_pairs(request: RequestRecord) -> int:
-    """Number of pairs of a computed prompt token and one that it attends to: the triangle of the
-    new tokens, and all that is cached."""
-    prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
-    return (prompt - cached) * (prompt + cached + 1) // 2
-
-
-def _num_decode_reads(request: RequestRecord) -> int:
-    """Number of tokens whose keys and values decoding reads, including each token's own."""
-    decoded = request.num_output_tokens - 1
-    return decoded * request.num_prompt_tokens + decoded * (decoded + 1) // 2
-
-
-def _operations_per_pair(model: ModelFacts) -> int:
-    """Operations of a query with one key and value, in all heads and layers."""
+def _prefill_pair_operations(requests: Sequence[RequestRecord], model: ModelFacts) -> int:
     return sum(
-        2 * spec.num_heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
-        for spec in model.attention
+        _num_prefill_pairs(request, window) * operations
+        for window, operations in _operations_per_pair(model).items()
+        for request in requests
     )
+
+
+def _decode_attention(
+    requests: Sequence[RequestRecord], model: ModelFacts, kv_dtype: str
+) -> KernelWork:
+    """The attention of all decode steps of the requests."""
+    num_decoded = sum(request.num_output_tokens - 1 for request in requests)
+    stored, computed = _bytes_per_token(model, kv_dtype), _operations_per_pair(model)
+    num_bytes = operations = 0
+    for window in stored:
+        num_read = sum(_num_decode_reads(request, window) for request in requests)
+        num_bytes += (num_read + num_decoded) * stored[window]
+        operations += num_read * computed[window]
+    return KernelWork(num_bytes, operations)
+
+
+def _num_prefill_pairs(request: RequestRecord, window: int | None) -> int:
+    """Number of pairs of a computed prompt token and one that it attends to in a layer."""
+    return _num_seen(request.num_cached_tokens, request.num_prompt_tokens, window)
+
+
+def _num_decode_reads(request: RequestRecord, window: int | None) -> int:
+    """Number of tokens whose keys and values decoding reads in a layer, including each token's
+    own."""
+    prompt = request.num_prompt_tokens
+    return _num_seen(prompt, prompt + request.num_output_tokens - 1, window)
+
+
+def _num_seen(start: int, end: int, window: int | None) -> int:
+    """Number of tokens that the tokens from position `start` up to `end` see together."""
+    widest = end if window is None else window
+
+    def seen_by_first(count: int) -> int:
+        growing = min(count, widest)
+        return growing * (growing + 1) // 2 + (count - growing) * widest
+
+    return seen_by_first(end) - seen_by_first(start)
+
+
+def _bytes_per_token(model: ModelFacts, kv_dtype: str) -> Counter[int | None]:
+    """Bytes per token of the KV caches of the layers with each window."""
+    sizes: Counter[int | None] = Counter()
+    for spec, kv in zip(model.attention, model.kv_specs(kv_dtype), strict=True):
+        sizes[spec.window] += kv.bytes_per_token
+    return sizes
+
+
+def _operations_per_pair(model: ModelFacts) -> Counter[int | None]:
+    """Operations of a query with one key and value, in all heads of the layers with each window."""
+    operations: Counter[int | None] = Counter()
+    for spec in model.attention:
+        widths = spec.head_dim + (spec.value_dim or spec.head_dim)
+        operations[spec.window] += 2 * spec.num_heads * widths
+    return operations

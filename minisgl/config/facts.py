@@ -208,6 +208,13 @@ class ModelFacts:
         """Bytes per token of the KV caches of all layers in `dtype`."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype))
 
+    def seen_share(self, length: int) -> float:
+        """The share of the bytes in the KV cache of a request of `length` tokens that its next
+        token reads: 1 without sliding windows."""
+        layers = zip(self.attention, self.kv_specs(self.dtype), strict=True)
+        read = sum(spec.num_visible(length) * kv.bytes_per_token for spec, kv in layers)
+        return read / (length * self.kv_bytes_per_token(self.dtype))
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of layers and head, without experts, in a model that computes in
         `dtype`."""

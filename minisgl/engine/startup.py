@@ -111,6 +111,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         capacity.max_seq_len,
         "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
     )
+    _tell_of_windows(prepared.facts, capacity.max_seq_len)
     if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
         logger.warning(
             "No memory for CUDA graphs of batches over %d: larger ones run without; lower "
@@ -195,6 +196,21 @@ def _prepare(config: EngineConfig) -> _Prepared:
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     return _Prepared(folder, model_config, facts, resolved)
+
+
+def _tell_of_windows(model: ModelFacts, max_seq_len: int) -> None:
+    """Say what pages cost that no layer with a sliding window reads again."""
+    share = model.seen_share(max_seq_len)
+    if share < 1:
+        num_windows = sum(spec.window is not None for spec in model.attention)
+        logger.info(
+            "%d of %d layers have sliding windows: a request of %d tokens reads %.0f %% of the KV "
+            "cache that it holds, since pages behind windows are kept",
+            num_windows,
+            len(model.attention),
+            max_seq_len,
+            100 * share,
+        )
 
 
 def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:

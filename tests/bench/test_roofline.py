@@ -129,6 +129,31 @@ def test_the_kv_cache_is_counted_in_its_own_dtype(tmp_path: Path) -> None:
     assert steps[1].kv_bytes == 2 * steps[0].kv_bytes
 
 
+@pytest.mark.parametrize(("prompt", "cached"), [(3, 0), (40, 0), (40, 5), (40, 30)])
+def test_layers_with_a_window_read_and_multiply_what_it_shows(
+    tmp_path: Path, prompt: int, cached: int
+) -> None:
+    """By hand, token by token."""
+    whole, num_outputs = facts(tmp_path, "Qwen3-14B"), 9
+    layers = [replace(spec, window=16) for spec in whole.attention[::2]]
+    model = replace(whole, attention=(*layers, *whole.attention[1::2]))
+    one = replace(request(prompt, num_outputs), num_cached_tokens=cached)
+    rest = run_of([one], num_outputs)
+    kv = whole.kv_bytes_per_token("bfloat16") // 2  # of the layers of either kind
+    pair = sum(4 * spec.num_heads * spec.head_dim for spec in layers)
+
+    def seen(first: int, last: int) -> int:
+        return sum(min(length, 16) + length for length in range(first, last + 1))
+
+    decoded = range(prompt + 1, prompt + num_outputs)
+    step = DecodeStep.of(rest, model, dtype="bfloat16", kv_dtype="bfloat16")
+    read = seen(decoded[0], decoded[-1])
+    assert step.kv_bytes * len(decoded) == pytest.approx((read + 2 * len(decoded)) * kv)
+    assert step.attention.operations * len(decoded) == pytest.approx(read * pair)
+    products = 2 * model.num_layer_weights * (prompt - cached) + 2 * model.num_head_weights
+    assert work(rest, model).prefill_operations == products + seen(cached + 1, prompt) * pair
+
+
 def test_prompts_share_the_steps_that_do_not_decode(tmp_path: Path) -> None:
     """So that weights are read while their prompts are multiplied, and not before that, too."""
     model = facts(tmp_path, "Qwen3-14B")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 import typer
@@ -277,6 +278,13 @@ def test_version_prints_what_a_bug_report_needs() -> None:
         assert any(line.startswith(named) for line in lines), named
     for named in ("fp8 weights ", "int4 weights ", "fp8 kv cache "):
         assert any(line.startswith(named) for line in lines), named
+
+
+def test_version_says_whose_code_runs_a_model(tmp_path: Path) -> None:
+    last = minisgl("version", "--model", "").stdout.splitlines()[-1]
+    assert last == "model: Qwen3ForCausalLM with minisgl's own code for this architecture"
+    result = minisgl("version", "--model", str(tmp_path))
+    assert result.returncode == 2 and "holds no model" in result.stderr
 
 
 def test_version_works_where_the_gpu_driver_is_broken(

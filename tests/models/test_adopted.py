@@ -372,8 +372,14 @@ def test_a_text_part_that_does_not_run_is_refused_with_the_reason(
         read_model_config(made, model_impl="native")
 
 
-def test_dummy_weights_run(tmp_path: Path) -> None:
-    engine = load_engine(config_folder(tmp_path, "Gemma2ForCausalLM"), load_format="dummy")
+def test_dummy_weights_run_and_the_log_tells_of_windows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    made = config_folder(tmp_path, "Gemma2ForCausalLM")
+    engine = load_engine(made, load_format="dummy", max_seq_len_override=40)
+    # One layer of two sees 5 of 40 tokens.
+    assert "1 of 2 layers have sliding windows: a request of 40 tokens reads 56 %" in caplog.text
     assert engine.model.attention[0].extras() == ("sliding windows", "soft caps")
 
 
