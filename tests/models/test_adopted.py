@@ -29,7 +29,9 @@ from support.adopted_checkpoints import (
 from support.checkpoints import GreedyRun, greedy_reference, load_reference
 from support.parity import NOISE, batch, complete, greedy, load_engine
 
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import load
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.models import registry
 from minisgl.models.adopted import attend, proof
@@ -377,7 +379,9 @@ def test_dummy_weights_run_and_the_log_tells_of_windows(
 ) -> None:
     caplog.set_level("INFO")
     made = config_folder(tmp_path, "Gemma2ForCausalLM")
-    engine = load_engine(made, load_format="dummy", max_seq_len_override=40)
+    options = {"device": "cpu", "dtype": "float32", "num_pages": 20, "max_seq_len_override": 40}
+    engine = load(EngineConfig(model=str(made), load_format="dummy", **options))
+    engine.runner.close()
     # One layer of two sees 5 of 40 tokens.
     assert "1 of 2 layers have sliding windows: a request of 40 tokens reads 56 %" in caplog.text
     assert engine.model.attention[0].extras() == ("sliding windows", "soft caps")
