@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.version import version
 
 BATCH_TOKENS = 6144
 ENGINE_COMMANDS = ["serve", "chat", "bench", "bench latency", "bench serve"]
@@ -220,6 +221,9 @@ def test_a_new_snapshot_has_every_option_of_every_command() -> None:
         for spec in fields(config)
         for command in commands
     }
+    # The one option that is no field of a config.
+    (code_of,) = get_type_hints(version, include_extras=True)["model"].__metadata__
+    expected.add(("--model", "version", code_of.help))
     found = {
         (name, command, row["text"])
         for name, entry in options.items()
