@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Choice, Routing
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
@@ -36,14 +36,14 @@ class FusedExperts(nn.Module):
             self.register_parameter(name, parameter(weight))
         self._comm = comm
 
-    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         """The stream rows + the weighted sum over each row's chosen experts. May overwrite rows.
 
-        x and rows: [num_rows, hidden_size]; logits: [num_rows, num_experts], the router's.
+        x and rows: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
-            return self.product.add_to(x, logits, routing, rows)
-        summand = self.product(x, logits, routing)
+            return self.product.add_to(x, choice, rows)
+        summand = self.product(x, choice)
         return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
 
 
@@ -73,4 +73,4 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
-        return self.experts.add_to(hidden, logits, self._routing, rows)
+        return self.experts.add_to(hidden, ByRouter(logits, self._routing), rows)

@@ -26,7 +26,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
-from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
+from minisgl.kernels.moe.reference import ByRouter, ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
@@ -72,11 +72,12 @@ class ExpertsProblem:
     def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
         from minisgl.kernels.moe import fp8_experts, fused_experts, int4_experts
 
+        choice = ByRouter(logits, ROUTING)
         if isinstance(self.weights, Int4Experts):
-            return int4_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+            return int4_experts.fused_experts(x, choice, self.weights, tiles=how)[0]
         if isinstance(self.weights, Fp8Experts):
-            return fp8_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
-        return fused_experts.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+            return fp8_experts.fused_experts(x, choice, self.weights, tiles=how)[0]
+        return fused_experts.fused_experts(x, choice, self.weights, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return graph_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
@@ -126,10 +127,10 @@ def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
 
     tuning = tuning_of(DEVICE)
     if isinstance(weights, Fp8Experts):
-        return choose_fp8_tiles(num_rows, weights, ROUTING, tuning)
+        return choose_fp8_tiles(num_rows, weights, ROUTING.top_k, tuning)
     if isinstance(weights, Int4Experts):
-        return choose_int4_tiles(num_rows, weights, ROUTING, torch.bfloat16, tuning)
-    return choose_tiles(num_rows, weights, ROUTING, tuning)
+        return choose_int4_tiles(num_rows, weights, ROUTING.top_k, torch.bfloat16, tuning)
+    return choose_tiles(num_rows, weights, ROUTING.top_k, tuning)
 
 
 # -- the tuner -------------------------------------------------------------------------------------

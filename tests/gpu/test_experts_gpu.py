@@ -16,7 +16,7 @@ from support.parity import FEW_PAGES, case_of, check
 
 from minisgl.kernels.moe import fused_experts
 from minisgl.kernels.moe import reference as experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def test_a_graph_replay_uses_the_routing_of_its_own_inputs(num_rows: int) -> Non
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        return fused_experts.fused_experts(x, logits, weights, routing)[0]
+        return fused_experts.fused_experts(x, ByRouter(logits, routing), weights)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ from support.int4_expert_cases import check as check_int4
 
 from minisgl.config import Activations
 from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
             if calm:
                 torch.cuda.synchronize()
             out, _ = fused_experts(rows, logits, layer, routing, pdl=not calm)
-            rows = layer.add_to(out, logits, routing, rows).rows
+            rows = layer.add_to(out, ByRouter(logits, routing), rows).rows
         return rows
 
     run(calm=False)  # compiled before it is captured
@@ -91,7 +91,9 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
 def test_no_rows() -> None:
     experts = random_experts(60, 256, 96, None, TOKEN, GPU)
     x, logits = torch.randn(0, 256, device=GPU), torch.randn(0, 60, device=GPU)
-    assert fused_experts(x, logits, experts, Routing(4, normalize=True))[0].shape == x.shape
+    assert (
+        fused_experts(x, ByRouter(logits, Routing(4, normalize=True)), experts)[0].shape == x.shape
+    )
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -26,7 +26,7 @@ from minisgl.config import Activations
 from minisgl.kernels.linear import quantized as kernels
 from minisgl.kernels.linear.quantized import Fp8Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
@@ -186,7 +186,7 @@ def test_inputs_are_rounded_as_by_the_reference(
     for name in [name for name in seen if name.endswith("mlp.experts")]:
         router = reference.get_submodule(f"model.{name.replace('experts', 'gate')}")
         x, wanted = seen[name]
-        got = ours[name](x, torch.nn.functional.linear(x, router.weight), ROUTING)
+        got = ours[name](x, ByRouter(torch.nn.functional.linear(x, router.weight), ROUTING))
         assert relative_error(got, wanted) < TOLERANCE, name
     # It matters, and the whole model does it.
     exact, whole = exact_logits(spec, format), logits_of(case)

@@ -8,7 +8,7 @@ from torch import Tensor
 from minisgl.kernels.moe import reference as experts
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.fused_experts import fused_experts
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.reference import ByRouter, Chosen, ExpertWeights, Routing
 from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, tuning_of
 
@@ -43,8 +43,8 @@ def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTil
     room = tuning_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        choose_tiles(num_rows, weights, routing, room),
-        choose_tiles(max(num_rows, 1000), weights, routing, room),
+        choose_tiles(num_rows, weights, routing.top_k, room),
+        choose_tiles(max(num_rows, 1000), weights, routing.top_k, room),
     ]
 
 
@@ -85,9 +85,9 @@ def check_nan(
     assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
     assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
     assert shares[1:].isnan().all()
-    wanted = experts.fused_experts(x[:1], weights, chosen[:1], shares[:1])
+    wanted = experts.fused_experts(x[:1], weights, Chosen(chosen[:1], shares[:1]))
     for how in ways(num_rows, weights, routing):
-        out, _ = fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
+        out, _ = fused_experts(x, ByRouter(logits, routing), weights, tiles=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
 
@@ -111,18 +111,24 @@ def check_mix(
     logits = random_logits(num_rows, num_experts, dtype, device)
     if crowded:
         logits = logits[:1].expand(num_rows, -1).contiguous()
-    wanted = experts.fused_experts(x, weights, *experts.topk_softmax(logits, routing))
+    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    wanted = experts.fused_experts(x, weights, choice)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
-        out, squares = fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
+        out, squares = fused_experts(x, choice, weights, tiles=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
         # A row's sum is the same alone, bit for bit.
-        alone, _ = fused_experts(x[:1], logits[:1], weights, routing, tiles=how, pdl=pdl)
+        alone, _ = fused_experts(x[:1], first, weights, tiles=how, pdl=pdl)
         assert torch.equal(alone, out[:1])
 
+        # The same experts, given.
+        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        again, _ = fused_experts(x, given, weights, tiles=how, pdl=pdl)
+        assert torch.equal(again, out)
+
         rows = stream.clone()
-        added, squares = fused_experts(x, logits, weights, routing, rows, tiles=how, pdl=pdl)
+        added, squares = fused_experts(x, choice, weights, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

@@ -12,7 +12,8 @@ from minisgl.kernels.linear.quantized import Fp8Weights
 from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
 from minisgl.kernels.moe.fp8_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Chosen, Routing
+from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import ManyTiles, tuning_of
 
 # Of all rows: without rounding at all, the results are 3 % off. Where two orders of a sum round to
@@ -59,8 +60,8 @@ def ways(num_rows: int, experts: Fp8Experts, routing: Routing) -> list[ManyTiles
     """Tiles for this number of rows, and for many."""
     tuning = tuning_of(experts.down.data.device)
     return [
-        choose_fp8_tiles(num_rows, experts, routing, tuning),
-        choose_fp8_tiles(max(num_rows, 1000), experts, routing, tuning),
+        choose_fp8_tiles(num_rows, experts, routing.top_k, tuning),
+        choose_fp8_tiles(max(num_rows, 1000), experts, routing.top_k, tuning),
     ]
 
 
@@ -85,20 +86,26 @@ def check(
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     x[-1, : hidden_size // 2] = 0
-    wanted = experts(x, logits, routing)
+    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    wanted = experts(x, choice)
     for how in ways(num_rows, experts, routing):
-        out, squares = fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)
+        out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)
         assert float(error.max()) <= STEP, (how, float(error.max()))
         if num_rows >= MANY_ROWS or dtype == torch.float32:
             assert float(error.mean()) <= TOLERANCES[dtype], (how, float(error.mean()))
         if num_rows > 1:
-            alone, _ = fused_experts(x[:1], logits[:1], experts, routing, tiles=how, pdl=pdl)
+            alone, _ = fused_experts(x[:1], first, experts, tiles=how, pdl=pdl)
             assert torch.equal(alone, out[:1])
 
+        # The same experts, given.
+        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        again, _ = fused_experts(x, given, experts, tiles=how, pdl=pdl)
+        assert torch.equal(again, out)
+
         rows = stream.clone()
-        added, squares = fused_experts(x, logits, experts, routing, rows, tiles=how, pdl=pdl)
+        added, squares = fused_experts(x, choice, experts, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))
@@ -110,10 +117,10 @@ def check_nan(blocks: Blocks, activations: Activations, *, device: torch.device,
     experts = random_experts(4, 128, 64, blocks, activations, device)
     x, logits = torch.randn(3, 128, device=device), torch.randn(3, 4, device=device)
     clean = [
-        fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)[0]
+        fused_experts(x, ByRouter(logits, routing), experts, tiles=how, pdl=pdl)[0]
         for how in ways(3, experts, routing)
     ]
     x[1, 70], logits[2] = torch.nan, torch.nan
     for how, expected in zip(ways(3, experts, routing), clean, strict=True):
-        out, _ = fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)
+        out, _ = fused_experts(x, ByRouter(logits, routing), experts, tiles=how, pdl=pdl)
         assert torch.equal(out[0], expected[0]) and bool(out[1:].isnan().all())

@@ -9,7 +9,8 @@ from minisgl.kernels.linear.quantized import Int4Weights, pack_int4
 from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
 from minisgl.kernels.moe.int4_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Int4Experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Chosen, Routing
+from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import tuning_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a row
@@ -60,19 +61,25 @@ def check(
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
-    wanted = experts(x, logits, routing)
+    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    wanted = experts(x, choice)
     for rows_of_tiles in (num_rows, 5000):
-        how = choose_int4_tiles(rows_of_tiles, experts, routing, dtype, tuning_of(device))
-        out, squares = fused_experts(x, logits, experts, routing, tiles=how, pdl=pdl)
+        how = choose_int4_tiles(rows_of_tiles, experts, routing.top_k, dtype, tuning_of(device))
+        out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)
         assert float(error.max()) <= TOLERANCES[dtype], (how, float(error.max()))
         if num_rows > 1:
-            alone, _ = fused_experts(x[:1], logits[:1], experts, routing, tiles=how, pdl=pdl)
+            alone, _ = fused_experts(x[:1], first, experts, tiles=how, pdl=pdl)
             assert torch.equal(alone, out[:1])
 
+        # The same experts, given.
+        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        again, _ = fused_experts(x, given, experts, tiles=how, pdl=pdl)
+        assert torch.equal(again, out)
+
         rows = stream.clone()
-        added, squares = fused_experts(x, logits, experts, routing, rows, tiles=how, pdl=pdl)
+        added, squares = fused_experts(x, choice, experts, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

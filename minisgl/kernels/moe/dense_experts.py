@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.reference import Choice, ExpertWeights
 from minisgl.kernels.residual import Residual
 
 
@@ -33,18 +33,17 @@ class DenseExperts(ExpertsProduct):
     def weights(self) -> Mapping[str, Tensor]:
         return {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         if runs_triton(x.device):
             from minisgl.kernels.moe.fused_experts import fused_experts
 
-            return fused_experts(x, logits, self.experts, routing)[0]
-        chosen, weights = reference.topk_softmax(logits, routing)
-        return reference.fused_experts(x, self.experts, chosen, weights)
+            return fused_experts(x, choice, self.experts)[0]
+        return reference.fused_experts(x, self.experts, choice)
 
-    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         if runs_triton(x.device):
             from minisgl.kernels.moe.fused_experts import fused_experts
 
-            rows, squares = fused_experts(x, logits, self.experts, routing, rows)
+            rows, squares = fused_experts(x, choice, self.experts, rows)
             return Residual(rows, squares=squares)
-        return super().add_to(x, logits, routing, rows)
+        return super().add_to(x, choice, rows)

@@ -9,7 +9,7 @@ import triton
 
 from minisgl.kernels.linear.quantized import CHUNK, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.reference import ExpertWeights
 from minisgl.kernels.tuning import (
     DeviceTuning,
     ExpertTiles,
@@ -20,16 +20,16 @@ from minisgl.kernels.tuning import (
 
 
 def choose_tiles(
-    num_rows: int, experts: ExpertWeights, routing: Routing, tuning: DeviceTuning
+    num_rows: int, experts: ExpertWeights, top_k: int, tuning: DeviceTuning
 ) -> FewTiles | ManyTiles:
     """By the number of pairs that an expert has, if they spread evenly. With less shared memory
     than on an H200 fewer tiles are in flight."""
     num_experts, _, size = experts.down.shape
     itemsize, shared_bytes = experts.down.itemsize, tuning.shared_bytes
-    num_pairs = num_rows * routing.top_k
+    num_pairs = num_rows * top_k
     if num_pairs <= tuning.few_pairs:
         few = tuning.few_tiles
-        held = triton.next_power_of_2(routing.top_k) * triton.cdiv(size, few.block_k)
+        held = triton.next_power_of_2(top_k) * triton.cdiv(size, few.block_k)
         held *= few.block_k
         if held <= tuning.few_weights:
             block_n = min(1 << (tuning.few_weights // held).bit_length() - 1, few.block_n)
@@ -52,11 +52,11 @@ def _fitting(tiles: ExpertTiles, halves: int, itemsize: int, shared_bytes: int) 
 
 
 def choose_fp8_tiles(
-    num_rows: int, experts: Fp8Experts, routing: Routing, tuning: DeviceTuning
+    num_rows: int, experts: Fp8Experts, top_k: int, tuning: DeviceTuning
 ) -> ManyTiles:
     """By the number of pairs that an expert has, if they spread evenly. A tile of k is one block of
     the weights, if these have blocks."""
-    pairs = num_rows * routing.top_k / len(experts.down.data)
+    pairs = num_rows * top_k / len(experts.down.data)
     many = next(tiles for most, tiles in tuning.fp8_many_tiles if pairs <= most)
     return ManyTiles(
         inner=_fitting_fp8(many.inner, experts.gate_up, 2, tuning),
@@ -78,12 +78,12 @@ def _fitting_fp8(
 def choose_int4_tiles(
     num_rows: int,
     experts: Int4Experts,
-    routing: Routing,
+    top_k: int,
     dtype: torch.dtype,
     tuning: DeviceTuning,
 ) -> ManyTiles:
     """By the number of pairs that an expert has, if they spread evenly. dtype: of x."""
-    pairs = num_rows * routing.top_k / len(experts.down.data)
+    pairs = num_rows * top_k / len(experts.down.data)
     many = next(tiles for most, tiles in tuning.int4_many_tiles if pairs <= most)
     return ManyTiles(
         inner=_fitting_int4(many.inner, experts.gate_up, 2, dtype, tuning),

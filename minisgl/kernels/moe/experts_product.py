@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import Choice
 from minisgl.kernels.residual import Residual
 
 
 class ExpertsProduct(ABC):
     """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
 
-    x: [num_rows, hidden_size] and the router's logits: [num_rows, num_experts], both contiguous and
-    of the model's dtype.
+    x: [num_rows, hidden_size]; it and the tensors of a choice are contiguous, and of the model's
+    dtype.
     """
 
     @property
@@ -28,10 +28,10 @@ class ExpertsProduct(ABC):
         ...
 
     @abstractmethod
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         """Returns a new tensor like x."""
         ...
 
-    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         """The stream rows + self(...). May overwrite rows, which are like x."""
-        return Residual(rows, delta=self(x, logits, routing))
+        return Residual(rows, delta=self(x, choice))

@@ -9,35 +9,41 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import from_here, silu_mul
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights
 from minisgl.kernels.moe.routing import expert_places, multiply, place_for_sum, weights_of
 from minisgl.kernels.tuning import FewTiles
 
 
 def few_rows_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: ExpertWeights,
-    routing: Routing,
     residual: Tensor | None,
     tiles: FewTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
+    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
+    logits, normalize, chosen, weights = None, False, None, None
+    if isinstance(choice, ByRouter):
+        logits, normalize = choice.logits, choice.routing.normalize
+    else:
+        chosen, weights = choice
     numbers = {
         "hidden_size": hidden_size,
         "size": size,
         "num_experts": num_experts,
-        "top_k": routing.top_k,
+        "top_k": choice.top_k,
         "experts_block": triton.next_power_of_2(num_experts),
         **pdl_options(x.device, pdl),
     }
-    inner = x.new_empty((num_rows * routing.top_k, size))
+    inner = x.new_empty((num_rows * choice.top_k, size))
     _few_inner[(triton.cdiv(size, tiles.inner.block_n), len(inner))](
         inner,
         x,
         logits,
+        chosen,
         experts.gate_up,
         exact=x.dtype == torch.float32,
         block_n=tiles.inner.block_n,
@@ -54,9 +60,11 @@ def few_rows_experts(
         squares,
         inner,
         logits,
+        chosen,
+        weights,
         experts.down,
-        normalize=routing.normalize,
-        places=triton.next_power_of_2(routing.top_k),
+        normalize=normalize,
+        places=triton.next_power_of_2(choice.top_k),
         block_n=tiles.block_n,
         block_k=tiles.block_k,
         pieces=triton.cdiv(size, tiles.block_k),
@@ -71,6 +79,7 @@ def _few_inner(
     inner,
     x,
     logits,
+    chosen,
     weight,
     hidden_size: tl.constexpr,
     size: tl.constexpr,
@@ -89,9 +98,12 @@ def _few_inner(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
     row = pair // top_k
-    _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
-    is_mine = order == pair % top_k
-    expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
+    if chosen is not None:
+        expert = tl.load(chosen + pair)
+    else:
+        _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+        is_mine = order == pair % top_k
+        expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     weight += expert.to(tl.int64) * (2 * size * hidden_size)
     rows = row + tl.zeros([block_m], tl.int32)
@@ -110,6 +122,8 @@ def _few_outer(
     squares,
     inner,
     logits,
+    chosen,
+    weights,
     weight,
     hidden_size: tl.constexpr,
     size: tl.constexpr,
@@ -127,12 +141,17 @@ def _few_outer(
     row = tl.program_id(1)
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
-    # The logits are older than the previous kernel, as the weights are.
-    probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
-    expert_weight = weights_of(probability, order, top_k, normalize)
-    is_here = order[:, None] == place[None, :]
-    expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
-    expert_weight = tl.sum(tl.where(is_here, expert_weight[:, None], 0.0), 0)
+    # What is chosen is older than the previous kernel, as the weights are.
+    if chosen is not None:
+        pair = row * top_k + place
+        expert = tl.load(chosen + pair, mask=place < top_k, other=0)
+        expert_weight = tl.load(weights + pair, mask=place < top_k, other=0.0)
+    else:
+        probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+        expert_weight = weights_of(probability, order, top_k, normalize)
+        is_here = order[:, None] == place[None, :]
+        expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
+        expert_weight = tl.sum(tl.where(is_here, expert_weight[:, None], 0.0), 0)
     w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
     w_at += output[None, :, None] * size
     is_output = (place < top_k)[:, None, None] & (output < hidden_size)[None, :, None]

@@ -18,8 +18,8 @@ from minisgl.kernels.linear.quantized import Fp8Weights
 from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Routing
-from minisgl.kernels.moe.routing import place_for_sum, topk_softmax
+from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.moe.routing import choose, place_for_sum
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
 
@@ -28,36 +28,34 @@ _EXACT_K = 128  # products that the tensor cores add up by themselves
 
 def fused_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: Fp8Experts,
-    routing: Routing,
     residual: Tensor | None = None,
     *,
     tiles: ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """As fused_experts of moe/fused_experts.py, for experts whose inputs are rounded."""
-    tensors = (x, logits, *experts.weights.values(), *(() if residual is None else (residual,)))
+    tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
     assert all(tensor.is_contiguous() for tensor in tensors)
     if tiles is None:
-        tiles = choose_fp8_tiles(len(x), experts, routing, tuning_of(x.device))
+        tiles = choose_fp8_tiles(len(x), experts, choice.top_k, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
-    return _many_rows_experts(x, logits, experts, routing, residual, tiles, pdl)
+    return _many_rows_experts(x, choice, experts, residual, tiles, pdl)
 
 
 def _many_rows_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: Fp8Experts,
-    routing: Routing,
     residual: Tensor | None,
     tiles: ManyTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
     hidden_size = x.shape[1]
     num_experts, _, size = experts.down.data.shape
-    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+    chosen, weights = choose(choice, pdl=pdl)
     pairs = list_pairs(chosen, num_experts, pdl=pdl)
     scales = experts.input_scales
     inner = x.new_empty((chosen.numel(), size))
@@ -73,7 +71,7 @@ def _many_rows_experts(
             group = weight.group if experts.activations == Activations.GROUP else None
             rounded = quantize(source, group, pdl=pdl)
         _multiply(rounded, weight, target, pairs, weights, product, gated=source is x, pdl=pdl)
-    return add_outputs(outputs, x, residual, routing.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
 
 
 def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
@@ -144,11 +142,11 @@ def _multiply(
 class TensorCoreExperts(Fp8Experts):
     """Experts in FP8 whose inputs are rounded, on a GPU."""
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
-        return fused_experts(x, logits, self, routing)[0]
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        return fused_experts(x, choice, self)[0]
 
-    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
-        rows, squares = fused_experts(x, logits, self, routing, rows)
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
+        rows, squares = fused_experts(x, choice, self, rows)
         return Residual(rows, squares=squares)
 
 

@@ -5,7 +5,8 @@ is that of the GEMMs. The host knows nothing of the routing: the kernels read th
 row and one of its experts are a *pair*. There are two ways:
 
 - *few* rows (few_rows.py), of which two rarely share an expert (if they do, its weights come from
-  L2): two launches, each of which finds the chosen experts in the logits itself. In the second a
+  L2): two launches, each of which finds the chosen experts in the logits itself, unless they are
+  given. In the second a
   program computes some outputs of one row over all its experts. The logits are older than the first
   launch, so the second loads the weights into registers before the first has ended.
 - *many* rows (many_rows.py): one program for each expert lists its pairs. The grid of a GEMM has a
@@ -23,16 +24,15 @@ from torch import Tensor
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.few_rows import few_rows_experts
 from minisgl.kernels.moe.many_rows import many_rows_experts
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.reference import Choice, ExpertWeights
 from minisgl.kernels.moe.routing import place_for_sum
 from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
 
 
 def fused_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: ExpertWeights,
-    routing: Routing,
     residual: Tensor | None = None,
     *,
     tiles: FewTiles | ManyTiles | None = None,
@@ -40,20 +40,20 @@ def fused_experts(
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted sum over each row's chosen experts, as fused_experts of reference.py.
 
-    x and residual: [num_rows, hidden_size]; logits: [num_rows, num_experts]; all contiguous and of
-    one dtype. Returns a new tensor like x, and None; or `residual`, to which the sum was added, and
-    the squares [num_rows, any] float32 that a FusedNorm of it takes.
+    x and residual: [num_rows, hidden_size]; all contiguous and of one dtype. Returns a new tensor
+    like x, and None; or `residual`, to which the sum was added, and the squares [num_rows, any]
+    float32 that a FusedNorm of it takes.
 
     Of equally likely experts the lower one comes first. A row whose probabilities are NaN still
     chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
     `pdl`: overlap launches where the device can, by the rule of launch_options.py.
     """
-    tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
+    tensors = (x, *experts) if residual is None else (x, *experts, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     if tiles is None:
-        tiles = choose_tiles(len(x), experts, routing, tuning_of(x.device))
+        tiles = choose_tiles(len(x), experts, choice.top_k, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if isinstance(tiles, FewTiles):
-        return few_rows_experts(x, logits, experts, routing, residual, tiles, pdl)
-    return many_rows_experts(x, logits, experts, routing, residual, tiles, pdl)
+        return few_rows_experts(x, choice, experts, residual, tiles, pdl)
+    return many_rows_experts(x, choice, experts, residual, tiles, pdl)

@@ -16,36 +16,35 @@ from minisgl.kernels.linear.quantized import Int4Weights
 from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
 from minisgl.kernels.moe.quantized_experts import Int4Experts
-from minisgl.kernels.moe.reference import Routing
-from minisgl.kernels.moe.routing import place_for_sum, topk_softmax
+from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.moe.routing import choose, place_for_sum
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
 
 
 def fused_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: Int4Experts,
-    routing: Routing,
     residual: Tensor | None = None,
     *,
     tiles: ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """As fused_experts of moe/fused_experts.py, for INT4 weights."""
-    tensors = (x, logits, *experts.weights.values(), *(() if residual is None else (residual,)))
+    tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
     assert all(tensor.is_contiguous() for tensor in tensors)
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if tiles is None:
-        tiles = choose_int4_tiles(len(x), experts, routing, x.dtype, tuning_of(x.device))
-    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+        tiles = choose_int4_tiles(len(x), experts, choice.top_k, x.dtype, tuning_of(x.device))
+    chosen, weights = choose(choice, pdl=pdl)
     pairs = list_pairs(chosen, len(experts.down.data), pdl=pdl)
     inner = x.new_empty((chosen.numel(), experts.down.data.shape[2] * 4))
     outputs = x.new_empty((chosen.numel(), x.shape[1]))
     _multiply(x, experts.gate_up, inner, pairs, weights, tiles.inner, gated=True, pdl=pdl)
     _multiply(inner, experts.down, outputs, pairs, weights, tiles.outer, gated=False, pdl=pdl)
-    return add_outputs(outputs, x, residual, routing.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
 
 
 def _multiply(
@@ -90,11 +89,11 @@ def _multiply(
 class WeightOnlyExperts(Int4Experts):
     """Experts whose INT4 weights a kernel dequantises in registers."""
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
-        return fused_experts(x, logits, self, routing)[0]
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        return fused_experts(x, choice, self)[0]
 
-    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
-        rows, squares = fused_experts(x, logits, self, routing, rows)
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
+        rows, squares = fused_experts(x, choice, self, rows)
         return Residual(rows, squares=squares)
 
 

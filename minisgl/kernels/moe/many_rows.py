@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import silu_mul
 from minisgl.kernels.launch_options import pdl_options, warps_for
-from minisgl.kernels.moe.reference import ExpertWeights, Routing
-from minisgl.kernels.moe.routing import multiply, place_for_sum, topk_softmax
+from minisgl.kernels.moe.reference import Choice, ExpertWeights
+from minisgl.kernels.moe.routing import choose, multiply, place_for_sum
 from minisgl.kernels.tuning import ManyTiles
 
 _MAX_LISTED = 4096  # pairs that a program scans at a time
@@ -18,17 +18,16 @@ _MAX_LISTED = 4096  # pairs that a program scans at a time
 
 def many_rows_experts(
     x: Tensor,
-    logits: Tensor,
+    choice: Choice,
     experts: ExpertWeights,
-    routing: Routing,
     residual: Tensor | None,
     tiles: ManyTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
-    top_k, options = routing.top_k, pdl_options(x.device, pdl)
-    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+    top_k, options = choice.top_k, pdl_options(x.device, pdl)
+    chosen, weights = choose(choice, pdl=pdl)
     counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
     inner = x.new_empty((chosen.numel(), size))
     outputs = x.new_empty((chosen.numel(), hidden_size))

@@ -20,7 +20,7 @@ from minisgl.kernels.linear.quantized import (
 )
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import Choice
 
 
 class InputScales(NamedTuple):
@@ -43,13 +43,11 @@ class QuantizedExperts(ExpertsProduct):
         """[num_rows, size] → [num_rows, hidden_size]."""
         ...
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
-        chosen, weights = reference.topk_softmax(logits, routing)
-
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
             return self.down_of(expert)(silu_mul(self.gate_up_of(expert)(rows)))
 
-        return reference.weighted_sum(x, output, chosen, weights)
+        return reference.weighted_sum(x, output, choice)
 
 
 class Fp8Experts(QuantizedExperts):

@@ -19,6 +19,31 @@ class Routing(NamedTuple):
     normalize: bool  # whether their weights add up to 1
 
 
+class ByRouter(NamedTuple):
+    """Which experts each row takes, as it follows from the router's logits."""
+
+    logits: Tensor  # [num_rows, num_experts]
+    routing: Routing
+
+    @property
+    def top_k(self) -> int:
+        return self.routing.top_k
+
+
+class Chosen(NamedTuple):
+    """Which experts each row takes, as something else has chosen them. Each is there once."""
+
+    experts: Tensor  # [num_rows, top_k] int32
+    weights: Tensor  # [num_rows, top_k], of the dtype of the rows
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[1]
+
+
+Choice = ByRouter | Chosen
+
+
 class ExpertWeights(NamedTuple):
     gate_up: Tensor  # [num_experts, 2 · size, hidden_size], an expert's gates first
     down: Tensor  # [num_experts, hidden_size, size]
@@ -38,23 +63,27 @@ def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return chosen.int(), weights.to(logits.dtype)
 
 
-def fused_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor) -> Tensor:
+def choose(choice: Choice) -> Chosen:
+    """The experts of each row, and their weights."""
+    return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice))
+
+
+def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
     """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
 
-    x: [num_rows, hidden_size]; chosen, weights: [num_rows, top_k]. Returns a new tensor like x.
+    x: [num_rows, hidden_size]. Returns a new tensor like x.
     """
 
     def output(expert: int, rows: Tensor) -> Tensor:
         return F.linear(silu_mul(F.linear(rows, experts.gate_up[expert])), experts.down[expert])
 
-    return weighted_sum(x, output, chosen, weights)
+    return weighted_sum(x, output, choice)
 
 
-def weighted_sum(
-    x: Tensor, output: Callable[[int, Tensor], Tensor], chosen: Tensor, weights: Tensor
-) -> Tensor:
+def weighted_sum(x: Tensor, output: Callable[[int, Tensor], Tensor], choice: Choice) -> Tensor:
     """As fused_experts, for any experts: output(e, rows of x) is what e makes of these rows. It is
     rounded, and so is its weighted output; these are added in float32."""
+    chosen, weights = choose(choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import Choice, Chosen, Routing
 
 
 def place_for_sum(
@@ -38,6 +38,12 @@ def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple
         **pdl_options(logits.device, pdl),
     )
     return chosen, weights
+
+
+def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
+    """As choose of reference.py; the tensors of a choice contiguous. pdl: as in topk_softmax."""
+    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
+    return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from minisgl.kernels.linear.quantized import (
     unpack_int4,
 )
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 
 N, K = 192, 320  # neither is a multiple of 128
 ROWS = (1, 8, 128, 129, 8192)
@@ -196,7 +196,7 @@ def test_experts_are_products_of_one_matrix_each(kind: str) -> None:
         else fp8_experts(Activations(kind))
     )
     x, logits = torch.randn(6, 192), torch.randn(6, 4)
-    got = experts(x, logits, Routing(top_k=2, normalize=False))
+    got = experts(x, ByRouter(logits, Routing(top_k=2, normalize=False)))
     weights, chosen = logits.softmax(-1).topk(2)
     wanted = torch.zeros_like(x)
     for row in range(6):

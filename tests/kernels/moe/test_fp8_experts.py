@@ -21,7 +21,7 @@ from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
 from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.tuning import H200
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -68,7 +68,7 @@ def test_the_kernels_are_selected_where_they_run(
 def test_no_rows() -> None:
     experts = random_experts(4, 64, 32, None, TOKEN, DEVICE)
     x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
-    out, _ = fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    out, _ = fused_experts(x, ByRouter(logits, Routing(2, normalize=True)), experts, pdl=False)
     assert out.shape == (0, 64)
 
 
@@ -87,7 +87,7 @@ def test_tiles_fit_into_shared_memory(in_blocks: bool, size: int, shared_bytes: 
     tuning, routing = replace(H200, shared_bytes=shared_bytes), Routing(8, normalize=True)
     kinds = set()
     for num_rows in (1, 2, 8, 32, 64, 128, 256, 384, 768, 1024, 6144, 8192, 16384):
-        how = choose_fp8_tiles(num_rows, experts, routing, tuning)
+        how = choose_fp8_tiles(num_rows, experts, routing.top_k, tuning)
         products = [(how.inner, 2, 128), (how.outer, 1, width if in_blocks else 128)]
         for product, halves, block_k in products:
             tile = (product.block_n * halves + product.block_m) * block_k + 4 * product.block_m

@@ -16,7 +16,7 @@ from support.int4_expert_cases import check, random_experts
 
 from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.int4_experts import WeightOnlyExperts, fused_experts
-from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
@@ -34,9 +34,9 @@ def test_a_nan_row_harms_no_other_row() -> None:
     experts = random_experts(4, 64, 64, (64, 64), symmetric=False, device=DEVICE)
     routing = Routing(2, normalize=True)
     x, logits = torch.randn(3, 64, device=DEVICE), torch.randn(3, 4, device=DEVICE)
-    clean, _ = fused_experts(x, logits, experts, routing, pdl=False)
+    clean, _ = fused_experts(x, ByRouter(logits, routing), experts, pdl=False)
     x[1, 40], logits[2] = torch.nan, torch.nan
-    out, _ = fused_experts(x, logits, experts, routing, pdl=False)
+    out, _ = fused_experts(x, ByRouter(logits, routing), experts, pdl=False)
     assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
 
 
@@ -53,5 +53,5 @@ def test_the_kernels_are_selected_where_they_run(
 def test_no_rows() -> None:
     experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
     x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
-    out, _ = fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    out, _ = fused_experts(x, ByRouter(logits, Routing(2, normalize=True)), experts, pdl=False)
     assert out.shape == (0, 64)

@@ -93,7 +93,9 @@ def test_expert_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dty
     flight, and for sm_100 up to 32 bytes more, for barriers. The other kernels take 50 KB at most.
     """
     weights, tuning = weights_of(dtype), replace(H200, shared_bytes=shared_bytes)
-    for how in {choose_tiles(num_rows, weights, ROUTING, tuning) for num_rows in range(1, 16385)}:
+    for how in {
+        choose_tiles(num_rows, weights, ROUTING.top_k, tuning) for num_rows in range(1, 16385)
+    }:
         products = [(how.inner, 2), *([(how.outer, 1)] if isinstance(how, ManyTiles) else [])]
         for product, halves in products:
             rows = product.block_n * halves + product.block_m
@@ -111,4 +113,4 @@ def test_expert_tiles_on_an_h200_are_the_measured_ones() -> None:
         ),
     }
     for num_rows, how in measured.items():
-        assert choose_tiles(num_rows, weights_of(torch.bfloat16), ROUTING, H200) == how
+        assert choose_tiles(num_rows, weights_of(torch.bfloat16), ROUTING.top_k, H200) == how
