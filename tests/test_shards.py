@@ -113,7 +113,7 @@ def test_the_ranks_together_hold_the_whole_checkpoint(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(spec_named(name), tmp_path)
-    whole = {name: target.weight for name, target in checkpoint_targets(load(folder)).items()}
+    whole = {name: target.weight for name, target in checkpoint_targets(load(folder), None).items()}
     read = 0
 
     def reading(stored: Any, cut: tuple[Shard, ...]) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_the_ranks_together_hold_the_whole_checkpoint(
     monkeypatch.setattr(loader, "_part", reading)
     for rank in range(size):
         read = 0
-        targets = checkpoint_targets(load(folder, rank, size))
+        targets = checkpoint_targets(load(folder, rank, size), None)
         assert targets.keys() == whole.keys()
         for tensor_name, target in targets.items():
             wanted = whole[tensor_name]

@@ -189,6 +189,8 @@ class ModelFacts:
     quantized: Quantized | None = None  # of the layers' matrices, without experts
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
     one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
+    one_stage: str | None = None  # why it cannot be split into stages; None: it can
+    divides_heads: bool = True  # each rank attends for its own heads; else each for all
 
     @property
     def fp8_activations(self) -> bool:
@@ -223,11 +225,12 @@ class ModelFacts:
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the model can be sharded over `num_ranks` ranks."""
+        heads = self.divides_heads
         return (self.one_rank is None or num_ranks == 1) and all(
             can_divide(
                 num_ranks,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
+                num_heads=spec.num_heads if heads else num_ranks,
+                num_kv_heads=spec.num_kv_heads if heads else num_ranks,
                 intermediate_size=self.intermediate_size,
                 vocab_size=self.vocab_size,
             )
@@ -236,6 +239,8 @@ class ModelFacts:
 
     def on_rank(self, num_ranks: int) -> ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
+        if not self.divides_heads:
+            return self
         return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
 
     def stages(self, num_stages: int) -> tuple[range, ...]:

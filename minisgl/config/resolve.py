@@ -206,8 +206,8 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
     num_layers = len(model.attention)
     room = nodes * here // config.tp
-    if config.pp > 1 and model.one_rank is not None:
-        refuse(config, "pp", f"{model.one_rank}; {one_of([1])}")
+    if config.pp > 1 and model.one_stage is not None:
+        refuse(config, "pp", f"{model.one_stage}; {one_of([1])}")
     if config.pp <= min(room, num_layers):
         return
     reason = f"this model has {num_layers} layers"

@@ -35,7 +35,7 @@ def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight of each row.
 
-    x: [num_rows, size]; weight: [size], of x's dtype. Returns a new tensor like x.
+    x: [num_rows, size]; weight: [size], of x's dtype or float32. Returns a new tensor like x.
     """
     return _kernels_for(x.device).rms_norm(x, weight, eps)
 
@@ -45,7 +45,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns the RMS norm of residual + delta, and that sum, which may be written over `residual`.
 
-    All are [num_rows, size] and of one dtype; weight: [size], of the same dtype.
+    Both are [num_rows, size] and of one dtype; weight: as of rms_norm.
     """
     return _kernels_for(residual.device).add_rms_norm(delta, residual, weight, eps)
 

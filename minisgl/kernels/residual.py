@@ -14,7 +14,7 @@ class NormWeights(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[size], of the dtype of the rows."""
+        """[size], of the dtype of the rows or float32."""
         ...
 
     @property

@@ -36,6 +36,12 @@ class FusedExperts(nn.Module):
             self.register_parameter(name, parameter(weight))
         self._comm = comm
 
+    def summed(self, x: Tensor, choice: Choice) -> Tensor:
+        """The weighted sum over each row's chosen experts. x: [num_rows, hidden_size]; returns a
+        new tensor like x."""
+        summand = self.product(x, choice)
+        return summand if self._comm.size == 1 else self._comm.all_reduce(summand)
+
     def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         """The stream rows + the weighted sum over each row's chosen experts. May overwrite rows.
 

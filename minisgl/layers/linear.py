@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
 from minisgl.kernels.residual import Residual
-from minisgl.layers.formats import WeightFormat
+from minisgl.layers.formats import WeightFormat, num_rows
 from minisgl.shards import Shard, whole
 
 
@@ -42,6 +42,11 @@ class Linear(nn.Module):
         self.product = format.product(parts, inputs, bias=bias)
         self.register_weights()
 
+    @property
+    def num_outputs(self) -> int:
+        """The number of columns of y that this rank computes."""
+        return num_rows(self.parts)
+
     def register_weights(self) -> None:
         """Make the product's weights parameters, again where it has let go of some."""
         for name, weight in self.product.weights.items():
@@ -49,6 +54,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """y of all ranks together. May overwrite y."""
+        return y
+
+    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        """The stream rows + y. May overwrite rows: [num_rows, outputs]."""
+        return self.product.add_to(x, rows)
 
 
 class RowParallelLinear(Linear):
@@ -72,10 +85,13 @@ class RowParallelLinear(Linear):
     def holds_bias(self) -> bool:
         return self._comm.rank == 0
 
+    def summed(self, y: Tensor) -> Tensor:
+        return y if self._comm.size == 1 else self._comm.all_reduce(y)
+
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
-        """The stream rows + y, summed over the ranks. May overwrite rows: [num_rows, outputs]."""
+        """As in Linear, summed over the ranks."""
         if self._comm.size == 1:
-            return self.product.add_to(x, rows)
+            return super().add_to(x, rows)
         mailbox = self._comm.mailbox(len(x))
         sent = mailbox and self.product.send(x, mailbox)
         return Residual(rows, pending=sent or partial(self._comm.all_reduce_norm, self(x)))

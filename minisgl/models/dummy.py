@@ -15,29 +15,31 @@ from minisgl.kernels.linear.quantized import (
 )
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
-from minisgl.layers.norm import RMSNorm
 from minisgl.models.quantized_matrix import quantized_weights
-from minisgl.models.transformer import CausalLM
 
 _FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
 _INPUT_SCALE = 1 / 32  # inputs up to 14
 
 
-def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
+def fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
     """Seeded weights, scaled so that activations keep their size and logits stay moderate."""
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # part of a checkpoint
+                buffer.zero_()
         quantized = quantized_weights(module)
         for weights, num_inputs in quantized:
             _draw(weights, num_inputs**-0.5, generator)
         for name, weight in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                weight.fill_(1.0)
-            elif name.endswith("input_scale"):
+            if name.endswith("input_scale"):
                 weight.fill_(_INPUT_SCALE)
-            elif name == "bias":
-                weight.zero_()
-            elif not quantized:
+            elif quantized and name != "bias":
+                continue
+            elif weight.dim() < 2:  # of a norm, or a bias of whatever kind
+                adds_one = getattr(module, "adds_one", False)
+                weight.fill_(1.0 if name == "weight" and not adds_one else 0.0)
+            else:
                 weight.normal_(std=_num_inputs(module, name, weight) ** -0.5, generator=generator)
 
 

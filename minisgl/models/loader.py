@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
@@ -34,9 +35,19 @@ from minisgl.models.quantization import (
 )
 from minisgl.models.quantized_matrix import quantized_weights
 from minisgl.models.registry import FAMILIES
-from minisgl.models.targets import Stack, checkpoint_stacks, checkpoint_targets
+from minisgl.models.targets import (
+    Destinations,
+    Names,
+    Stack,
+    TiedHead,
+    checkpoint_stacks,
+    checkpoint_targets,
+)
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard
+
+if TYPE_CHECKING:
+    from minisgl.models.adopted.model import AdoptedModel
 
 logger = logging.getLogger(__name__)
 
@@ -69,31 +80,49 @@ def load_model(
     exactly, or what is for this stage does not.
     """
     files = [] if load_format == "dummy" else safetensors_files(folder)
-    if not isinstance(config, NativeConfig):
+    layers = range(config.num_layers) if layers is None else layers
+    made: Callable[..., CausalLM | AdoptedModel]
+    if isinstance(config, NativeConfig):
+        names = _NAMES
+        made = partial(
+            FAMILIES[config.architecture].model,
+            config,
+            max_seq_len=max_seq_len,
+            device=device,
+            comm=ranks,
+            layers=layers,
+        )
+    else:
         # Imports the modeling code of transformers.
-        from minisgl.models.adopted.load import load_adopted
+        from minisgl.models.adopted.config import AdoptedConfig
+        from minisgl.models.adopted.load import Blueprint
 
-        return load_adopted(config, folder, dtype=dtype, device=device, has_files=bool(files))
-    format = _weight_format(config, folder, files, dtype, device)
-    model_type = FAMILIES[config.architecture].model
-    model = model_type(
-        config, max_seq_len=max_seq_len, format=format, device=device, comm=ranks, layers=layers
-    )
+        assert isinstance(config, AdoptedConfig)
+        blueprint = Blueprint(config, dtype, device, max_seq_len, ranks, layers)
+        names, made = blueprint.names(), blueprint.build
+    format = _weight_format(config, folder, files, dtype, device, names)
+    model = made(format=format)
+    module = model if isinstance(model, CausalLM) else model.module
     if files:
-        _fill_from_files(model, files, progress or (lambda done, total: None))
+        to = (
+            _destinations(model)
+            if isinstance(model, CausalLM)
+            else model.destinations(config.quantization)
+        )
+        _fill_from_files(to, names, files, progress or (lambda done, total: None))
     else:
         # The same for all stages, so that a head that is an embedding is that of the first.
-        fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
+        fill_randomly(module, device, _DUMMY_SEED + ranks.rank)
     if isinstance(format, QuantizedFormat):
-        _log_quantized(model, replace(format.scheme, activations=format.activations))
+        _log_quantized(module, replace(format.scheme, activations=format.activations))
     return model
 
 
-def _log_quantized(model: CausalLM, scheme: QuantScheme) -> None:
+def _log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
     """Which weights are quantised how, and the memory of this rank's."""
     num_maps = num_quantized = num_bytes = 0
-    for module in model.layers.modules():
-        if isinstance(module, Linear | FusedExperts):
+    for path, module in model.named_modules():
+        if "layers." in path and isinstance(module, Linear | FusedExperts):
             size = len(module.parts) if isinstance(module, Linear) else 3 * module.num_experts
             num_maps += size
             if quantized_weights(module):
@@ -115,13 +144,18 @@ def _shown(num_bytes: int) -> str:
 
 
 def _weight_format(
-    config: ModelConfig, folder: Path, files: list[Path], dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    folder: Path,
+    files: list[Path],
+    dtype: torch.dtype,
+    device: torch.device,
+    names: Names,
 ) -> WeightFormat:
     """files: of the weights; none: they are made up, and quantised as the config says."""
     scheme, scales = config.quantization, dtype
-    is_quantized: Callable[[str], bool] = is_quantizable
+    is_quantized = names.is_quantizable
     if files:
-        stored = _headers(files)
+        stored = _headers(files, names)
         maps = quantized_maps(stored, scheme, folder)
         if scheme is not None and scheme.storage != Storage.FLOAT:
             is_quantized, scales = maps.__contains__, scale_dtype(stored, maps, dtype)
@@ -137,17 +171,39 @@ def _weight_format(
     )
 
 
-def _headers(files: list[Path]) -> dict[str, StoredTensor]:
-    """The tensors of all files by their names without 'model.'."""
+def _headers(files: list[Path], names: Names) -> dict[str, StoredTensor]:
+    """The tensors of all files by their names in the model."""
     return {
-        name.removeprefix("model."): StoredTensor(name, stored.get_dtype(), file)
+        name: StoredTensor(stored_name, stored.get_dtype(), file)
         for file in files
-        for name, stored in _tensors(file)
+        for stored_name, stored in _tensors(file)
+        if (name := names.of(stored_name)) is not None
     }
 
 
-def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> None:
-    targets, stacks = checkpoint_targets(model), checkpoint_stacks(model)
+def _name_of(stored_name: str) -> str:
+    return stored_name.removeprefix("model.")
+
+
+_NAMES = Names(_name_of, is_quantizable)
+
+
+def _destinations(model: CausalLM) -> Destinations:
+    targets = checkpoint_targets(model, model.quantization)
+    is_tied = model.embed_tokens is not None and model.is_tied
+    return Destinations(
+        targets=targets,
+        stacks=checkpoint_stacks(model, model.quantization),
+        scheme=model.quantization,
+        is_left_out=partial(_is_elsewhere, model),
+        tied_head=TiedHead(_HEAD, targets[_EMBEDDING]) if is_tied else None,
+    )
+
+
+def _fill_from_files(to: Destinations, names: Names, files: list[Path], progress: Progress) -> None:
+    """Read the parts of this rank, one tensor at a time. Raises CheckpointError if a tensor is
+    missing or left over, is there twice, or is another one than the model has."""
+    targets, stacks = to.targets, to.stacks
     total_bytes = sum(target.num_bytes for target in targets.values())
     done_bytes = 0
     filled: set[str] = set()
@@ -155,9 +211,11 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
     tied_head: Tensor | None = None
     for file in files:
         for full_name, stored in _tensors(file):
-            name = full_name.removeprefix("model.")
-            if name == _HEAD and model.is_tied and model.embed_tokens is not None:
-                tied_head = _part(stored, targets[_EMBEDDING].cut)
+            name = names.of(full_name)
+            if name is None:
+                continue
+            if to.tied_head is not None and name == to.tied_head.name:
+                tied_head = _part(stored, to.tied_head.target.cut)
                 continue
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
                 continue
@@ -165,9 +223,9 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
                 continue
             dtype = stored.get_dtype()
             stack = stacks.get(name)
-            if name in targets:
+            if stack is None and name in targets:
                 stack = Stack((targets[name],), (name,))
-            if stack is None and _is_elsewhere(model, name):
+            if stack is None and to.is_left_out(name):
                 continue
             if stack is None:
                 unexpected.append(f"{full_name} ({dtype})")
@@ -184,7 +242,7 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
                 if not target.any_shape and stored.get_shape() not in target.shapes:
                     raise CheckpointError(
                         f"{file}: {full_name} has the shape {stored.get_shape()}; "
-                        f"the config asks for {target.shapes[0]}{_of_scheme(model, name)}."
+                        f"the config asks for {target.shapes[0]}{_of_scheme(to.scheme, name)}."
                     )
                 try:
                     target.fill(stored[...] if target.any_shape else _part(stored, target.cut))
@@ -201,12 +259,13 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
     required = {name for name, target in targets.items() if target.is_required}
     if missing := required - filled:
         raise CheckpointError(f"{folder} lacks weights: {_few(sorted(missing))}.")
-    if tied_head is not None and model.embed_tokens is not None:
-        embedding = model.embed_tokens.weight[: len(tied_head)]
+    if tied_head is not None and to.tied_head is not None:
+        assert to.tied_head.target.weight is not None
+        embedding = to.tied_head.target.weight[: len(tied_head)]
         if not torch.equal(tied_head.to(embedding), embedding):
             raise CheckpointError(
-                f"{folder}: {_HEAD} differs from the embedding, to which the config ties it; "
-                "set tie_word_embeddings to false in config.json."
+                f"{folder}: {to.tied_head.name} differs from the embedding, to which the config "
+                "ties it; set tie_word_embeddings to false in config.json."
             )
 
 
@@ -236,10 +295,9 @@ def _part(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
     return part
 
 
-def _of_scheme(model: CausalLM, name: str) -> str:
+def _of_scheme(scheme: QuantScheme | None, name: str) -> str:
     """What asks for the shape of a tensor that only quantised weights have."""
-    is_plain = model.quantization is None or name.endswith((".weight", ".bias"))
-    return "" if is_plain else f" ({model.quantization})"
+    return "" if scheme is None or name.endswith((".weight", ".bias")) else f" ({scheme})"
 
 
 def _few(names: list[str]) -> str:

@@ -57,10 +57,11 @@ def read_model_config(
         # Imports the modeling code of transformers, which takes seconds.
         from minisgl.models.adopted.reader import read_adopted
 
-        return read_adopted(fields, name, quantization=quantization)
-    if not has_own_code:
+        config: ModelConfig = read_adopted(fields, name)
+    elif has_own_code:
+        config = FAMILIES[name].read_config(fields)
+    else:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
-    config = FAMILIES[name].read_config(fields)
     scheme = with_option(read_quantization(fields, folder), quantization)
     return replace(config, quantization=scheme)
 

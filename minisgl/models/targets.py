@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.config import QuantScheme, Storage
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
@@ -15,25 +16,68 @@ from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedd
 from minisgl.models import packing
 from minisgl.models.quantized_matrix import QuantizedMatrix
 from minisgl.models.target import Target
-from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, whole
 
 
-def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
-    """Maps the names of a checkpoint's tensors, without 'model.', to their destinations."""
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How tensors of a checkpoint are called in the model."""
+
+    # None for what the model leaves aside.
+    of: Callable[[str], str | None]
+    is_quantizable: Callable[[str], bool]  # of a linear map in the model
+
+
+@dataclass(frozen=True, slots=True)
+class TiedHead:
+    """A head that is the embedding: a checkpoint may have it once more, and then it must be
+    equal."""
+
+    name: str  # of the head's weight
+    target: Target  # the other, or its rows that are a head here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destinations:
+    """Where the tensors of a checkpoint go, by their names in the model."""
+
+    targets: dict[str, Target]
+    stacks: dict[str, Stack]
+    scheme: QuantScheme | None
+    is_left_out: Callable[[str], bool]  # of a tensor that is none of the others
+    tied_head: TiedHead | None = None
+
+
+def checkpoint_targets(
+    model: nn.Module, scheme: QuantScheme | None, prefix: str = ""
+) -> dict[str, Target]:
+    """Maps the names of the tensors that a checkpoint has of a model to their destinations.
+
+    prefix: left out of the names. A parameter that is on the meta device is no destination.
+    """
     targets: dict[str, Target] = {}
-    for path, module in model.named_modules():
+    for full_path, module in model.named_modules():
+        path = full_path.removeprefix(prefix)
         if isinstance(module, FusedExperts):
-            targets |= _expert_targets(path, module, model.quantization)
+            targets |= _expert_targets(path, module, scheme)
         elif isinstance(module, Linear):
-            targets |= _linear_targets(path, module, model.quantization)
+            targets |= _linear_targets(path, module, scheme)
         else:
-            for kind, weight in module.named_parameters(recurse=False):
+            for kind, weight in _stored(module):
                 cut = tuple(map(whole, weight.shape))
                 if isinstance(module, VocabParallelEmbedding):
                     cut = (module.vocab, cut[1])
-                targets[f"{path}.{kind}"] = Target(weight, cut)
+                if not weight.is_meta:
+                    targets[f"{path}.{kind}"] = Target(weight, cut)
     return targets
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has of a module itself."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Target]:
@@ -102,16 +146,18 @@ class Stack:
     stands_for: tuple[str, ...]  # the names in `checkpoint_targets` that it replaces
 
 
-def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
+def checkpoint_stacks(
+    model: nn.Module, scheme: QuantScheme | None, prefix: str = ""
+) -> dict[str, Stack]:
     """Maps names, as in `checkpoint_targets`, to the stacks of a checkpoint that is not
     quantised."""
     stacks: dict[str, Stack] = {}
-    scheme = model.quantization
     if scheme is not None and scheme.storage != Storage.FLOAT:
         return stacks
-    for path, module in model.named_modules():
+    for full_path, module in model.named_modules():
         if not isinstance(module, FusedExperts):
             continue
+        path = full_path.removeprefix(prefix)
         names = [f"{path}.{expert}" for expert in range(module.num_experts)]
         experts, hidden, inner = whole(module.num_experts), module.hidden, module.inner
         gates = Shard(inner.first, inner.size, 2 * inner.whole)

@@ -99,9 +99,9 @@ def case_of(spec: str, format: str) -> Quantized:
     return quantize(SPECS[spec], FORMATS[format], Path(FOLDER.name) / f"{spec}-{format}")
 
 
-def load(folder: Path) -> CausalLM:
+def load(folder: Path, model_impl: str = "auto") -> Any:
     return load_model(
-        read_model_config(folder),
+        read_model_config(folder, model_impl=model_impl),
         folder,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -207,6 +207,21 @@ def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None
 def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> None:
     """Of the first, a rank's part is one and a half blocks."""
     check(engine_case(spec, format), tp=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "format", "tp"),
+    [("llama", "awq", 1), ("moe", "ct-int4-zeros-32", 1), ("odd", "ct-fp8-weights", 2)],
+)
+def test_the_code_of_transformers_runs_quantized_weights(spec: str, format: str, tp: int) -> None:
+    check(engine_case(spec, format), model_impl="adopted", tp=tp)
+
+
+@pytest.mark.parametrize(("spec", "format"), [("moe", "fp8-block"), ("mistral", "fp8-static")])
+def test_the_code_of_transformers_rounds_inputs_as_ours_does(spec: str, format: str) -> None:
+    case = case_of(spec, format)
+    adopted = load(case.folder, model_impl="adopted")
+    assert relative_error(logits_of(case, adopted), logits_of(case)) < TOLERANCE
 
 
 @cache

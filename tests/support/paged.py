@@ -68,11 +68,16 @@ class PagedModel:
         self.attention = Attention(backend, backend)
         self.position_offset = position_offset
         num_pages = 1 + num_tokens // page_size
-        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
-        dtype = model.embed_tokens.weight.dtype
+        parameters = getattr(model, "module", model).parameters()  # of an adopted model
+        dtype = next(each.dtype for each in parameters if each.itemsize > 1)
         self.kv = [
-            PagedKV(*torch.full((2, *shape), torch.nan, dtype=dtype))
-            for _ in range(config.num_layers)
+            PagedKV(
+                *(
+                    torch.full((num_pages, page_size, *its), torch.nan, dtype=dtype)
+                    for its in spec.shapes
+                )
+            )
+            for spec in model.layer_specs(str(dtype).removeprefix("torch."))
         ]
         self.free_pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
 

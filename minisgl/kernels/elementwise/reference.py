@@ -18,7 +18,7 @@ class NormRope(NamedTuple):
     """The RMS norm and the rotary embedding of the heads of q and k."""
 
     table: Tensor  # [max_seq_len, head_dim] float32, contiguous: RotaryEmbedding.table
-    q_weight: Tensor | None = None  # [head_dim], of qkv's dtype; None: no norm, and no k_weight
+    q_weight: Tensor | None = None  # [head_dim], as of rms_norm; None: no norm, and no k_weight
     k_weight: Tensor | None = None
     eps: float = 0.0
 
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     it."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    return (weight * (wide * scale).to(x.dtype)).to(x.dtype)
 
 
 def add_rms_norm(

@@ -19,6 +19,7 @@ from minisgl.config import AttentionSpec
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.elementwise.reference import store
 from minisgl.layers.step import Step
+from minisgl.models.adopted.heads import DeferralError, Heads
 
 ATTENTION = "minisgl"
 _SEAT = "minisgl_seat"
@@ -87,6 +88,7 @@ class Seat:
     layers: Mapping[nn.Module, int]  # the module that attends in each layer, with its number
     specs: Mapping[int, AttentionSpec]  # of each layer
     sources: Mapping[int, int]  # of each layer, the one whose KV it reads
+    heads: Heads  # what is left to the attention
     step: Step | None = field(default=None)  # the one that runs
 
     def attend(self, module: nn.Module, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,11 +98,19 @@ class Seat:
         assert step is not None
         if call.spec != self.specs[layer]:
             raise UnsupportedModelError(f"The attention of layer {layer} changes between steps.")
-        kv = step.kv(layer)
-        if self.sources[layer] == layer:
+        kv, is_own = step.kv(layer), self.sources[layer] == layer
+        sinks = None if call.sinks is None else call.sinks.float()
+        left = self.heads.take(q, k, v)
+        if left is not None:
+            if not is_own:
+                raise DeferralError("the layer reads the keys of another")
+            qkv, norm_rope = left
+            return step.attention.attend_qkv(
+                qkv, kv, step.batch, norm_rope, call.spec, sinks
+            ).unsqueeze(0)
+        if is_own:
             _store(k, v, kv, step.batch.slot_mapping)
         rows = q[0].transpose(0, 1).contiguous()
-        sinks = None if call.sinks is None else call.sinks.float()
         return step.attention(rows, kv, step.batch, call.spec, sinks).unsqueeze(0)
 
 

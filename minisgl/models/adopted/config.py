@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from minisgl.config import ModelFacts
+from minisgl.config import KVScales, ModelFacts, Quantized, QuantScheme
 from minisgl.models.adopted.discover import Discovered
+from minisgl.models.adopted.division import Divisibility
+from minisgl.models.adopted.known import Known
+from minisgl.models.adopted.swap import Way
 from minisgl.models.config import ModelConfig
-
-ONE_RANK = "this model runs with transformers' code, which minisgl does not divide over ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +19,24 @@ class AdoptedConfig(ModelConfig):
 
     values: dict[str, Any]  # of config.json, or of its text part
     found: Discovered
+    known: Known
+    way: Way
+    divides: Divisibility
     has_towers: bool  # beside the text part, which alone runs
     transformers: str  # its version
 
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""
-        return facts_of(self.found, self.dtype, self.vocab_size, self.max_seq_len, self)
+        return facts_of(
+            self.found,
+            self.dtype,
+            self.vocab_size,
+            self.max_seq_len,
+            max_seq_len_reason=self.max_seq_len_reason,
+            divides=self.divides,
+            scheme=self.quantization,
+            kv_scales=self.kv_scales,
+        )
 
 
 def facts_of(
@@ -31,19 +44,29 @@ def facts_of(
     dtype: str,
     vocab_size: int,
     max_seq_len: int,
-    config: ModelConfig | None = None,
+    *,
+    divides: Divisibility,
+    max_seq_len_reason: str | None = None,
+    scheme: QuantScheme | None = None,
+    kv_scales: tuple[KVScales, ...] | None = None,
 ) -> ModelFacts:
-    """The facts of a model with these layers. config: says more, if there is one."""
+    """The facts of a model with these layers."""
+    experts = found.experts
+    if experts is not None and scheme is not None:
+        experts = replace(experts, quantized=Quantized.of(scheme, found.expert_sizes))
     return ModelFacts(
         dtype=dtype,
         max_seq_len=max_seq_len,
-        max_seq_len_reason=None if config is None else config.max_seq_len_reason,
+        max_seq_len_reason=max_seq_len_reason,
         vocab_size=vocab_size,
         attention=found.attention,
-        intermediate_size=1,
+        intermediate_size=divides.common_size,
         num_layer_weights=found.num_weights,
         num_head_weights=found.num_head_weights,
-        experts=found.experts,
-        kv_scales=None if config is None else config.kv_scales,
-        one_rank=ONE_RANK,
+        experts=experts,
+        quantized=None if scheme is None else Quantized.of(scheme, found.map_sizes),
+        kv_scales=kv_scales,
+        one_rank=divides.one_rank,
+        one_stage=divides.one_stage,
+        divides_heads=divides.divides_heads,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,12 @@ class Discovered:
     num_head_weights: int
     experts: ExpertFacts | None
     has_position_table: bool  # positions are rows of a table, which has no more than they
+    # The linear maps that are called once a step, by their names; maps of the same rows together.
+    linear_maps: tuple[tuple[str, ...], ...]
+    map_sizes: tuple[tuple[int, int], ...]  # outputs and inputs of those of the layers
+    expert_sizes: tuple[tuple[int, int], ...]  # the same of the maps of one expert
+    layers: tuple[str, ...]  # the names of the layers
+    layer_outputs: int  # 0: a layer returns the rows; else the number of things that it returns
 
 
 def discover(architecture: type[Any], config: Any) -> Discovered:
@@ -43,7 +50,9 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
                 config, dtype=torch.bfloat16, attn_implementation=ATTENTION
             ).eval()
             take_seats(model, recorder)
+            calls = _Calls(model)
             model(**inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS)))
+            calls.end()
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the code of some architecture raises
@@ -57,7 +66,7 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
             f"{architecture.__name__} has {config.num_hidden_layers} layers, of which "
             f"{len(recorder.modules)} let others compute their attention."
         )
-    return _described(model, recorder, config)
+    return _described(model, recorder, calls, config)
 
 
 def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
@@ -69,7 +78,55 @@ def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _described(model: nn.Module, recorder: Recorder, config: Any) -> Discovered:
+class _Calls:
+    """The calls of a model's modules, in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.linear: list[tuple[str, torch.Tensor]] = []  # of linear maps, with what they multiply
+        self.outputs: dict[nn.Module, Any] = {}  # of modules in lists
+        self._handles = []
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                self._handles.append(module.register_forward_pre_hook(self._note_input(name)))
+            elif name.rpartition(".")[2].isdecimal():
+                self._handles.append(module.register_forward_hook(self._note_output))
+
+    def _note_input(self, name: str) -> Any:
+        return lambda module, args: self.linear.append((name, args[0]))
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.outputs[module] = output
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _linear_maps(calls: _Calls) -> tuple[tuple[str, ...], ...]:
+    """The maps that are called once, those of one module and the same rows together: up to three,
+    queries, keys and values. What is called like gates comes first."""
+    counts = Counter(name for name, _ in calls.linear)
+    groups: list[tuple[torch.Tensor, list[str]]] = []
+    for name, rows in calls.linear:
+        if counts[name] > 1:
+            continue
+        if groups:
+            same, names = groups[-1]
+            if rows is same and len(names) < 3 and _parent(names[0]) == _parent(name):
+                names.append(name)
+                continue
+        groups.append((rows, [name]))
+    return tuple(
+        tuple(sorted(names, key=lambda name: "gate" not in name) if len(names) == 2 else names)
+        for _, names in groups
+    )
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _described(model: nn.Module, recorder: Recorder, calls: _Calls, config: Any) -> Discovered:
     names = {module: name for name, module in model.named_modules()}
     modules = tuple(names[module] for module in recorder.modules)
     layers = _layer_names(modules)
@@ -78,6 +135,9 @@ def _described(model: nn.Module, recorder: Recorder, config: Any) -> Discovered:
         for name, weight in model.named_parameters()
         if name.startswith(layers) and weight.dim() > 1
     }
+    stacks = [(name, weight) for name, weight in in_layers.items() if weight.dim() == 3]
+    maps = _linear_maps(calls)
+    output = calls.outputs.get(model.get_submodule(layers[0].removesuffix(".")))
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
     kinds: list[object] = []
@@ -98,7 +158,12 @@ def _described(model: nn.Module, recorder: Recorder, config: Any) -> Discovered:
         kinds=tuple(kinds),
         num_weights=sum(weight.numel() for weight in in_layers.values() if weight.dim() == 2),
         num_head_weights=head.weight.numel(),
-        experts=_experts(layers, [w for w in in_layers.items() if w[1].dim() == 3], config),
+        experts=_experts(layers, stacks, config),
+        expert_sizes=tuple(
+            (weight.shape[1], weight.shape[2])
+            for name, weight in stacks
+            if stacks and _parent(name) == _parent(stacks[0][0])
+        ),
         has_position_table=any(
             isinstance(module, nn.Embedding)
             and module is not embedding
@@ -106,6 +171,15 @@ def _described(model: nn.Module, recorder: Recorder, config: Any) -> Discovered:
             and module.num_embeddings != embedding.num_embeddings
             for name, module in model.named_modules()
         ),
+        linear_maps=maps,
+        map_sizes=tuple(
+            (weight.shape[0], weight.shape[1])
+            for names in maps
+            if names[0].startswith(layers)
+            for weight in (in_layers[f"{name}.weight"] for name in names)
+        ),
+        layers=tuple(layer.removesuffix(".") for layer in layers),
+        layer_outputs=len(output) if isinstance(output, tuple) else 0,
     )
 
 
@@ -142,6 +216,7 @@ def _layer_names(modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def num_layers_of_each_kind(found: Discovered, at_most: int) -> int:
-    """The number of first layers among which is one of each kind, limited to `at_most`."""
+    """The number of first layers among which is one of each kind; two, if there are, and `at_most`
+    at most."""
     first = [found.kinds.index(kind) for kind in set(found.kinds)]
-    return min(at_most, max(first) + 1)
+    return min(at_most, len(found.kinds), max(2, max(first) + 1))

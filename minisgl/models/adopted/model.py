@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +13,30 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
-from minisgl.config import LayerSpec, ModelFacts, SharedKV
+from minisgl.config import LayerSpec, ModelFacts, QuantScheme, SharedKV
+from minisgl.distributed.communicator import Communicator
 from minisgl.errors import UnsupportedModelError
+from minisgl.kernels.linear import select_product
+from minisgl.kernels.linear.product import Product
+from minisgl.layers.linear import Linear
 from minisgl.layers.step import Step
 from minisgl.models.adopted.attend import Seat, take_seats
 from minisgl.models.adopted.discover import Discovered, inputs
+from minisgl.models.adopted.heads import Heads
+from minisgl.models.adopted.modules import NormOf
+from minisgl.models.adopted.names import joined_maps
+from minisgl.models.adopted.rows import computed, rows_of
+from minisgl.models.adopted.stages import OtherStages
+from minisgl.models.adopted.swap import PACKED
+from minisgl.models.target import Target
+from minisgl.models.targets import (
+    Destinations,
+    Stack,
+    TiedHead,
+    checkpoint_stacks,
+    checkpoint_targets,
+)
+from minisgl.shards import Shard
 
 _NO_TABLE = torch.empty(0)
 
@@ -23,36 +44,67 @@ _NO_TABLE = torch.empty(0)
 class AdoptedModel:
     """Runs the modeling code of transformers on the rows of a step. Implements Decoder."""
 
-    def __init__(self, model: Any, found: Discovered, facts: ModelFacts) -> None:
-        """model: of a class of transformers with a causal head, with weights, whose attention is
-        ours. facts: of the model."""
+    def __init__(
+        self,
+        model: Any,
+        body: nn.Module,
+        found: Discovered,
+        facts: ModelFacts,
+        layers: range,
+        *,
+        heads: Heads,
+        products: Sequence[Product],
+        split: dict[str, Shard],
+        stages: OtherStages | None,
+        tied: tuple[str, str] | None,
+        comm: Communicator,
+    ) -> None:
+        """model: of a class of transformers with a causal head, with minisgl's modules in it; body:
+        the part of it that its head follows. facts: of the whole model, of all ranks. layers: of
+        this stage. products: of the modules. split: the parameters of which a rank has a part, in
+        their first dimension. stages: what stands for the layers of others, if there are some.
+        tied: the names of a head that is the embedding, and of this. comm: of the stage."""
         self.module = model
-        self._body, self._facts = _body(model), facts
-        self._sources = found.sources
-        modules = [model.get_submodule(name) for name in found.modules]
+        self._body = body
+        self._layers, self._stages, self._products = layers, stages, products
+        self._split, self._tied, self._comm = split, tied, comm
+        self._num_layers = len(found.layers)
+        self._facts = facts.on_rank(comm.size)
+        self._sources = dict(enumerate(found.sources))
+        modules = {layer: model.get_submodule(found.modules[layer]) for layer in layers}
         self._seat = Seat(
-            {module: layer for layer, module in enumerate(modules)},
-            dict(enumerate(found.attention)),
-            dict(enumerate(found.sources)),
+            {module: layer for layer, module in modules.items()},
+            dict(enumerate(self._facts.attention)),
+            self._sources,
+            heads,
         )
         take_seats(model, self._seat)
         freeze_rope(model)
-        self._head = _Head(model, self._body)
+        self._head = _Head(model, body)
+        weight = next(iter(products[0].weights.values())) if products else _NO_TABLE
+        self._dtype = getattr(torch, facts.dtype)
+        select_product.share_kernels(products, self._dtype, weight.device)
 
     @property
     def dense_copy_bytes(self) -> int:
-        """As in Decoder: nothing is quantised."""
-        return 0
+        """As in Decoder."""
+        return select_product.dense_copy_bytes(self._products, self._dtype)
 
     def prepare(self, *, dense_copies: bool = False) -> None:
         """As in Decoder."""
+        select_product.prepare(self._products, self._dtype, dense_copies=dense_copies)
+        for module in self.module.modules():
+            if isinstance(module, Linear):
+                module.register_weights()
+            elif isinstance(module, NormOf):
+                module.prepare()
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
         """As in Decoder."""
-        own = self._facts.kv_specs(kv_dtype)
+        own, first = self._facts.kv_specs(kv_dtype), self._layers.start
         return [
-            spec if source == layer else SharedKV(source)
-            for layer, (spec, source) in enumerate(zip(own, self._sources, strict=True))
+            own[layer] if self._sources[layer] == layer else SharedKV(self._sources[layer] - first)
+            for layer in self._layers
         ]
 
     @torch.no_grad()
@@ -64,22 +116,79 @@ class AdoptedModel:
         received: Tensor | None = None,
     ) -> Tensor:
         """As in Decoder."""
-        assert received is None, "an adopted model has one stage"
-        self._seat.step = Step(batch, dict(enumerate(states)), attention, _NO_TABLE)
+        by_number = dict(zip(self._layers, states, strict=True))
+        self._seat.step = Step(batch, by_number, attention, _NO_TABLE)
+        if self._stages is not None:
+            self._stages.begin(received)
         try:
             found = self._body(**inputs(batch.token_ids, batch.positions))
         finally:
             self._seat.step = None
-        hidden: Tensor = found.last_hidden_state[0]
-        return hidden
+        left = None if self._stages is None else self._stages.take()
+        return computed(rows_of(found.last_hidden_state)) if left is None else left
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """As in Decoder."""
         return self._head(hidden)
 
+    def destinations(self, scheme: QuantScheme | None) -> Destinations:
+        """Where the tensors of a checkpoint go. scheme: of its quantised weights."""
+        prefix = f"{self.module.base_model_prefix}."
+        targets = checkpoint_targets(self.module, scheme, prefix)
+        stacks = checkpoint_stacks(self.module, scheme, prefix)
+        for full_name, shard in self._split.items():
+            name = full_name.removeprefix(prefix)
+            targets[name] = replace(targets[name], cut=(shard, *targets[name].cut[1:]))
+        packed: dict[str, list[str]] = {}  # the parts of a map, by the name of its tensor
+        for name in targets:
+            if PACKED in name:
+                path, _, rest = name.partition(PACKED)
+                packed.setdefault(f"{path}.{rest.partition('.')[2]}", []).append(name)
+        for name, parts in packed.items():
+            stacks[name] = Stack(tuple(targets[part] for part in parts), tuple(parts))
+        for joint, maps in joined_maps(self.module):
+            for name in [name for name in targets if maps[0] in name]:
+                parts = [name.replace(maps[0], each) for each in maps]
+                stacks[name.replace(maps[0], joint)] = _stacked(parts, targets)
+        tied_head = None
+        if self._tied is not None:
+            head, embedding = (f"{name.removeprefix(prefix)}.weight" for name in self._tied)
+            ends = tuple(name for name in (embedding, head) if name in targets)
+            if head in targets:  # by itself, beside the embedding or without it
+                stacks[embedding] = Stack(tuple(targets[name] for name in ends), ends)
+            if ends:
+                tied_head = TiedHead(head, targets[ends[0]])
+        elsewhere = () if self._stages is None else self._stages.left_out
+        left_out = tuple(f"{name}.".removeprefix(prefix) for name in elsewhere)
+        # What transformers leaves aside itself, such as layers that draft.
+        ignored = [
+            re.compile(each) for each in self.module._keys_to_ignore_on_load_unexpected or ()
+        ]
+        return Destinations(
+            targets=targets,
+            stacks=stacks,
+            scheme=scheme,
+            is_left_out=lambda name: (
+                name.startswith(left_out) or any(each.search(prefix + name) for each in ignored)
+            ),
+            tied_head=tied_head,
+        )
 
-def _body(model: Any) -> nn.Module:
+
+def _stacked(names: list[str], targets: Mapping[str, Target]) -> Stack:
+    """The destinations of a tensor that has several, in its first dimension."""
+    moved, first = [], 0
+    size = sum(targets[name].cut[0].whole for name in names)
+    for target in (targets[name] for name in names):
+        rows, *others = target.cut
+        part = Shard(first + rows.first, rows.size, size)
+        moved.append(replace(target, cut=(part, *others)))
+        first += rows.whole
+    return Stack(tuple(moved), tuple(names))
+
+
+def body_of(model: Any) -> nn.Module:
     """The part of a model that its head follows."""
     bodies: list[Any] = [model.get_decoder(), model.base_model, getattr(model, "model", None)]
     for body in bodies:

@@ -1,11 +1,18 @@
 """Proves that an adopted model computes what transformers computes.
 
 A small copy of the model with random weights runs twice on the CPU in float32: as transformers runs
-it, one sequence at a time, and as minisgl does, in chunks of several requests over pages.
+it, one sequence at a time, and as minisgl does, with its modules in it, in chunks of several
+requests over pages. A model that is divided over ranks or stages runs once more, in parts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,56 +22,223 @@ from minisgl.attention.backends import make_attention
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import KVSpec, SharedKV
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
 from minisgl.errors import UnsupportedModelError
-from minisgl.models.adopted.attend import ATTENTION
+from minisgl.layers.formats import DenseFormat
+from minisgl.models.adopted.assembly import assemble, skeleton
 from minisgl.models.adopted.config import facts_of
 from minisgl.models.adopted.discover import Discovered, discover, inputs, num_layers_of_each_kind
+from minisgl.models.adopted.division import divisibility
+from minisgl.models.adopted.known import Known, recognised
 from minisgl.models.adopted.model import AdoptedModel
 from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
+from minisgl.models.adopted.swap import WAYS, Way
+from minisgl.models.targets import Destinations, Stack
 
 TOLERANCE = 1e-3  # of the standard deviation of the logits
 _LENGTHS = (13, 9)
 _CHUNKS = ((6, 0), (5, 7), (1, 1), (1, 1))  # new tokens of each sequence in each step
 _PAGE_SIZE = 2
 _SEED = 5
+_NUM_PARTS = 2  # ranks, or stages, of a model that is divided
 
 
-def prove(architecture: type[Any], config: Any, found: Discovered) -> None:
-    """Raise UnsupportedModelError if the numbers differ, with the first layer where they do."""
-    small = shrunk(config, num_layers_of_each_kind(found, MAX_LAYERS))
-    small_found = discover(architecture, small)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        model = architecture._from_config(
-            small, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        experts = small._experts_implementation
-        _set_experts(model, "eager")
-        give_teeth(model)
-        sequences = [torch.randint(2, small.vocab_size, (length,)) for length in _LENGTHS]
-    wanted, wanted_layers = _as_transformers(model, small_found, sequences)
-    model.set_attn_implementation(ATTENTION)
-    _set_experts(model, experts)
-    facts = facts_of(small_found, "float32", small.vocab_size, max(_LENGTHS))
-    got, got_layers = _as_minisgl(AdoptedModel(model, small_found, facts), small_found, sequences)
-    for layer, (theirs, ours) in enumerate(zip(wanted_layers, got_layers, strict=True)):
-        if not _are_equal(theirs, ours):
-            raise UnsupportedModelError(
-                f"{architecture.__name__} computes something else here than in transformers, first "
-                f"in the attention of layer {layer} ({small_found.modules[layer]}, "
-                f"{small_found.attention[layer]})."
-            )
-    if not _are_equal(wanted, got):
-        raise UnsupportedModelError(
-            f"{architecture.__name__} computes other logits here than in transformers, from equal "
-            "results of all attention layers."
+def prove(architecture: type[Any], config: Any, found: Discovered) -> tuple[Known, Way]:
+    """Find what minisgl's kernels compute of a model, as much at once as they can.
+
+    Raises UnsupportedModelError if the numbers differ even where they compute least, with the first
+    layer where they do.
+    """
+    small = Small.of(architecture, config, found)
+    for way in WAYS[:-1]:
+        with contextlib.suppress(Exception):  # the code of the model asks for what is not known
+            if _are_equal(small.wanted, small.logits([small.part(way)])):
+                return small.known, way
+    small.check(WAYS[-1])
+    return small.known, WAYS[-1]
+
+
+def prove_parts(
+    architecture: type[Any], config: Any, found: Discovered, way: Way, *, ranks: bool, stages: bool
+) -> None:
+    """Raise UnsupportedModelError if the numbers change where a model is divided over ranks, or
+    over stages."""
+    small = Small.of(architecture, config, found)
+    if stages and len(small.found.layers) > 1:
+        middle = len(small.found.layers) // 2
+        layers = range(middle), range(middle, len(small.found.layers))
+        parts = [small.part(way, layers=each) for each in layers]
+        _check_parts(small, "stages", lambda: small.logits(parts))
+    if ranks:
+        _check_parts(small, "ranks", lambda: small.logits_of_ranks(way))
+
+
+def _check_parts(small: Small, kind: str, logits: Callable[[], Tensor]) -> None:
+    try:
+        if _are_equal(small.wanted, logits()):
+            return
+        why = "it computes other logits than as a whole"
+    except Exception as error:  # the code of the model needs what another part has
+        why = f"{type(error).__name__}: {error}"
+    raise UnsupportedModelError(
+        f"{small.architecture.__name__} cannot be divided over {kind}: {why}."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """A small copy of a model, with random weights."""
+
+    architecture: Any
+    config: Any
+    found: Discovered
+    known: Known
+    weights: dict[str, Tensor]
+    sequences: list[Tensor]
+    wanted: Tensor  # the logits of all rows of all sequences, as transformers computes them
+    wanted_layers: list[Tensor]  # what the attention of each layer returns
+
+    @staticmethod
+    def of(architecture: Any, config: Any, found: Discovered) -> Small:
+        """found: of the model itself, whose kinds of layers the copy has."""
+        small = shrunk(config, num_layers_of_each_kind(found, MAX_LAYERS))
+        small_found = discover(architecture, copy.deepcopy(small))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            model = architecture._from_config(
+                small, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("eager")
+            give_teeth(model)
+            known = recognised(model)
+            sequences = [torch.randint(2, small.vocab_size, (length,)) for length in _LENGTHS]
+        wanted, wanted_layers = _as_transformers(model, small_found, sequences)
+        return Small(
+            architecture=architecture,
+            config=small,
+            found=small_found,
+            known=known,
+            weights=model.state_dict(),
+            sequences=sequences,
+            wanted=wanted,
+            wanted_layers=wanted_layers,
         )
 
+    def part(
+        self, way: Way, *, comm: Communicator = SINGLE_RANK, layers: range | None = None
+    ) -> AdoptedModel:
+        """The copy with minisgl's modules in it, or the part of a rank or a stage."""
+        device = torch.device("cpu")
+        config = copy.deepcopy(self.config)
+        config._experts_implementation = "eager"
+        model = skeleton(self.architecture, config, torch.float32, device)
+        facts = facts_of(
+            self.found,
+            "float32",
+            config.vocab_size,
+            max(_LENGTHS),
+            divides=divisibility(model, self.found),
+        )
+        part = assemble(
+            model,
+            self.found,
+            facts,
+            self.known,
+            way,
+            format=DenseFormat(torch.float32),
+            device=device,
+            comm=comm,
+            layers=layers or range(len(self.found.layers)),
+        )
+        prefix = f"{model.base_model_prefix}."
+        _fill(
+            part.destinations(None),
+            {name.removeprefix(prefix): weight for name, weight in self.weights.items()},
+        )
+        part.prepare()
+        return part
 
-def _set_experts(model: Any, implementation: str) -> None:
-    """Choose how experts are computed, where there are some that leave the choice."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(implementation)
+    def logits(self, stages: Sequence[AdoptedModel]) -> Tensor:
+        """The logits of all rows, in their order, as minisgl computes them."""
+        return _as_minisgl(stages, self.sequences)
+
+    def logits_of_ranks(self, way: Way) -> Tensor:
+        """The same of several ranks, a thread each."""
+        meeting = _Meeting()
+
+        def run(rank: int) -> Tensor:
+            try:
+                part = self.part(way, comm=_ThreadRank(rank, meeting))
+                return self.logits([part])
+            except BaseException:
+                meeting.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(_NUM_PARTS) as threads:
+            parts = list(threads.map(run, range(_NUM_PARTS)))
+        return torch.cat(parts, dim=1)[:, : self.config.vocab_size]
+
+    def check(self, way: Way) -> None:
+        """Raise UnsupportedModelError if the numbers differ."""
+        part = self.part(way)
+        outputs = _Outputs(part.module, self.found)
+        got = self.logits([part])
+        got_layers = outputs.taken(_order_of_rows())
+        for layer, (theirs, ours) in enumerate(zip(self.wanted_layers, got_layers, strict=True)):
+            if not _are_equal(theirs, ours):
+                raise UnsupportedModelError(
+                    f"{self.architecture.__name__} computes something else here than in "
+                    f"transformers, first in the attention of layer {layer} "
+                    f"({self.found.modules[layer]}, {self.found.attention[layer]})."
+                )
+        if not _are_equal(self.wanted, got):
+            raise UnsupportedModelError(
+                f"{self.architecture.__name__} computes other logits here than in transformers, "
+                "from equal results of all attention layers."
+            )
+
+
+def _fill(to: Destinations, weights: dict[str, Tensor]) -> None:
+    """Fill the weights of a part from those of the whole model."""
+    for name, weight in weights.items():
+        stack = to.stacks.get(name)
+        if stack is None and name in to.targets:
+            stack = Stack((to.targets[name],), (name,))
+        for target in stack.targets if stack is not None else ():
+            cut = (slice(min(s.first, s.whole), s.first + s.num_real) for s in target.cut)
+            target.fill(weight[tuple(cut)])
+
+
+@dataclass
+class _Meeting:
+    """Where the threads of several ranks exchange what they have."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(_NUM_PARTS))
+    parts: list[Tensor] = field(default_factory=lambda: [torch.empty(0)] * _NUM_PARTS)
+
+
+class _ThreadRank(SingleRank):
+    """A rank that is a thread of this process."""
+
+    size = _NUM_PARTS
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self._meeting = meeting
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        meeting = self._meeting
+        meeting.parts[self.rank] = part
+        meeting.barrier.wait()
+        total = torch.stack(meeting.parts).sum(0)
+        meeting.barrier.wait()
+        return total
+
+    def all_reduce_norm(
+        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return super().all_reduce_norm(self.all_reduce(part), rows, weight, eps)
 
 
 def _are_equal(wanted: Tensor, got: Tensor) -> bool:
@@ -87,7 +261,7 @@ class _Outputs:
     """What the attention modules return, row by row."""
 
     def __init__(self, model: Any, found: Discovered) -> None:
-        self.rows: list[list[Tensor]] = [[] for _ in found.modules]
+        self._rows: list[list[Tensor]] = [[] for _ in found.modules]
         self._handles = [
             model.get_submodule(name).register_forward_hook(self._hook(layer))
             for layer, name in enumerate(found.modules)
@@ -96,13 +270,16 @@ class _Outputs:
     def _hook(self, layer: int) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
-            self.rows[layer].append(first.reshape(-1, first.shape[-1]).clone())
+            self._rows[layer].append(first.reshape(-1, first.shape[-1]).clone())
 
         return note
 
-    def close(self) -> None:
+    def taken(self, order: Tensor | None = None) -> list[Tensor]:
+        """Take no more, and return those of each layer, in another order if there is one."""
         for handle in self._handles:
             handle.remove()
+        layers = [torch.cat(rows) for rows in self._rows]
+        return layers if order is None else [rows[order] for rows in layers]
 
 
 @torch.no_grad()
@@ -112,34 +289,52 @@ def _as_transformers(
     """The logits and the results of each layer's attention, of all rows of all sequences."""
     outputs = _Outputs(model, found)
     logits = [model(**inputs(ids, torch.arange(len(ids)))).logits[0] for ids in sequences]
-    outputs.close()
-    return torch.cat(logits), [torch.cat(rows) for rows in outputs.rows]
+    return torch.cat(logits), outputs.taken()
 
 
-def _as_minisgl(
-    model: AdoptedModel, found: Discovered, sequences: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """The same, in the same order, of steps that mix chunks and decode rows."""
-    outputs = _Outputs(model.module, found)
+@torch.no_grad()
+def _as_minisgl(stages: Sequence[AdoptedModel], sequences: list[Tensor]) -> Tensor:
+    """The same logits, in the same order, of steps that mix chunks and decode rows."""
     num_pages = -(-max(_LENGTHS) // _PAGE_SIZE)
     # Scattered pages, the first of which is scratch.
-    pages = 1 + torch.randperm(len(sequences) * num_pages).view(len(sequences), -1).to(torch.int32)
-    states = _states(model, int(pages.max()) + 1)
+    order = torch.randperm(
+        len(sequences) * num_pages, generator=torch.Generator().manual_seed(_SEED)
+    )
+    pages = 1 + order.view(len(sequences), -1).to(torch.int32)
+    states = [_states(stage, int(pages.max()) + 1) for stage in stages]
     attention = make_attention("torch", "torch")
     done = [0] * len(sequences)
-    order: list[tuple[int, int]] = []  # the sequence and position of each row
     logits: list[Tensor] = []
-    steps = [*_CHUNKS]
-    for counts in steps:
-        batch, rows = _batch(sequences, pages, done, counts)
-        order += rows
-        logits.append(model.logits(model(batch, states, attention)))
+    for counts in _CHUNKS:
+        batch = _batch(sequences, pages, done, counts)
+        rows: Tensor | None = None
+        for stage, its_states in zip(stages, states, strict=True):
+            rows = stage(batch, its_states, attention, rows)
+        assert rows is not None
+        logits.append(stages[-1].logits(rows))
         done = [before + count for before, count in zip(done, counts, strict=True)]
-    outputs.close()
-    place = {row: index for index, row in enumerate(order)}
-    back = torch.tensor([place[row] for row in sorted(order)])
     assert done == [len(ids) for ids in sequences]
-    return torch.cat(logits)[back], [torch.cat(rows)[back] for rows in outputs.rows]
+    return torch.cat(logits)[_order_of_rows()]
+
+
+def _order_of_rows() -> Tensor:
+    """The places of the rows of all steps, sequence by sequence."""
+    done, rows = [0] * len(_LENGTHS), list[tuple[int, int]]()
+    for counts in _CHUNKS:
+        rows += _rows(done, counts)
+        done = [before + count for before, count in zip(done, counts, strict=True)]
+    return torch.tensor([rows.index(row) for row in sorted(rows)])
+
+
+def _rows(done: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The sequence and the position of each row of a step: decode rows, then chunks."""
+    decodes = [index for index, count in enumerate(counts) if count == 1]
+    chunks = [index for index, count in enumerate(counts) if count > 1]
+    return [
+        (index, done[index] + offset)
+        for index in (*decodes, *chunks)
+        for offset in range(counts[index])
+    ]
 
 
 def _states(model: AdoptedModel, num_pages: int) -> list[LayerState]:
@@ -157,21 +352,16 @@ def _states(model: AdoptedModel, num_pages: int) -> list[LayerState]:
 
 def _batch(
     sequences: list[Tensor], pages: Tensor, done: list[int], counts: tuple[int, ...]
-) -> tuple[ForwardBatch, list[tuple[int, int]]]:
-    """The next `counts` tokens of each sequence, and the sequence and position of each row. One
-    token is a decode row."""
+) -> ForwardBatch:
+    """The next `counts` tokens of each sequence. One token is a decode row."""
     decodes = [index for index, count in enumerate(counts) if count == 1]
     chunks = [index for index, count in enumerate(counts) if count > 1]
-    rows = [
-        (index, done[index] + offset)
-        for index in (*decodes, *chunks)
-        for offset in range(counts[index])
-    ]
+    rows = _rows(done, counts)
     which = torch.tensor([index for index, _ in rows])
     positions = torch.tensor([position for _, position in rows])
     slots = pages[which, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
     lengths = [done[index] + 1 for index in decodes]
-    batch = ForwardBatch(
+    return ForwardBatch(
         token_ids=torch.stack([sequences[index][position] for index, position in rows]),
         positions=positions,
         slot_mapping=slots,
@@ -183,4 +373,3 @@ def _batch(
         ),
         slots=BatchSlots(torch.tensor(decodes), torch.tensor(chunks)),
     )
-    return batch, rows

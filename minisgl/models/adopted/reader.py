@@ -5,38 +5,33 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError
+import torch
+
+from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.adopted.architectures import TOWERS
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
+from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.towers import left_out, text_part
 from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
 
+_OF_WEIGHTS = ("quantization_config", "compression_config")  # the keys that describe their format
 
-def read_adopted(
-    fields: Fields, architecture: str, *, quantization: str | None = None
-) -> AdoptedConfig:
+
+def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
     """The config of a model that runs with transformers' code, which is proven to compute the same
     here. Takes seconds.
 
     Raises CheckpointError for a config that transformers does not take, UnsupportedModelError for a
-    model that cannot run here, with the reason, ConfigError for `quantization`.
+    model that cannot run here, with the reason.
     """
     import transformers
 
-    if quantization is not None:
-        raise ConfigError(
-            "--quantization", quantization, "models with transformers' code are not quantised"
-        )
-    for name in ("quantization_config", "compression_config"):
-        if fields.values.get(name):
-            raise UnsupportedModelError(
-                f"{CONFIG_FILE}: {name}: quantised checkpoints of {architecture} are not "
-                "supported; use the checkpoint in bfloat16 or float16."
-            )
     began = time.monotonic()
     values, notes = dict(fields.values), []
+    for name in _OF_WEIGHTS:  # which transformers would apply itself
+        values.pop(name, None)
     config = transformers_config(values, architecture)
     if has_towers := architecture in TOWERS:
         towers = ", ".join(left_out(config))
@@ -45,7 +40,9 @@ def read_adopted(
         values = config.to_dict()
     model = model_class(architecture)
     found = discover(model, config)
-    prove(model, config, found)
+    known, way = prove(model, config, found)
+    with torch.device("meta"):
+        made = model._from_config(config)
     max_seq_len, reason = _limit(config, has_table=found.has_position_table)
     return AdoptedConfig(
         architecture=architecture,
@@ -62,6 +59,9 @@ def read_adopted(
         ),
         values=values,
         found=found,
+        known=known,
+        way=way,
+        divides=divisibility(made, found),
         has_towers=has_towers,
         transformers=transformers.__version__,
     )

@@ -37,6 +37,8 @@ _SIZES = {
     "hidden_size_per_layer_input": 8,
     "word_embed_proj_dim": 64,
 }
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_SOFT_CAP = 2.0  # that most numbers come near to
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 _NUM_LAYERS = "num_hidden_layers"
 
@@ -51,6 +53,9 @@ def shrunk(config: Any, num_layers: int) -> Any:
     for name, size in _SIZES.items():
         if isinstance(value := getattr(small, name, None), int) and value > size:
             setattr(small, name, size)
+    for name in _SOFT_CAPS:
+        if getattr(small, name, None) is not None:
+            setattr(small, name, _SOFT_CAP)
     _shrink_heads(small)
     _cut_layers(small, num_layers)
     small.vocab_size = min(small.vocab_size, VOCAB_SIZE)

@@ -1,0 +1,196 @@
+"""The modules that minisgl puts into a model of transformers, each in the place of one.
+
+Each computes what it stands for. What they return to the modeling code is described in rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.kernels import dispatch
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Routing, choose
+from minisgl.kernels.residual import Residual
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.formats import DenseFormat
+from minisgl.layers.linear import Linear
+from minisgl.models.adopted.rows import (
+    Call,
+    Columns,
+    ExpertSum,
+    Later,
+    Norm,
+    Output,
+    Rows,
+    Stream,
+    computed,
+    rows_of,
+)
+from minisgl.shards import whole
+
+
+class SharedProduct:
+    """The product of linear maps that multiply the same rows."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        sizes: Sequence[int],
+        *,
+        fuses: bool,
+        note: Callable[[Tensor], None] = lambda y: None,
+    ) -> None:
+        """sizes: the number of outputs of each map. fuses: rows may be returned that are not
+        computed yet. note: called with each product that is computed by itself."""
+        self.linear, self._sizes, self._fuses, self._note = linear, sizes, fuses, note
+        self._call: Call | None = None  # whose outputs are not all taken
+        self._x: Any = None  # its rows
+        self._left: set[int] = set()
+
+    def __call__(self, x: Any, index: int) -> Any:
+        """The outputs of the map with this index for x, [..., inputs]."""
+        if len(self._sizes) == 1:
+            made = Rows(Output(self.linear, rows_of(x), self._note), x.shape[:-1])
+        else:
+            made = Rows(self._columns(x, index), x.shape[:-1])
+        return made if self._fuses else made.tensor()
+
+    def _columns(self, x: Any, index: int) -> Columns:
+        same = x.node if isinstance(x, Rows) else x
+        call = self._call
+        if call is None or same is not self._x or index not in self._left:
+            call = self._call = Call(self.linear, rows_of(x), self._note)
+            self._x, self._left = same, set(range(len(self._sizes)))
+        self._left.discard(index)
+        if not self._left:
+            self._call = self._x = None
+        return Columns(call, sum(self._sizes[:index]), self._sizes[index])
+
+
+class MapOf(nn.Module):
+    """Stands for a linear map."""
+
+    def __init__(self, product: SharedProduct, index: int = 0) -> None:
+        super().__init__()
+        self._product, self._index = product, index
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the product, in which the maps of the same rows are one."""
+        return self._product.linear.product.weights["weight"]
+
+    def forward(self, x: Any) -> Any:
+        return self._product(x, self._index)
+
+
+class Weights(NamedTuple):
+    """The weights of a norm, as its kernels take them."""
+
+    weight: Tensor
+    eps: float
+
+
+class NormOf(nn.Module):
+    """Stands for an RMS norm."""
+
+    weight: nn.Parameter  # [size]
+
+    def __init__(self, weight: Tensor, eps: float, *, adds_one: bool, fuses: bool) -> None:
+        """adds_one: 1 + weight multiplies. fuses: rows may be returned that are not computed."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps, self.adds_one, self._fuses = eps, adds_one, fuses
+        self.weights = Weights(self.weight, eps)
+        # Asked for the norm of heads, whether the attention of the layer will compute it.
+        self.defers: Callable[[Tensor, NormOf], bool] = lambda heads, norm: False
+
+    def prepare(self) -> None:
+        """Make what the kernels read of the weight, which is filled."""
+        if self.adds_one:
+            self.weights = Weights(1 + self.weight.float(), self.eps)
+
+    def forward(self, x: Any) -> Any:
+        if x.dim() == 4:  # heads
+            heads: Tensor = x.tensor() if isinstance(x, Later) else x
+            if self.defers(heads, self):
+                return heads
+            rows = heads.reshape(-1, heads.shape[-1]).contiguous()
+            return dispatch.rms_norm(rows, *self.weights).view(heads.shape)
+        stream = rows_of(x)
+        if not isinstance(stream, Stream):
+            stream = Stream(Residual(computed(stream).contiguous()), is_shared=True)
+        made = Rows(Norm(stream, self.weights), x.shape[:-1])
+        return made if self._fuses else made.tensor()
+
+
+class Picked(Later):
+    """The experts that a router chooses, or their weights: [num_rows, top_k]."""
+
+    def __init__(self, choice: ByRouter, place: int) -> None:
+        """place: in Chosen."""
+        self.choice, self._place = choice, place
+
+    def tensor(self) -> Tensor:
+        picked = choose(self.choice)[self._place]
+        return picked if picked.is_floating_point() else picked.long()
+
+
+class RouterOf(Linear):
+    """Stands for a router that chooses by a softmax."""
+
+    def __init__(
+        self, name: str, num_experts: int, size: int, dtype: torch.dtype, routing: Routing
+    ) -> None:
+        super().__init__(whole(size), {name: whole(num_experts)}, DenseFormat(dtype))
+        self.routing, self.fuses = routing, False
+
+    def forward(self, x: Any) -> Any:
+        """Returns the logits, the weights of the chosen experts, and which these are."""
+        rows = rows_of(x)
+        if isinstance(rows, Norm):
+            logits = rows.product(self.product, keeps=True)
+        else:
+            logits = self.product(computed(rows))
+        choice = ByRouter(logits, self.routing)
+        weights, experts = Picked(choice, 1), Picked(choice, 0)
+        if self.fuses:
+            return logits, weights, experts
+        return logits, weights.tensor(), experts.tensor()
+
+
+class ExpertsOf(FusedExperts):
+    """Stands for the experts of a layer."""
+
+    fuses = False
+
+    def forward(self, x: Any, experts: Any, weights: Any) -> Any:
+        """x: [num_rows, hidden_size]; experts and weights: [num_rows, top_k]."""
+        rows = computed(rows_of(x))
+        made = Rows(ExpertSum(self, rows, _choice(experts, weights, rows)), x.shape[:-1])
+        return made if self.fuses else made.tensor()
+
+
+def _choice(experts: Any, weights: Any, rows: Tensor) -> Choice:
+    choices = [x.choice for x in (experts, weights) if isinstance(x, Picked)]
+    if len(choices) == 2 and choices[0] is choices[1]:
+        return choices[0]
+    ids, shares = (x.tensor() if isinstance(x, Later) else x for x in (experts, weights))
+    return Chosen(ids.int().contiguous(), shares.to(rows.dtype).contiguous())
+
+
+class HeadOf(nn.Module):
+    """Stands for a head that is the embedding."""
+
+    def __init__(self, product: DenseProduct) -> None:
+        super().__init__()
+        self._product = product
+        if product.bias is not None:
+            self.bias = nn.Parameter(product.bias, requires_grad=False)
+
+    def forward(self, x: Any) -> Tensor:
+        rows = computed(rows_of(x))
+        return self._product(rows).view(*x.shape[:-1], -1)
