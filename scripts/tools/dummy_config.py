@@ -78,6 +78,46 @@ MODELS = {
         "mlp_only_layers": [],
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
+    "Gemma-3-12B": sizes(3840, 15360, 48, 16)
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "dtype": "bfloat16",
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262208,
+    },
+    "Olmo-3-7B": sizes(4096, 11008, 32, 32)
+    | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "max_position_embeddings": 65536,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+            "original_max_position_embeddings": 8192,
+        },
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    },
 }
 
 

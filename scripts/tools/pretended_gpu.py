@@ -22,6 +22,7 @@ from minisgl.device.lanes import EventMark, HostCopy, Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.peers import PeerCommunicator
 from minisgl.matcher import MaskRows
+from minisgl.models.adopted.rows import Later
 
 GPU = torch.device("cuda")
 META = torch.device("meta")
@@ -55,11 +56,16 @@ class MetaAsGPU(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(arg, Later) for arg in args):  # computed in this mode, too
+            with self:
+                return Later.__torch_function__(function, types, args, kwargs)
         if function is torch.device:
             return function(*args, **kwargs)
         if function == torch.Tensor.device.__get__:
             device = function(*args)
             return GPU if device == META else device
+        if function is torch.equal:
+            return True
         if function == torch.Tensor.is_cuda.__get__:
             return args[0].is_meta
         if function == torch.Tensor.__bool__ and args[0].is_meta:

@@ -306,32 +306,18 @@ class Later(ABC):
     def __len__(self) -> int:
         return len(self.tensor())
 
-    def __add__(self, other: Any) -> Any:
-        return torch.add(self, other)  # type: ignore[call-overload]
 
-    def __mul__(self, other: Any) -> Any:
-        return torch.mul(self, other)  # type: ignore[arg-type]
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: Later, *others: Any) -> Any:
+        known = _KNOWN.get(name)
+        rows = None if known is None else known(self, *others)
+        return getattr(self.tensor(), name)(*map(_now, others)) if rows is None else rows
 
-    def __sub__(self, other: Any) -> Any:
-        return torch.sub(self, other)  # type: ignore[call-overload]
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.tensor()
-
-    def __truediv__(self, other: Any) -> Any:
-        return torch.div(self, other)  # type: ignore[arg-type]
-
-    def __matmul__(self, other: Any) -> Any:
-        return torch.matmul(self, other)  # type: ignore[arg-type]
-
-    __radd__, __rmul__ = __add__, __mul__
+    return operate
 
 
-def _operator(name: str) -> Any:
-    return lambda self, *others: getattr(self.tensor(), name)(*map(_now, others))
-
-
-for _name in ("neg", "pow", "gt", "ge", "lt", "le", "abs", "invert", "rtruediv", "float", "int"):
+for _name in """add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg abs invert
+        gt ge lt le float int""".split():
     setattr(Later, f"__{_name}__", _operator(f"__{_name}__"))
 
 
