@@ -24,8 +24,8 @@ from minisgl.ranks.processes.worker import RankSpec
 class NodesLauncher(Launcher):
     """Starts ranks on this machine, and lets the other nodes start theirs."""
 
-    def __init__(self, context: SpawnContext, layout: RankLayout, nodes: Nodes) -> None:
-        super().__init__(context, layout)
+    def __init__(self, context: SpawnContext, nodes: Nodes) -> None:
+        super().__init__(context)
         self._nodes = nodes
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
