@@ -26,7 +26,6 @@ from minisgl.bench.report.tables import PointResult, print_figures, print_spread
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.requests import make_offline_request
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
@@ -96,7 +95,7 @@ async def _measure(
         # The last one has the seed that was asked for, so that it is the same for any number of
         # them; those before it have others, so that it finds nothing in the prefix cache.
         seed = config.seed + config.repeat - repetition
-        schedule = make_schedule(
+        jobs = make_schedule(
             workload,
             sizes,
             rows=rows,
@@ -104,20 +103,10 @@ async def _measure(
             seed=seed,
             structured=config.structured,
         )
-        jobs = [
-            make_offline_request(
-                asked.prompt,
-                max_tokens=asked.max_tokens,
-                temperature=config.temperature,
-                seed=asked.seed,
-                structured=asked.structured,
-            )
-            for asked in schedule
-        ]
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
             with metered(counter) as spent:
-                run = await run_offline(engine, jobs)
+                run = await run_offline(engine, jobs, config.temperature)
         figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
         console.print(

@@ -32,8 +32,8 @@ from minisgl.bench.report.tables import PointResult, print_figures, print_spread
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.requests import MAX_TOKEN_ID
-from minisgl.bench.workload.schedule import ScheduledRequest, at_rate, make_schedule
+from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
+from minisgl.bench.workload.schedule import at_rate, make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.client.address import api_base

@@ -46,7 +46,8 @@ from minisgl.bench.report.tables import PointResult, print_spreads
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.trace import TraceEntry
 from minisgl.client.address import api_base
 from minisgl.client.errors import ServerError

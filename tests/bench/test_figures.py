@@ -89,15 +89,15 @@ def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand
         num_hidden_layers=layers,
         num_attention_heads=heads,
     )
-    jobs = make_workload(STANDARD, vocab_size=151936, temperature=0.6, seed=0)
+    jobs = make_workload(STANDARD, vocab_size=151936, seed=0)
     requests = [
         RequestRecord(
             submitted_s=0.0,
             first_token_s=1.0,
             last_token_s=10.0,
-            num_prompt_tokens=len(job.prompt_token_ids),
+            num_prompt_tokens=len(job.prompt),
             num_cached_tokens=0,
-            num_output_tokens=job.params.max_tokens or 0,
+            num_output_tokens=job.max_tokens,
         )
         for job in jobs
     ]

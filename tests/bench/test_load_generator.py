@@ -15,7 +15,7 @@ from support.gated_runner import gated_server
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.target import Endpoint
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
 
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)

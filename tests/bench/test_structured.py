@@ -17,8 +17,8 @@ from minisgl.bench.offline import bench_offline
 from minisgl.bench.online.run import StreamedRequest
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.requests import make_workload
-from minisgl.bench.workload.schedule import ScheduledRequest, make_schedule
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload
+from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import RESPONSE_FORMAT, STRUCTURED, is_structured
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -37,14 +37,13 @@ def test_a_share_of_the_requests_is_structured_and_spread_evenly(share: float, c
 
 def test_structured_requests_have_the_prompts_and_lengths_of_the_others() -> None:
     jobs, plain = (
-        make_workload(SIZES, vocab_size=99, temperature=0.5, seed=1, structured=share)
-        for share in (0.5, 0.0)
+        make_workload(SIZES, vocab_size=99, seed=1, structured=share) for share in (0.5, 0.0)
     )
-    assert [job.params.structured for job in jobs] == [None, STRUCTURED] * 20
-    assert not any(job.params.structured for job in plain)
-    assert [job.prompt_token_ids for job in jobs] == [job.prompt_token_ids for job in plain]
-    lengths = [(job.params.max_tokens, job.params.ignore_eos) for job in jobs]
-    assert lengths == [(job.params.max_tokens, True) for job in plain]
+    assert [job.params().structured for job in jobs] == [None, STRUCTURED] * 20
+    assert not any(job.params().structured for job in plain)
+    assert [job.prompt for job in jobs] == [job.prompt for job in plain]
+    lengths = [(job.params().max_tokens, job.params().ignore_eos) for job in jobs]
+    assert lengths == [(job.params().max_tokens, True) for job in plain]
 
 
 def test_every_workload_can_be_structured() -> None:

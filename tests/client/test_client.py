@@ -25,7 +25,7 @@ from minisgl.bench.online.run import OnlineRunError, run_online
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client import exchange
 from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES

@@ -16,7 +16,7 @@ import msgspec
 from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.client import EventCount, RecordedAnswer
 from minisgl.bench.online.target import Endpoint, Message, question
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
 from minisgl.client.errors import AnswerError, Refusal, unreachable
 from minisgl.client.exchange import describe_redirect

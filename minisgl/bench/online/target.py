@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from minisgl.bench.online.client import EventCount, RecordedAnswer, post
-from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.structured import RESPONSE_FORMAT
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
