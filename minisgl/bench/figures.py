@@ -11,6 +11,7 @@ from minisgl.bench.energy import Energy, Spent
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.peak import Peak
 from minisgl.bench.roofline import Work
+from minisgl.config import ModelFacts, ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,5 +155,26 @@ class Limit:
     share: float  # of it that the run reached
 
     @classmethod
-    def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
-        return cls(peak=peak, work=work, share=work.seconds / figures.elapsed_s)
+    def of(
+        cls,
+        run: RunRecord,
+        elapsed_s: float,
+        model: ModelFacts,
+        peak: Peak,
+        config: ResolvedConfig,
+        max_concurrency: int | None = None,
+    ) -> Limit:
+        """The limit for a run that took `elapsed_s` on an engine with these options.
+
+        max_concurrency: of the requests that the engine gets; None: any number at once.
+        """
+        most = config.max_running_requests
+        work = Work.of(
+            run,
+            model,
+            peak,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            max_running=min(most, max_concurrency or most),
+        )
+        return cls(peak=peak, work=work, share=work.seconds / elapsed_s)

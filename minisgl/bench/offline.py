@@ -18,12 +18,11 @@ from minisgl.bench.figures import Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
-from minisgl.bench.peak import Peak, engine_peak
+from minisgl.bench.peak import engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
-from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.schedule import make_schedule
@@ -113,28 +112,18 @@ async def _measure(
             f"repetition {title}: {figures.elapsed_s:.2f} s, "
             f"{figures.output_tokens_per_s:,.1f} output tok/s"
         )
+    limit = None
+    if peak is not None:
+        limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config)
     return run, PointResult(
         point=Point(None, None),
         figures=figures,
-        limit=None if peak is None else _limit(engine, run, figures, peak),
+        limit=limit,
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=run.requests,
         timeline=timeline,
     )
-
-
-def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) -> Limit:
-    config = engine.config
-    work = Work.of(
-        run,
-        engine.model,
-        peak,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        max_running=config.max_running_requests,
-    )
-    return Limit.of(figures, peak, work)
 
 
 @asynccontextmanager

@@ -29,7 +29,6 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
-from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
@@ -162,7 +161,7 @@ async def _server_under_test(
             yield ServerUnderTest(
                 target=replace(target, url=url),
                 run_info=started.run_info,
-                sizes=workload.fix(config.sizes(started.device)),
+                sizes=workload.fix(config.sizes(started.config.device)),
                 vocab_size=started.model.vocab_size,
                 context=started.run_info.capacity["max_seq_len"],
                 started=started,
@@ -217,7 +216,11 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
             f"{len(rows):,} requests in {rows[-1].timestamp - rows[0].timestamp:,.1f} s of the "
             "trace; a question whose predecessor is still being answered waits for it"
         )
-    elif server.started is not None and server.started.device == "cpu" and server.sizes != STANDARD:
+    elif (
+        server.started is not None
+        and server.started.config.device == "cpu"
+        and server.sizes != STANDARD
+    ):
         console.print("on a CPU, sizes that are not given are smaller than the standard ones")
 
 
@@ -326,16 +329,14 @@ def share_of_limit(
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
-    most = started.run_info.engine_options["max_running_requests"]
-    work = Work.of(
+    return Limit.of(
         record,
+        figures.elapsed_s,
         started.model,
         started.peak,
-        dtype=started.dtype,
-        kv_dtype=started.kv_dtype,
-        max_running=min(most, point.max_concurrency or most),
+        started.config,
+        point.max_concurrency,
     )
-    return Limit.of(figures, started.peak, work)
 
 
 # -- warnings ----------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def figures(
 ) -> dict[str, str]:
     num_tokens = run.num_output_tokens
     served = num_tokens / run.elapsed_s
-    ttft = Distribution.of([request.ttft_s for request in run.requests])
+    ttft = Distribution.of([request.record.ttft_s for request in run.requests])
     itl = Distribution.of([gap for request in run.requests for gap in request.itls_s] or [0.0])
     return {
         "offline tok/s": f"{offline.tokens_per_s:,.0f}",

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,8 +173,8 @@ async def test_other_servers_are_asked_for_exact_lengths() -> None:
     assert fake.keys == ["Bearer k"] * 3
     assert not run.failures
     for index, request in enumerate(run.requests):
-        assert len(request.times_s) == request.num_output_tokens == 3 + index
-        assert (request.num_prompt_tokens, request.num_cached_tokens) == (11, None)
+        assert len(request.times_s) == request.record.num_output_tokens == 3 + index
+        assert (request.record.num_prompt_tokens, request.tells_cached) == (11, False)
         assert request.counted and request.late_s >= 0
     figures = online_figures(run, None, {})
     assert figures.cache_hit_rate is figures.num_steps is figures.graph_share is None
@@ -185,7 +186,8 @@ async def test_tokens_are_counted_as_events_if_there_is_no_usage() -> None:
         run = await run_online(fake.target(ignore_eos=False), asking(1))
     assert "ignore_eos" not in fake.bodies[0] and "model" not in fake.bodies[0]
     [request] = run.requests
-    assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
+    record = request.record
+    assert (record.num_output_tokens, record.num_prompt_tokens) == (3, 3)
     assert not request.counted
 
 
@@ -208,7 +210,8 @@ async def test_null_fields_of_a_server_are_treated_as_absent() -> None:
     odd = {"choices": [{"delta": None, "text": None}], "usage": {"completion_tokens": None}}
     async with fake_server(odd=json.dumps(odd).encode(), usage=False) as fake:
         [request] = (await run_online(fake.target(), asking(1))).requests
-    assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
+    record = request.record
+    assert (record.num_output_tokens, record.num_prompt_tokens) == (3, 3)
     assert not request.counted
 
 
@@ -233,7 +236,7 @@ async def test_a_question_is_sent_with_the_conversation_before_it() -> None:
         ("user", chat_text([1])),
     ]
     for before, after in zip(run.requests, run.requests[1:], strict=False):
-        assert after.sent_s >= before.times_s[-1]
+        assert after.record.submitted_s >= before.times_s[-1]
 
 
 async def test_a_failed_question_ends_its_conversation() -> None:
@@ -258,9 +261,9 @@ async def test_a_request_is_sent_when_due_and_after_its_parent_has_ended() -> No
     schedule[2] = replace(schedule[2], parent=1, pause_s=0.02)
     async with fake_server() as fake:
         run = await run_online(fake.target(), schedule)
-    first, due, child = run.requests
-    assert first.sent_s < due.sent_s >= 0.05
-    assert child.sent_s >= due.times_s[-1] + 0.02
+    first, due, child = (request.record for request in run.requests)
+    assert first.submitted_s < due.submitted_s >= 0.05
+    assert child.submitted_s >= due.last_token_s + 0.02
 
 
 async def test_a_request_that_exceeds_the_timeout_has_failed() -> None:
@@ -280,13 +283,15 @@ def test_addresses_are_accepted_with_and_without_v1() -> None:
 
 
 def streamed(sent_s: float, *times_s: float, cached: int | None = 4) -> StreamedRequest:
-    return StreamedRequest(
-        sent_s=sent_s,
-        times_s=list(times_s),
+    record = RequestRecord(
+        submitted_s=sent_s,
+        first_token_s=times_s[0],
+        last_token_s=times_s[-1],
         num_prompt_tokens=10,
-        num_cached_tokens=cached,
+        num_cached_tokens=cached or 0,
         num_output_tokens=len(times_s),
     )
+    return StreamedRequest(record=record, times_s=list(times_s), tells_cached=cached is not None)
 
 
 def test_figures_follow_from_the_records_of_a_run_over_http() -> None:
@@ -593,11 +598,8 @@ async def test_a_sweep_over_an_existing_server_is_reported(
 
 def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None:
     facts = read_model_config(DEMO_FOLDER).facts()
-    nothing: dict[str, Any] = {
-        "bench_options": {},
-        "engine_options": {"max_running_requests": 256},
-        "capacity": {},
-    }
+    nothing: dict[str, Any] = {"bench_options": {}, "engine_options": {}, "capacity": {}}
+    options: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="bfloat16", max_running_requests=256)
     setting = RunInfo(
         environment=Environment.found(), versions={}, device="", model="", backends={}, **nothing
     )
@@ -606,9 +608,7 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
         description=[],
         run_info=setting,
         model=facts,
-        device="cuda",
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
+        config=options,
         gpus=[],
         peak=peak,
     )

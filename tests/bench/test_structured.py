@@ -14,7 +14,7 @@ from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.figures import Figures
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
-from minisgl.bench.online.run import StreamedRequest
+from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.bench.workload.requests import ScheduledRequest, make_workload
@@ -100,19 +100,20 @@ def test_a_share_out_of_range_is_refused(config: type, share: float) -> None:
         config(structured=share)
 
 
-def test_figures_have_the_share_of_a_run_over_http() -> None:
+def test_figures_have_the_share_that_followed_a_schema() -> None:
     requests = [
-        StreamedRequest(
-            sent_s=0.0,
-            times_s=[1.0, 2.0],
+        RequestRecord(
+            submitted_s=0.0,
+            first_token_s=1.0,
+            last_token_s=2.0,
             num_prompt_tokens=1,
-            num_cached_tokens=None,
+            num_cached_tokens=0,
             num_output_tokens=2,
             structured=index == 0,
         )
         for index in range(4)
     ]
-    figures = Figures.of_requests([request.record for request in requests], 2.0)
+    figures = Figures.of_requests(requests, 2.0)
     assert figures.structured_share == 0.25
 
 

@@ -54,18 +54,14 @@ class EventCount:
 
 
 async def post(
-    host: str,
-    port: int,
-    path: str,
+    address: Address,
     body: bytes,
     *,
     headers: Mapping[str, str] | None = None,
-    secure: bool = False,
     tally: EventCount | None = None,
     max_bytes: int = STREAM_BYTES,
 ) -> RecordedAnswer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
-    address = Address("https" if secure else "http", host, port, path)
     json = {"content-type": "application/json", **(headers or {})}
     answer = RecordedAnswer()
     tally = tally or EventCount()

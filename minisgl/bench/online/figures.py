@@ -18,7 +18,7 @@ def online_figures(
     requests, elapsed_s = run.requests, run.elapsed_s
     figures = Figures.of_requests([request.record for request in requests], elapsed_s)
     itls_s = [*chain.from_iterable(request.itls_s for request in requests)]
-    told = any(request.num_cached_tokens is not None for request in requests)
+    told = any(request.tells_cached for request in requests)
     num_failed = run.failures.total()
     return replace(
         figures,

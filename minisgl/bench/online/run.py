@@ -35,39 +35,16 @@ class OnlineRunError(MinisglError):
 class StreamedRequest:
     """One finished request, as its client saw it. Times are in seconds since the run began."""
 
-    sent_s: float
-    late_s: float = 0.0  # how long after it could have been sent
+    record: RequestRecord  # from sending it to the last event with text
     times_s: list[float]  # when each event with text arrived
-    num_prompt_tokens: int
-    num_cached_tokens: int | None  # of the prompt; None if the server does not report it
-    num_host_tokens: int | None = None  # of these, loaded from host memory; None: as above
-    num_disk_tokens: int | None = None  # of the cached ones, read from disk; None: as above
-    num_output_tokens: int
-    structured: bool = False  # the output followed a schema
+    late_s: float = 0.0  # how long after it could have been sent
     counted: bool = True  # by the server; else by the schedule and the events
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times_s[0] - self.sent_s
+    tells_cached: bool = True  # the server reports how many tokens were cached
 
     @property
     def itls_s(self) -> list[float]:
         """Seconds between consecutive events."""
         return [after - before for before, after in pairwise(self.times_s)]
-
-    @property
-    def record(self) -> RequestRecord:
-        return RequestRecord(
-            submitted_s=self.sent_s,
-            first_token_s=self.times_s[0],
-            last_token_s=self.times_s[-1],
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            num_host_tokens=self.num_host_tokens or 0,
-            num_disk_tokens=self.num_disk_tokens or 0,
-            num_output_tokens=self.num_output_tokens,
-            structured=self.structured,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +57,13 @@ class OnlineRun:
     @property
     def elapsed_s(self) -> float:
         """From the first request sent to the last token."""
-        last = max(request.times_s[-1] for request in self.requests)
-        return last - min(request.sent_s for request in self.requests)
+        records = [request.record for request in self.requests]
+        last = max(record.last_token_s for record in records)
+        return last - min(record.submitted_s for record in records)
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(request.num_output_tokens for request in self.requests)
+        return sum(request.record.num_output_tokens for request in self.requests)
 
     @property
     def num_events(self) -> int:
@@ -261,18 +239,26 @@ class _Run:
         times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
         if not finished or not times:
             raise OnlineRunError("an answer ended without text or without [DONE]")
+        times_s = [at - self._began for at in times]
         num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
-        return StreamedRequest(
-            sent_s=answer.sent - self._began,
-            late_s=self._late_s[index],
-            times_s=[at - self._began for at in times],
+        cached = usage.details
+        record = RequestRecord(
+            submitted_s=answer.sent - self._began,
+            first_token_s=times_s[0],
+            last_token_s=times_s[-1],
             num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
-            num_cached_tokens=usage.details.cached_tokens,
-            num_host_tokens=usage.details.host_cached_tokens,
-            num_disk_tokens=usage.details.disk_cached_tokens,
+            num_cached_tokens=cached.cached_tokens or 0,
+            num_host_tokens=cached.host_cached_tokens or 0,
+            num_disk_tokens=cached.disk_cached_tokens or 0,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
             structured=asked.structured,
+        )
+        return StreamedRequest(
+            record=record,
+            times_s=times_s,
+            late_s=self._late_s[index],
             counted=num_output_tokens is not None,
+            tells_cached=cached.cached_tokens is not None,
         )
 
 

@@ -66,14 +66,10 @@ class Endpoint:
     ) -> RecordedAnswer:
         """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
-        address = Address.of(self.url + path)
         return await post(
-            address.host,
-            address.port,
-            address.target,
+            Address.of(self.url + path),
             body,
             headers=headers_of(self.api_key),
-            secure=address.secure,
             tally=tally,
             max_bytes=ANSWER_BYTES + TOKEN_BYTES * max_tokens,
         )
