@@ -46,6 +46,20 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCounts:
+    """The steps of an engine during a run."""
+
+    num_steps: int
+    num_graph_steps: int  # of these, those that ran as a CUDA graph
+    num_retractions: int
+
+    @property
+    def graph_share(self) -> float | None:
+        """The share of the steps that ran as a CUDA graph; None without steps."""
+        return self.num_graph_steps / self.num_steps if self.num_steps else None
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """All requests of a run, in the order of their submission."""
 
@@ -53,6 +67,10 @@ class RunRecord:
     num_steps: int
     num_retractions: int
     num_graph_steps: int = 0  # of the steps, those that ran as a CUDA graph
+
+    @property
+    def counts(self) -> StepCounts:
+        return StepCounts(self.num_steps, self.num_graph_steps, self.num_retractions)
 
     @property
     def elapsed_s(self) -> float:

@@ -16,6 +16,7 @@ from minisgl.kernels.hardware import has_fp8_products
 # engine leaves free.
 COPIED_BYTES = 256 << 20
 MATRIX_SIZE = 8192
+REPETITIONS = 10  # of what is timed, in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def measure_fp8_operations_per_s(device: torch.device, size: int) -> float:
     return 2 * size**3 / _seconds(multiply, device)
 
 
-def _seconds(work: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, in the fastest of three rounds."""
 
     def finish() -> None:
@@ -127,8 +128,8 @@ def _seconds(work: Callable[[], object], device: torch.device, repetitions: int 
         work()
         finish()
         started = time.perf_counter()
-        for _ in range(repetitions):
+        for _ in range(REPETITIONS):
             work()
         finish()
-        fastest = min(fastest, (time.perf_counter() - started) / repetitions)
+        fastest = min(fastest, (time.perf_counter() - started) / REPETITIONS)
     return fastest

@@ -18,11 +18,12 @@ from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Distribution, Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord
+from minisgl.bench.online.client import Progress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
-from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
@@ -295,9 +296,7 @@ async def _run(
     counter = energy_counter(server.started.gpus if server.started else ())
 
     def snapshot() -> ProgressSnapshot:
-        return ProgressSnapshot(
-            progress.num_ended, progress.num_running, progress.received.num_events
-        )
+        return ProgressSnapshot(progress.num_ended, progress.num_running, progress.num_events)
 
     async with (
         poll_metrics(server.target) as polled,

@@ -31,11 +31,11 @@ from typer.testing import CliRunner
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.environment import Environment, checkout_commit
 from minisgl.bench.figures import Figures, spreads
-from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
 from minisgl.bench.online.context_check import RoomError, check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point
-from minisgl.bench.online.metrics_poller import Sample, StepCounts, poll_metrics
+from minisgl.bench.online.metrics_poller import Sample, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.server import StartedServer
 from minisgl.bench.online.target import Endpoint, served_model

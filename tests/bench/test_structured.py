@@ -113,7 +113,7 @@ def test_figures_have_the_share_that_followed_a_schema() -> None:
         )
         for index in range(4)
     ]
-    figures = Figures.of_requests(requests, 2.0)
+    figures = Figures.of_requests(requests, 2.0, None)
     assert figures.structured_share == 0.25
 
 

@@ -47,10 +47,12 @@ class RecordedAnswer:
 
 
 @dataclass(slots=True)
-class EventCount:
-    """The number of events that a run has received so far."""
+class Progress:
+    """The progress of a run, read by the live line."""
 
-    num_events: int = 0
+    num_running: int = 0
+    num_ended: int = 0
+    num_events: int = 0  # received so far
 
 
 async def post(
@@ -58,20 +60,20 @@ async def post(
     body: bytes,
     *,
     headers: Mapping[str, str] | None = None,
-    tally: EventCount | None = None,
+    progress: Progress | None = None,
     max_bytes: int = STREAM_BYTES,
 ) -> RecordedAnswer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
     json = {"content-type": "application/json", **(headers or {})}
     answer = RecordedAnswer()
-    tally = tally or EventCount()
+    progress = progress or Progress()
     cutter = EventCutter(max_bytes)
 
     def take(piece: bytes, now: float) -> None:
         events = cutter.cut(piece)
         answer.events += events
         answer.times += [now] * len(events)
-        tally.num_events += len(events)
+        progress.num_events += len(events)
 
     connection = await connect(address, write_request("POST", address, json, body), take)
     try:

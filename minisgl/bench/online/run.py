@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from minisgl.bench.offline_run import RequestRecord
-from minisgl.bench.online.client import EventCount, RecordedAnswer
+from minisgl.bench.online.client import Progress, RecordedAnswer
 from minisgl.bench.online.target import Endpoint, Message, question
 from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
@@ -80,16 +80,6 @@ class OnlineRun:
             raise OnlineRunError(reason)
 
 
-@dataclass(slots=True)
-class Progress:
-    """The progress of a run, read by the live line."""
-
-    num_running: int = 0
-    num_ended: int = 0
-    received: EventCount = field(default_factory=EventCount)
-    began: float = 0.0  # by time.perf_counter
-
-
 async def run_online(
     target: Endpoint,
     schedule: Sequence[ScheduledRequest],
@@ -133,7 +123,7 @@ class _Run:
         self._failed: dict[int, str] = {}
 
     async def run(self) -> OnlineRun:
-        self._began = self._progress.began = time.perf_counter()
+        self._began = time.perf_counter()
         tasks = [
             asyncio.ensure_future(self._request(index)) for index in range(len(self._schedule))
         ]
@@ -194,7 +184,7 @@ class _Run:
         self._progress.num_running += 1
         try:
             max_tokens = self._schedule[index].max_tokens
-            answer = await self._target.ask(body, max_tokens, self._progress.received)
+            answer = await self._target.ask(body, max_tokens, self._progress)
         finally:
             self._progress.num_running -= 1
         if answer.status != 200:

@@ -32,16 +32,14 @@ from minisgl.ranks.nodes.link import (
     SILENCE_LIMIT_S,
     Beat,
     Close,
-    Failed,
     Frame,
     Join,
     LinkError,
     NodeLink,
-    Ready,
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel, Failed, Ready
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks

@@ -1,7 +1,7 @@
 """Carries messages between rank 0 and the other ranks.
 
     rank 0   ── plans, moves, close ──────────▶  rank
-             ◀── RankReady, RankFailed ────────
+             ◀── Ready, Failed ────────────────
              ◀── RankListens, RankMoved ───────
              ◀── heartbeats ───────────────────
 
@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any
 
+from msgspec import Struct
+
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import MinisglError
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
@@ -29,17 +31,15 @@ _CLOSE = b"\1"  # sent after the last plan
 Waitable = Connection | int  # what multiprocessing.connection.wait accepts
 
 
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    """Sent once the rank has loaded its part of the model and accepts plans."""
+class Ready(Struct, frozen=True, tag=True):
+    """Sent once a rank, or all ranks of a node, have loaded the model and accept plans."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """Sent before the rank ends, with the reason."""
+class Failed(Struct, frozen=True, tag=True):
+    """The last message of a rank or a node that cannot go on."""
 
     kind: str  # class name of the error
-    message: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RankListens:
     obstacle: str = ""
 
 
-Message = RankReady | RankFailed | RankMoved | RankListens
+Message = Ready | Failed | RankMoved | RankListens
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Failed,
     RankEnd,
-    RankFailed,
     RankListens,
     RankMoved,
-    RankReady,
+    Ready,
 )
 from minisgl.ranks.processes.plan_codec import (
     LISTEN,
@@ -81,14 +81,14 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
     """Report the error and exit at once; an orderly exit could hang in a collective."""
     message = str(error) if isinstance(error, MinisglError) else without_words(error)
     with contextlib.suppress(OSError):
-        end.report(RankFailed(type(error).__name__, message))
+        end.report(Failed(type(error).__name__, message))
     sys.stderr.flush()
     os._exit(1)
 
 
 def _serve(spec: RankSpec, end: RankEnd) -> None:
     runner, pipeline = join_and_load(spec)
-    end.report(RankReady())
+    end.report(Ready())
     _run_plans(runner, end, spec.config.pp)
     runner.close()
     pipeline.close()

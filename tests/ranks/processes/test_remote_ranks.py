@@ -18,11 +18,11 @@ from minisgl.distributed.addresses import Listening
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Failed,
     Message,
     RankEnd,
-    RankFailed,
     RankListens,
-    RankReady,
+    Ready,
     Waitable,
 )
 from minisgl.ranks.processes.launcher import ProcessState
@@ -113,7 +113,7 @@ class TwoMachines:
             self.started[spec.rank] = spec
             self.exit_codes[spec.rank] = None
             end.beat()
-            end.report(RankReady())
+            end.report(Ready())
 
     def states(self) -> Mapping[int, ProcessState]:
         return {rank: ProcessState(100 + rank, code) for rank, code in self.exit_codes.items()}
@@ -167,7 +167,7 @@ def test_each_rank_has_its_number_and_receives_every_plan() -> None:
 
 def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
     with remote_ranks() as (ranks, launcher, channel):
-        channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
+        channel.ends[2].report(Failed("CheckpointError", "no weights"))
         reason = reason_of(ranks)
         assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
         wait_until(lambda: channel.told == [reason])  # the other machines hear of it
@@ -180,7 +180,7 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
     with remote_ranks() as (ranks, _, channel):
         channel.failure = EngineStoppedError("Node 1 has closed the connection.")
-        channel.ends[3].report(RankFailed("RuntimeError", "no answer"))  # which follows from it
+        channel.ends[3].report(Failed("RuntimeError", "no answer"))  # which follows from it
         assert reason_of(ranks) is channel.failure
     with remote_ranks() as (ranks, launcher, channel):
         launcher.exit_codes[3] = -9
@@ -236,9 +236,9 @@ def test_a_rank_that_loses_its_neighbour_is_not_named_before_the_neighbour() -> 
     with remote_ranks() as (ranks, _, channel):
         killed = EngineStoppedError("Node 1: Rank 2 (process 7) was killed by SIGKILL.")
         channel.meanwhile = lambda: channel.received.put(killed)
-        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        channel.ends[1].report(Failed("RuntimeError", "Connection closed by peer"))
         assert reason_of(ranks) is killed
     with remote_ranks() as (ranks, _, channel):
         channel.meanwhile = lambda: channel.received.put((2, None))
-        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        channel.ends[1].report(Failed("RuntimeError", "Connection closed by peer"))
         assert str(reason_of(ranks)) == "Rank 2 (process 102) is ending."
