@@ -16,12 +16,13 @@ from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord, run_offline
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
 from minisgl.bench.peak import engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
@@ -135,11 +136,11 @@ async def poll_engine(
     began = time.perf_counter()
     samples: list[Sample] = []
 
-    def snapshot() -> ProgressSnapshot:
+    def snapshot() -> RunProgress:
         stats = engine.stats()
         num_ended, num_before = (sum(some.totals.num_finished.values()) for some in (stats, before))
         num_tokens = stats.num_output_tokens - before.num_output_tokens
-        return ProgressSnapshot(num_ended - num_before, stats.num_running, num_tokens)
+        return RunProgress(num_ended - num_before, stats.num_running, num_tokens)
 
     async def look() -> None:
         while True:

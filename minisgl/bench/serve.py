@@ -18,7 +18,7 @@ from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Distribution, Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord
-from minisgl.bench.online.client import Progress
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
@@ -28,7 +28,7 @@ from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
@@ -292,15 +292,12 @@ async def _run(
     options: ServeOptions,
     title: str,
 ) -> tuple[OnlineRun, PollResult, Spent]:
-    progress = Progress()
+    progress = RunProgress()
     counter = energy_counter(server.started.gpus if server.started else ())
-
-    def snapshot() -> ProgressSnapshot:
-        return ProgressSnapshot(progress.num_ended, progress.num_running, progress.num_events)
 
     async with (
         poll_metrics(server.target) as polled,
-        live(console, title, len(schedule), "events", snapshot),
+        live(console, title, len(schedule), "events", lambda: progress),
     ):
         with metered(counter) as spent:
             run = await run_online(

@@ -32,6 +32,7 @@ from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Spa
 from minisgl.bench.environment import Environment, checkout_commit
 from minisgl.bench.figures import Figures, spreads
 from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import RoomError, check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point
@@ -42,7 +43,7 @@ from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.output import flat, write_csv
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_spreads
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
@@ -506,7 +507,7 @@ def test_a_plot_has_a_panel_for_each_metric_present(
 async def test_progress_is_shown_only_on_terminals(terminal: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120)
-    async with live(console, "Repetition 1", 8, "events", lambda: ProgressSnapshot(3, 2, 40), 0.01):
+    async with live(console, "Repetition 1", 8, "events", lambda: RunProgress(3, 2, 40), 0.01):
         await asyncio.sleep(0.05)
     assert ("Repetition 1" in shown.getvalue()) is terminal
     assert ("3/8" in shown.getvalue() and "2 running" in shown.getvalue()) is terminal

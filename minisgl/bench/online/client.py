@@ -47,12 +47,12 @@ class RecordedAnswer:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """The progress of a run, read by the live line."""
 
-    num_running: int = 0
     num_ended: int = 0
-    num_events: int = 0  # received so far
+    num_running: int = 0
+    num_received: int = 0  # tokens or events so far
 
 
 async def post(
@@ -60,20 +60,20 @@ async def post(
     body: bytes,
     *,
     headers: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     max_bytes: int = STREAM_BYTES,
 ) -> RecordedAnswer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
     json = {"content-type": "application/json", **(headers or {})}
     answer = RecordedAnswer()
-    progress = progress or Progress()
+    progress = progress or RunProgress()
     cutter = EventCutter(max_bytes)
 
     def take(piece: bytes, now: float) -> None:
         events = cutter.cut(piece)
         answer.events += events
         answer.times += [now] * len(events)
-        progress.num_events += len(events)
+        progress.num_received += len(events)
 
     connection = await connect(address, write_request("POST", address, json, body), take)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from minisgl.bench.offline_run import RequestRecord
-from minisgl.bench.online.client import Progress, RecordedAnswer
+from minisgl.bench.online.client import RecordedAnswer, RunProgress
 from minisgl.bench.online.target import Endpoint, Message, question
 from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
@@ -86,14 +86,14 @@ async def run_online(
     *,
     max_concurrency: int | None = None,
     timeout_s: float = TIMEOUT_S,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
 ) -> OnlineRun:
     """Send every request when it is due, and take every event as it comes.
 
     A request that fails is counted, and so are those that continue its conversation. Raises
     nothing of the server.
     """
-    run = _Run(target, schedule, max_concurrency, timeout_s, progress or Progress())
+    run = _Run(target, schedule, max_concurrency, timeout_s, progress or RunProgress())
     return await run.run()
 
 
@@ -104,7 +104,7 @@ class _Run:
         schedule: Sequence[ScheduledRequest],
         max_concurrency: int | None,
         timeout_s: float,
-        progress: Progress,
+        progress: RunProgress,
     ) -> None:
         self._target = target
         self._schedule = schedule

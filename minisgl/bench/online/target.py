@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl.bench.online.client import Progress, RecordedAnswer, post
+from minisgl.bench.online.client import RecordedAnswer, RunProgress, post
 from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.structured import RESPONSE_FORMAT
@@ -62,7 +62,7 @@ class Endpoint:
         return msgspec.json.encode(asked)
 
     async def ask(
-        self, body: bytes, max_tokens: int, progress: Progress | None = None
+        self, body: bytes, max_tokens: int, progress: RunProgress | None = None
     ) -> RecordedAnswer:
         """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
