@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from minisgl.bench.energy import Energy, Spent
-from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
 from minisgl.bench.peak import Peak
 from minisgl.bench.roofline import Work
+from minisgl.config import ModelFacts, ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,13 @@ class Figures:
 
     @classmethod
     def of(cls, run: RunRecord) -> Figures:
-        figures = cls.of_requests(run.requests, run.elapsed_s)
-        return replace(
-            figures,
-            num_steps=run.num_steps,
-            num_retractions=run.num_retractions,
-            graph_share=run.num_graph_steps / run.num_steps if run.num_steps else None,
-        )
+        return cls.of_requests(run.requests, run.elapsed_s, run.counts)
 
     @classmethod
-    def of_requests(cls, requests: Sequence[RequestRecord], elapsed_s: float) -> Figures:
-        """Figures from the requests alone, without those that only the engine has."""
+    def of_requests(
+        cls, requests: Sequence[RequestRecord], elapsed_s: float, counts: StepCounts | None
+    ) -> Figures:
+        """counts: None where the engine does not tell them."""
         num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
         num_cached_tokens = sum(request.num_cached_tokens for request in requests)
         num_output_tokens = sum(request.num_output_tokens for request in requests)
@@ -95,8 +92,8 @@ class Figures:
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=num_output_tokens,
-            num_steps=None,
-            num_retractions=None,
+            num_steps=counts.num_steps if counts else None,
+            num_retractions=counts.num_retractions if counts else None,
             input_tokens_per_s=num_prompt_tokens / elapsed_s,
             output_tokens_per_s=num_output_tokens / elapsed_s,
             total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / elapsed_s,
@@ -104,7 +101,7 @@ class Figures:
             cache_hit_rate=num_cached_tokens / num_prompt_tokens,
             host_hit_rate=sum(request.num_host_tokens for request in requests) / num_prompt_tokens,
             disk_hit_rate=sum(request.num_disk_tokens for request in requests) / num_prompt_tokens,
-            graph_share=None,
+            graph_share=counts.graph_share if counts else None,
             ttft_s=Distribution.of([request.ttft_s for request in requests]),
             tpot_s=Distribution.of(tpots_s) if tpots_s else None,
             e2e_s=Distribution.of([request.e2e_s for request in requests]),
@@ -154,5 +151,26 @@ class Limit:
     share: float  # of it that the run reached
 
     @classmethod
-    def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
-        return cls(peak=peak, work=work, share=work.seconds / figures.elapsed_s)
+    def of(
+        cls,
+        run: RunRecord,
+        elapsed_s: float,
+        model: ModelFacts,
+        peak: Peak,
+        config: ResolvedConfig,
+        max_concurrency: int | None = None,
+    ) -> Limit:
+        """The limit for a run that took `elapsed_s` on an engine with these options.
+
+        max_concurrency: of the requests that the engine gets; None: any number at once.
+        """
+        most = config.max_running_requests
+        work = Work.of(
+            run,
+            model,
+            peak,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            max_running=min(most, max_concurrency or most),
+        )
+        return cls(peak=peak, work=work, share=work.seconds / elapsed_s)

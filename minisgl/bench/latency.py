@@ -25,8 +25,6 @@ from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
-GREEDY = 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
@@ -119,11 +117,7 @@ async def _measure(
     repetitions: list[Figures] = []
     for seed in seeds:
         jobs = make_workload(
-            batch,
-            vocab_size=engine.model.vocab_size,
-            temperature=GREEDY,
-            seed=seed,
-            structured=structured,
+            batch, vocab_size=engine.model.vocab_size, seed=seed, structured=structured
         )
         with metered(counter) as spent:
             run = await run_streaming(engine, jobs)

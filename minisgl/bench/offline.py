@@ -16,17 +16,16 @@ from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord, run_offline
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
-from minisgl.bench.peak import Peak, engine_peak
+from minisgl.bench.peak import engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
-from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.requests import make_offline_request
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
@@ -96,7 +95,7 @@ async def _measure(
         # The last one has the seed that was asked for, so that it is the same for any number of
         # them; those before it have others, so that it finds nothing in the prefix cache.
         seed = config.seed + config.repeat - repetition
-        schedule = make_schedule(
+        jobs = make_schedule(
             workload,
             sizes,
             rows=rows,
@@ -104,48 +103,28 @@ async def _measure(
             seed=seed,
             structured=config.structured,
         )
-        jobs = [
-            make_offline_request(
-                asked.prompt,
-                max_tokens=asked.max_tokens,
-                temperature=config.temperature,
-                seed=asked.seed,
-                structured=asked.structured,
-            )
-            for asked in schedule
-        ]
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
             with metered(counter) as spent:
-                run = await run_offline(engine, jobs)
+                run = await run_offline(engine, jobs, config.temperature)
         figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {title}: {figures.elapsed_s:.2f} s, "
             f"{figures.output_tokens_per_s:,.1f} output tok/s"
         )
+    limit = None
+    if peak is not None:
+        limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config)
     return run, PointResult(
         point=Point(None, None),
         figures=figures,
-        limit=None if peak is None else _limit(engine, run, figures, peak),
+        limit=limit,
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=run.requests,
         timeline=timeline,
     )
-
-
-def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) -> Limit:
-    config = engine.config
-    work = Work.of(
-        run,
-        engine.model,
-        peak,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        max_running=config.max_running_requests,
-    )
-    return Limit.of(figures, peak, work)
 
 
 @asynccontextmanager
@@ -157,11 +136,11 @@ async def poll_engine(
     began = time.perf_counter()
     samples: list[Sample] = []
 
-    def snapshot() -> ProgressSnapshot:
+    def snapshot() -> RunProgress:
         stats = engine.stats()
         num_ended, num_before = (sum(some.totals.num_finished.values()) for some in (stats, before))
         num_tokens = stats.num_output_tokens - before.num_output_tokens
-        return ProgressSnapshot(num_ended - num_before, stats.num_running, num_tokens)
+        return RunProgress(num_ended - num_before, stats.num_running, num_tokens)
 
     async def look() -> None:
         while True:

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minisgl.bench.workload.requests import OfflineRequest
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.bench.workload.structured import STRUCTURED
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
 from minisgl.matcher import Matcher
@@ -45,6 +46,20 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCounts:
+    """The steps of an engine during a run."""
+
+    num_steps: int
+    num_graph_steps: int  # of these, those that ran as a CUDA graph
+    num_retractions: int
+
+    @property
+    def graph_share(self) -> float | None:
+        """The share of the steps that ran as a CUDA graph; None without steps."""
+        return self.num_graph_steps / self.num_steps if self.num_steps else None
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """All requests of a run, in the order of their submission."""
 
@@ -52,6 +67,10 @@ class RunRecord:
     num_steps: int
     num_retractions: int
     num_graph_steps: int = 0  # of the steps, those that ran as a CUDA graph
+
+    @property
+    def counts(self) -> StepCounts:
+        return StepCounts(self.num_steps, self.num_graph_steps, self.num_retractions)
 
     @property
     def elapsed_s(self) -> float:
@@ -64,19 +83,21 @@ class RunRecord:
 Consumer = Callable[[OutputStream], Awaitable[tuple[float, float]]]
 
 
-async def run_offline(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
+async def run_offline(
+    engine: AsyncEngine, jobs: Sequence[ScheduledRequest], temperature: float = 0.0
+) -> RunRecord:
     """Submit all requests at once and wait for the first token and the end of each.
 
     In between, no request wakes the event loop, which for 256 requests would take milliseconds of
     every step. The engine must have no other work. Raises the first error of a request, and
     ends the others.
     """
-    return await _run(engine, jobs, _wait)
+    return await _run(engine, jobs, temperature, _wait)
 
 
-async def run_streaming(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
+async def run_streaming(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
     """Like `run_offline`, but take every token as it arrives, like a streaming client."""
-    return await _run(engine, jobs, _stream)
+    return await _run(engine, jobs, 0.0, _stream)
 
 
 async def token_times(stream: OutputStream) -> list[float]:
@@ -93,16 +114,18 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
     return [after - before for before, after in pairwise(times) if start <= before and after <= end]
 
 
-async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Consumer) -> RunRecord:
-    matchers = [await _matcher(engine, job) for job in jobs]
+async def _run(
+    engine: AsyncEngine, jobs: Sequence[ScheduledRequest], temperature: float, consume: Consumer
+) -> RunRecord:
+    prepared = [(job.params(temperature), await _matcher(engine, job)) for job in jobs]
     before = engine.stats()
     started = time.perf_counter()
     streams: list[OutputStream] = []
     submitted: list[float] = []
     try:
-        for job, matcher in zip(jobs, matchers, strict=True):
+        for job, (params, matcher) in zip(jobs, prepared, strict=True):
             submitted.append(time.perf_counter())
-            streams.append(engine.submit(job.prompt_token_ids, job.params, matcher=matcher))
+            streams.append(engine.submit(job.prompt, params, matcher=matcher))
         arrivals = await asyncio.gather(*map(consume, streams))
     finally:
         for stream in streams:
@@ -119,9 +142,11 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
                 num_host_tokens=stream.request.num_host_tokens,
                 num_disk_tokens=stream.request.num_disk_tokens,
                 num_output_tokens=stream.request.num_output_tokens,
-                structured=stream.request.params.structured is not None,
+                structured=job.structured,
             )
-            for stream, at, (first, last) in zip(streams, submitted, arrivals, strict=True)
+            for job, stream, at, (first, last) in zip(
+                jobs, streams, submitted, arrivals, strict=True
+            )
         ],
         num_steps=after.counters.num_steps - before.counters.num_steps,
         num_retractions=after.counters.num_retractions - before.counters.num_retractions,
@@ -129,9 +154,8 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
     )
 
 
-async def _matcher(engine: AsyncEngine, job: OfflineRequest) -> Matcher | None:
-    structured = job.params.structured
-    return None if structured is None else (await engine.compile(structured)).matcher()
+async def _matcher(engine: AsyncEngine, job: ScheduledRequest) -> Matcher | None:
+    return (await engine.compile(STRUCTURED)).matcher() if job.structured else None
 
 
 async def _wait(stream: OutputStream) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from minisgl.kernels.hardware import has_fp8_products
 # engine leaves free.
 COPIED_BYTES = 256 << 20
 MATRIX_SIZE = 8192
-MATRIX_SIZE_ON_CPU = 1024
+REPETITIONS = 10  # of what is timed, in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,6 @@ def engine_peak(config: ResolvedConfig, model: ModelFacts) -> Peak | None:
     return peak.of_devices(config.num_ranks)
 
 
-def engine_operations_per_s(config: ResolvedConfig) -> float:
-    """Operations per second of a GEMM on the devices of a running engine, also on CPUs."""
-    size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
-    device = torch.device(config.device)
-    reached = measure_operations_per_s(device, getattr(torch, config.dtype), size)
-    _free(device)
-    return config.num_ranks * reached
-
-
 def measure_peak(
     device: torch.device,
     dtype: torch.dtype,
@@ -88,13 +79,9 @@ def measure_peak(
     bytes_per_s = _copied_bytes_per_s(device, copied_bytes)
     operations_per_s = measure_operations_per_s(device, dtype, matrix_size)
     fp8_operations_per_s = measure_fp8_operations_per_s(device, matrix_size) if in_fp8 else None
-    _free(device)
-    return Peak(bytes_per_s, operations_per_s, fp8_operations_per_s)
-
-
-def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return Peak(bytes_per_s, operations_per_s, fp8_operations_per_s)
 
 
 def _copied_bytes_per_s(device: torch.device, num_bytes: int) -> float:
@@ -129,7 +116,7 @@ def measure_fp8_operations_per_s(device: torch.device, size: int) -> float:
     return 2 * size**3 / _seconds(multiply, device)
 
 
-def _seconds(work: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, in the fastest of three rounds."""
 
     def finish() -> None:
@@ -141,8 +128,8 @@ def _seconds(work: Callable[[], object], device: torch.device, repetitions: int 
         work()
         finish()
         started = time.perf_counter()
-        for _ in range(repetitions):
+        for _ in range(REPETITIONS):
             work()
         finish()
-        fastest = min(fastest, (time.perf_counter() - started) / repetitions)
+        fastest = min(fastest, (time.perf_counter() - started) / REPETITIONS)
     return fastest

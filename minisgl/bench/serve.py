@@ -18,22 +18,22 @@ from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Distribution, Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
-from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
-from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.requests import MAX_TOKEN_ID
-from minisgl.bench.workload.schedule import ScheduledRequest, at_rate, make_schedule
+from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
+from minisgl.bench.workload.schedule import at_rate, make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.client.address import api_base
@@ -162,7 +162,7 @@ async def _server_under_test(
             yield ServerUnderTest(
                 target=replace(target, url=url),
                 run_info=started.run_info,
-                sizes=workload.fix(config.sizes(started.device)),
+                sizes=workload.fix(config.sizes(started.config.device)),
                 vocab_size=started.model.vocab_size,
                 context=started.run_info.capacity["max_seq_len"],
                 started=started,
@@ -217,7 +217,11 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
             f"{len(rows):,} requests in {rows[-1].timestamp - rows[0].timestamp:,.1f} s of the "
             "trace; a question whose predecessor is still being answered waits for it"
         )
-    elif server.started is not None and server.started.device == "cpu" and server.sizes != STANDARD:
+    elif (
+        server.started is not None
+        and server.started.config.device == "cpu"
+        and server.sizes != STANDARD
+    ):
         console.print("on a CPU, sizes that are not given are smaller than the standard ones")
 
 
@@ -288,17 +292,12 @@ async def _run(
     options: ServeOptions,
     title: str,
 ) -> tuple[OnlineRun, PollResult, Spent]:
-    progress = Progress()
+    progress = RunProgress()
     counter = energy_counter(server.started.gpus if server.started else ())
-
-    def snapshot() -> ProgressSnapshot:
-        return ProgressSnapshot(
-            progress.num_ended, progress.num_running, progress.received.num_events
-        )
 
     async with (
         poll_metrics(server.target) as polled,
-        live(console, title, len(schedule), "events", snapshot),
+        live(console, title, len(schedule), "events", lambda: progress),
     ):
         with metered(counter) as spent:
             run = await run_online(
@@ -326,16 +325,14 @@ def share_of_limit(
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
-    most = started.run_info.engine_options["max_running_requests"]
-    work = Work.of(
+    return Limit.of(
         record,
+        figures.elapsed_s,
         started.model,
         started.peak,
-        dtype=started.dtype,
-        kv_dtype=started.kv_dtype,
-        max_running=min(most, point.max_concurrency or most),
+        started.config,
+        point.max_concurrency,
     )
-    return Limit.of(figures, started.peak, work)
 
 
 # -- warnings ----------------------------------------------------------------------------------

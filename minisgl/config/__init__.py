@@ -46,11 +46,6 @@ from minisgl.config.quantization import (
     Storage,
 )
 from minisgl.config.resolve import (
-    CPU_KV_BYTES,
-    CPU_KV_TOKENS,
-    DISABLE_OVERLAP,
-    LARGEST_AUTO_GRAPH,
-    MAX_CPU_RANKS,
     Capacity,
     ResolvedConfig,
     overlap_enabled,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first
@@ -33,7 +34,8 @@ CPU_KV_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The options with all automatic values resolved."""
+    """The options with all automatic values resolved. Those that have none are as the user set
+    them."""
 
     model: str
     device: str
@@ -135,48 +137,32 @@ def resolve(
     kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
-    return ResolvedConfig(
-        model=config.model,
-        device=target,
-        dtype=dtype,
-        load_format="safetensors" if config.load_format == "auto" else config.load_format,
-        max_seq_len=_resolve_max_seq_len(config, model, notes),
-        tp=config.tp,
-        pp=config.pp,
-        nnodes=config.nnodes,
-        node_rank=config.node_rank,
-        master_addr=config.master_addr,
-        master_port=config.master_port,
-        cluster_token_file=config.cluster_token_file,
-        disable_pynccl=config.disable_pynccl,
-        memory_ratio=config.memory_ratio,
-        kv_dtype=kv_dtype,
-        num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
-        page_size=page_size,
-        cache_type=config.cache_type,
-        dense_copies_share=DENSE_COPIES_SHARES[config.dense_copies],
-        num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
-        disk_cache=config.disk_cache or "",
-        disk_cache_bytes=int(config.disk_cache_gb * GB),
-        max_running_requests=config.max_running_requests,
-        max_queued_requests=config.max_queued_requests,
-        max_prefill_length=config.max_prefill_length,
-        schedule_policy=config.schedule_policy,
-        schedule_conservativeness=config.schedule_conservativeness,
-        key_share=config.key_share,
-        step_timeout=config.step_timeout,
-        attn_prefill=prefill.name,
-        attn_decode=decode.name,
-        cuda_graph_max_bs=_resolve_graphs(config, device, target, decode, notes),
-        overlap=overlap,
-        notes=tuple(notes),
-    )
+    resolved: dict[str, Any] = {
+        "device": target,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "load_format": "safetensors" if config.load_format == "auto" else config.load_format,
+        "max_seq_len": _resolve_max_seq_len(config, model, notes),
+        "num_pages": _resolve_num_pages(config, model, device, target, kv_dtype, page_size),
+        "page_size": page_size,
+        "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
+        "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
+        "disk_cache": config.disk_cache or "",
+        "disk_cache_bytes": int(config.disk_cache_gb * GB),
+        "attn_prefill": prefill.name,
+        "attn_decode": decode.name,
+        "cuda_graph_max_bs": _resolve_graphs(config, device, target, decode, notes),
+        "overlap": overlap,
+        "notes": tuple(notes),
+    }
+    others = {spec.name for spec in fields(ResolvedConfig)} - resolved.keys()
+    return ResolvedConfig(**resolved, **{name: getattr(config, name) for name in others})
 
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     nodes = config.nnodes
-    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    here, found = _room_here(config, device, target)
     allowed = [
         size
         for size in range(1, nodes * here + 1)
@@ -185,8 +171,7 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     if config.tp in allowed:
         return
     if model.can_divide(config.tp):
-        found = f"{here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
-        reason = f"there are {found}" + (f" on this one of {nodes} nodes" if nodes > 1 else "")
+        reason = f"there are {found}"
     elif model.one_rank is not None:
         reason = model.one_rank
     else:
@@ -203,7 +188,7 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
 def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
     """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
     nodes = config.nnodes
-    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    here, found = _room_here(config, device, target)
     num_layers = len(model.attention)
     room = nodes * here // config.tp
     if config.pp > 1 and model.one_stage is not None:
@@ -212,15 +197,21 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
         return
     reason = f"this model has {num_layers} layers"
     if config.pp > room:
-        reason = f"there are {here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
-        if nodes > 1:
-            reason += f" on this one of {nodes} nodes"
+        reason = f"there are {found}" if target == "cuda" else found
         if config.tp > 1:
             reason += f", and each stage has {config.tp} ranks (--tp)"
     allowed = [
         size for size in range(1, min(room, num_layers) + 1) if size * config.tp % nodes == 0
     ]
     refuse(config, "pp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
+
+
+def _room_here(config: EngineConfig, device: DeviceFacts, target: str) -> tuple[int, str]:
+    """The largest number of ranks on this node, and the words for it."""
+    nodes = config.nnodes
+    most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    found = f"{most} GPUs" if target == "cuda" else f"at most {most} ranks on a CPU"
+    return most, f"{found} on this one of {nodes} nodes" if nodes > 1 else found
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:

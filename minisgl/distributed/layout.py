@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl.config import ResolvedConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
@@ -23,6 +25,11 @@ class RankLayout:
     tp: int  # ranks of a tensor-parallel group, which share each layer
     pp: int = 1  # pipeline stages, each a tensor-parallel group
     num_nodes: int = 1
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> RankLayout:
+        """The ranks that the options ask for."""
+        return cls(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers below 1, and if the nodes cannot have equal shares."""
@@ -56,12 +63,8 @@ class RankLayout:
         """The place of a rank among those of its node; also its GPU there."""
         return rank % self.ranks_per_node
 
-    def first_rank(self, node: int) -> int:
-        """The lowest rank of a node."""
-        return node * self.ranks_per_node
-
     def ranks_of_node(self, node: int) -> range:
-        first = self.first_rank(node)
+        first = node * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
     def ranks_of_stage(self, stage: int) -> range:

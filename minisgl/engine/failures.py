@@ -110,7 +110,7 @@ class Failures:
         reason = self._watch.look(
             time.monotonic(),
             compiles=self._runner.may_compile(),
-            silence=self._ranks.silence() if self._ranks is not None else {},
+            silence=self._ranks.silence if self._ranks is not None else {},
         )
         if reason is not None and self._ranks is not None:
             self._ranks.give_up(EngineStoppedError(reason))
@@ -137,7 +137,7 @@ class Failures:
         while not any(future.done() for future in ending):
             await asyncio.wait(ending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if self._ranks is not None:
-                silent = [r for r, s in self._ranks.silence().items() if s > CLOSE_GRACE_S]
+                silent = [r for r, s in self._ranks.silence.items() if s > CLOSE_GRACE_S]
                 if silent:
                     stopped = f"Rank {silent[0]} is silent, and does not end its last step."
                     self._ranks.give_up(EngineStoppedError(stopped))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from itertools import islice
-from typing import Protocol
+
+from minisgl.engine.stream import OutputStream
 
 # Writing an SSE event to a socket takes 10 to 20 µs, so this many consumers delay the engine's own
 # callback by at most half a millisecond.
 CONSUMERS_PER_TURN = 32
-
-
-class Notified(Protocol):
-    def notify(self) -> None: ...
 
 
 class Fanout:
@@ -25,16 +22,17 @@ class Fanout:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: dict[Notified, None] = {}  # a queue without duplicates
+        self._due: dict[OutputStream, None] = {}  # a queue without duplicates
 
-    def add(self, consumer: Notified) -> None:
+    def add(self, stream: OutputStream) -> None:
+        """Notify the consumer of a stream soon."""
         if not self._due:
             self._loop.call_soon(self._notify_some)
-        self._due[consumer] = None
+        self._due[stream] = None
 
     def _notify_some(self) -> None:
-        for consumer in [*islice(self._due, CONSUMERS_PER_TURN)]:
-            del self._due[consumer]
-            consumer.notify()
+        for stream in [*islice(self._due, CONSUMERS_PER_TURN)]:
+            del self._due[stream]
+            stream.notify()
         if self._due:
             self._loop.call_soon(self._notify_some)

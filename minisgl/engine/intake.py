@@ -158,7 +158,6 @@ class Intake:
 
     def join(self) -> None:
         """Block until the threads have ended, for a few seconds at most. Call `drain` before."""
-        if self._texts is not None:
-            self._texts.join()
-        if self._grammars is not None:
-            self._grammars.join()
+        for part in (self._texts, self._grammars):
+            if part is not None:
+                part.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -56,8 +57,6 @@ class MaskFiller:
         self._clock = clock
         self._wall_clock = wall_clock
         self._last_word = (1 << ((vocab_size - 1) % WORD_BITS + 1)) - 1  # bits of the vocabulary
-        self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-        self._pool: GrammarPool | None = None  # made when it is needed
         self._accept_alone = self._fill_alone = False  # next time
 
     def accept(self, requests: Sequence[Request]) -> FailedRequests:
@@ -66,7 +65,7 @@ class MaskFiller:
         grammars = {} if self._accept_alone else self._together(following)
         self._accept_alone = False
         if grammars:
-            pool, last = self._make_pool(), [following[index].token_ids[-1] for index in grammars]
+            pool, last = self._pool, [following[index].token_ids[-1] for index in grammars]
             self._accept_alone = self._is_slow(lambda: pool.accept([*grammars.values()], last))
         failed = [i for i, grammar in grammars.items() if grammar.error and not grammar.heal()]
         reasons = dict.fromkeys(failed, _BROKEN)
@@ -83,7 +82,7 @@ class MaskFiller:
         grammars = {} if self._fill_alone else self._together(requests)
         self._fill_alone = False
         if grammars:
-            pool, indices = self._make_pool(), [*grammars]
+            pool, indices = self._pool, [*grammars]
             self._fill_alone = self._is_slow(lambda: pool.fill([*grammars.values()], indices, rows))
         failed = {i for i, grammar in grammars.items() if grammar.error}
         reasons = {i: _BROKEN for i in failed if not grammars[i].heal()}
@@ -118,10 +117,9 @@ class MaskFiller:
         }
         return {index: grammar for index, grammar in found.items() if grammar is not None}
 
-    def _make_pool(self) -> GrammarPool:
-        if self._pool is None:
-            self._pool = GrammarPool(self._num_threads)
-        return self._pool
+    @cached_property
+    def _pool(self) -> GrammarPool:
+        return GrammarPool(min(MAX_THREADS, os.cpu_count() or 1))
 
     def _is_slow(self, drive: Callable[[], None]) -> bool:
         began = self._wall_clock()

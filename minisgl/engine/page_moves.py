@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -137,7 +138,7 @@ class PageMoves:
             self._landings.end()
 
     def transfer_stats(self) -> TransferStats | None:
-        return None if self._exchange is None else self._exchange.stats.copy()
+        return None if self._exchange is None else deepcopy(self._exchange.stats)
 
     def host_stats(self) -> HostStats | None:
         if not self._config.num_host_pages:

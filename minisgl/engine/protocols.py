@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from minisgl.distributed.addresses import Listening
-from minisgl.errors import MinisglError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows
@@ -77,20 +75,3 @@ class Runner(Protocol[Handle]):
         ...
 
     def close(self) -> None: ...
-
-
-class Ranks(Protocol):
-    """The part of a tensor-parallel runner that monitors the other ranks."""
-
-    @property
-    def lost(self) -> Future[None]:
-        """A future that fails once no step will end any more, even where `collect` hangs."""
-        ...
-
-    def silence(self) -> Mapping[int, float]:
-        """Seconds since the last heartbeat, by rank."""
-        ...
-
-    def give_up(self, reason: MinisglError) -> None:
-        """Kill the other ranks and fail `lost` with `reason`. Returns at once."""
-        ...

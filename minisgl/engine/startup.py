@@ -18,7 +18,7 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
-from minisgl.engine.protocols import Handle, Ranks, Runner
+from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
@@ -29,6 +29,7 @@ from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.nodes.worker_node import work
+from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
@@ -53,7 +54,7 @@ class Loaded(Generic[Handle]):
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     model_name: str
-    ranks: Ranks | None = None  # None for a single rank
+    ranks: RemoteRanks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
@@ -86,13 +87,14 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | SeveralRanks
-    ranks: Ranks | None = None
+    ranks: RemoteRanks | None = None
     if resolved.disk_cache:
         check_folder(resolved)  # before the weights are read, which may take minutes
     if resolved.num_ranks == 1:
         runner = load_runner(resolved, model_config, folder, report)
     else:
-        runner = ranks = load_ranks(resolved, model_config, folder, report)
+        runner = load_ranks(resolved, model_config, folder, report)
+        ranks = runner.others
     for note in (*model_config.notes, *resolved.notes):
         logger.info("%s", note)
     if defaults.values:

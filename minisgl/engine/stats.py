@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
@@ -175,9 +175,6 @@ class TransferStats:
     sent: TransferTotals = field(default_factory=TransferTotals)
     received: TransferTotals = field(default_factory=TransferTotals)
     num_failed: int = 0  # that this engine computed instead, or their ends
-
-    def copy(self) -> TransferStats:
-        return TransferStats(replace(self.sent), replace(self.received), self.num_failed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from minisgl.engine.waiting_thread import WaitingThread
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -70,35 +69,23 @@ class _Worker:
         self.renderer = renderer
         self._done = done
         self._loop = asyncio.get_running_loop()
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="minisgl-intake", daemon=True)
-        self.thread.start()
-
-    def begin(self, task: _Task) -> None:
-        self._tasks.put(task)
+        self.thread = WaitingThread("minisgl-intake", self._work, renderer.wait)
 
     def end(self) -> None:
         """End after the current task; a rendering is interrupted."""
         self.renderer.close()
-        self._tasks.put(None)
+        self.thread.end()
 
-    def _run(self) -> None:
-        self._work()
-        self.renderer.close()
-        self.renderer.wait()
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            result, error = None, None
-            try:
-                result = task.work(self.renderer)
-            except Exception as raised:
-                error = raised
-            try:
-                self._loop.call_soon_threadsafe(self._done, self, task, result, error)
-            except RuntimeError:  # the loop was closed without closing the engine
-                return
-            del task, result, error
+    def _work(self, task: _Task) -> None:
+        result, error = None, None
+        try:
+            result = task.work(self.renderer)
+        except Exception as raised:
+            error = raised
+        try:
+            self._loop.call_soon_threadsafe(self._done, self, task, result, error)
+        except RuntimeError:  # the loop was closed without closing the engine
+            self.end()
 
 
 class _WorkQueue:
@@ -147,7 +134,7 @@ class _WorkQueue:
             if worker is None:
                 return
             self._busy[worker] = task = heapq.heappop(self._waiting)
-            worker.begin(task)
+            worker.thread.add(task)
 
     def _find_worker(self) -> _Worker | None:
         if self._idle:
@@ -169,13 +156,13 @@ class _WorkQueue:
                 task.future.set_exception(error)
         self._dispatch()
 
-    def end(self) -> list[threading.Thread]:
-        """Accept no more work; returns the threads, which are about to end."""
+    def end(self) -> list[Future[None]]:
+        """Accept no more work; returns the ends of the threads, which are near."""
         self._closed = True
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.end()
-        return [worker.thread for worker in workers]
+        return [worker.thread.ended for worker in workers]
 
     def fail(self, reason: MinisglError) -> None:
         """Fail everything that is queued or running."""
@@ -218,7 +205,7 @@ class Texts:
             self._slow_renderings,
             self._long_texts,
         )
-        self._threads: list[threading.Thread] = []  # that are about to end
+        self._ends: list[Future[None]] = []  # of threads
         self._warming: asyncio.Future[None] | None = None
         self._facts: asyncio.Future[TemplateFacts] | None = None
 
@@ -345,13 +332,11 @@ class Texts:
     def end(self) -> None:
         """End the threads once the loop has stopped, without failing pending work. Thread-safe."""
         for line in self._lines:
-            self._threads += line.end()
+            self._ends += line.end()
 
     def join(self) -> None:
         """Block until the threads have ended, for a few seconds at most. Call `close` before.
 
         The interpreter must not exit while the tokenizers library runs in one of them.
         """
-        deadline = time.monotonic() + JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        wait(self._ends, JOIN_S)

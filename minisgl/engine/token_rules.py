@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from minisgl.errors import InvalidRequestError
 from minisgl.matcher import WORD_BITS, MaskRows, Matcher, mask_words
+from minisgl.text.tokenizer import Tokenizer
 
 ALL = 0xFFFFFFFF
 TokenIds = tuple[int, ...]
 
 
-class Encoder(Protocol):
-    """What of a Tokenizer makes tokens of words."""
-
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
-
-
-def word_token_ids(tokenizer: Encoder, words: Iterable[str]) -> tuple[TokenIds, ...]:
+def word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[TokenIds, ...]:
     """The sequences of tokens that each word is, at the beginning of a text and behind a space.
 
     The second is left out where the space is a token of its own, for then it has the first in it;

@@ -6,20 +6,17 @@ or overflow the stack. A grammar that this process has compiled in time is safe 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import resource
 import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from typing import IO, ClassVar, NoReturn
+from typing import ClassVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.grammar.schema import explain, ignored_keyword, rounded_value, tidy
 from minisgl.grammar.source import (
     BLANK,
@@ -31,14 +28,12 @@ from minisgl.grammar.source import (
 )
 from minisgl.grammar.vocabulary import Outline, sketch
 from minisgl.grammar.walking import walk
-from minisgl.subprocesses import Worker, limit_memory, receive, send
+from minisgl.subprocesses import TIME_IS_UP, Worker, receive, serve_tasks
 
 # Seconds of a grammar on the clock, for a process that gets nothing of a processor.
 CLOCK_SECONDS = 30.0
-MEMORY_BYTES = 1 << 30
 # The stack of a thread where the system sets no limit; otherwise the limit is its size.
 THREAD_STACK_BYTES = 2 << 20
-TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
 BYTES_PER_CHAR = 100  # of memory, for a character of a grammar, where it cannot be measured
 TOO_LARGE = "it is too large or nested too deeply to compile."
 NOT_BLANK = (
@@ -64,58 +59,37 @@ class Checker(Worker):
     """A process that tries one grammar at a time, started when first needed."""
 
     def __init__(self, outline: Outline, processor_seconds: float) -> None:
-        serve = f"from minisgl.grammar.checking import serve; serve({processor_seconds!r})"
-        super().__init__(serve, CLOSED, subprocess.DEVNULL)  # where llguidance's panics quote it
-        self._outline = outline
+        super().__init__(
+            f"from minisgl.grammar.checking import serve; serve({processor_seconds!r})",
+            does="tries grammars",
+            stopped=CLOSED,
+            opening=msgspec.json.encode(asdict(outline)),
+            stderr=subprocess.DEVNULL,  # where llguidance's panics quote a grammar
+        )
 
     def check(self, source: Source) -> Checked:
         """Try a grammar. Blocks; called by one thread at a time. Raises EngineStoppedError."""
-        process = self.start()
-        assert process.stdin is not None and process.stdout is not None
-        answer = None
-        with contextlib.suppress(OSError, ValueError):  # a broken pipe
-            if not self._ready:
-                send(process.stdin, msgspec.json.encode(asdict(self._outline)))
-                self._ready = receive(process.stdout) is not None
-            send(process.stdin, msgspec.json.encode(source))
-            answer = receive(process.stdout)
-        if answer is not None:
-            return msgspec.json.decode(answer, type=Checked)
-        code = self.wait()
-        if self._closed.is_set():
-            raise EngineStoppedError(CLOSED)
-        raise MinisglError(f"The process that tries grammars ended with {code}.")
+        return msgspec.json.decode(self.ask(msgspec.json.encode(source)), type=Checked)
 
 
 def serve(processor_seconds: float) -> None:
-    """Run the process: have grammars tried until its parent has gone.
-
-    It forks the process that tries them, and another one when that has ended: to start one takes
-    much longer, and holds up the engine for a moment.
-    """
-    sources, answers = sys.stdin.buffer, sys.stdout.buffer
-    for number in TIME_IS_UP:
-        signal.signal(number, signal.SIG_DFL)  # the default action kills the process
-    message = receive(sources)
+    """Run the process: try grammars until its parent has gone."""
+    message = receive(sys.stdin.buffer)
     if message is None:
         return
     outline = msgspec.json.decode(message, type=Outline)
     tokenizer = sketch(outline)
-    limit_memory(MEMORY_BYTES)
     _limit_stack()
-    send(answers, b"")  # no grammar is sent before, so that none has been read when it forks
-    while True:
-        child = os.fork()
-        if child == 0:
-            _serve(tokenizer, outline, sources, answers, processor_seconds)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code >= 0:  # the engine has gone, or this is broken
-            os._exit(code)  # skip the flush of stdout
-        is_slow = -code in TIME_IS_UP
-        try:
-            send(answers, msgspec.json.encode(Checked(reason=TOO_LARGE, is_slow=is_slow)))
-        except BrokenPipeError:
-            os._exit(0)
+
+    def answer(message: bytes) -> bytes:
+        source = msgspec.json.decode(message, type=Source)
+        return msgspec.json.encode(check(tokenizer, outline, source))
+
+    def killed(number: int) -> bytes:
+        return msgspec.json.encode(Checked(reason=TOO_LARGE, is_slow=number in TIME_IS_UP))
+
+    timers = {signal.ITIMER_REAL: CLOCK_SECONDS, signal.ITIMER_PROF: processor_seconds}
+    serve_tasks(sys.stdin.buffer, sys.stdout.buffer, answer, killed, timers)
 
 
 def _limit_stack() -> None:
@@ -123,31 +97,6 @@ def _limit_stack() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     of_thread = THREAD_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_STACK, (of_thread // 2, hard))
-
-
-def _serve(
-    tokenizer: LLTokenizer,
-    outline: Outline,
-    sources: IO[bytes],
-    answers: IO[bytes],
-    processor_seconds: float,
-) -> NoReturn:
-    """Try grammars, in the process that is killed when one takes too long."""
-    code = 1
-    try:
-        while (message := receive(sources)) is not None:
-            source = msgspec.json.decode(message, type=Source)
-            signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
-            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-            checked = check(tokenizer, outline, source)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            send(answers, msgspec.json.encode(checked))
-        code = 0
-    except BrokenPipeError:
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -22,9 +21,7 @@ from minisgl.grammar.schema import tidy
 from minisgl.grammar.source import Source, source_of
 from minisgl.grammar.vocabulary import Vocabulary
 from minisgl.request import StructuredOutput
-
-if TYPE_CHECKING:
-    from minisgl.text.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20  # of the memory that they take

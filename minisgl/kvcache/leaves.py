@@ -24,9 +24,6 @@ class LeafQueue:
         self._heap: list[_HeapEntry] = []
         self._num_offers = 0
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def offer(self, node: Node, num_nodes: int) -> None:
         """Add a node. num_nodes: of the tree, which bounds the entries kept."""
         self._num_offers += 1

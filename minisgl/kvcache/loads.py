@@ -66,11 +66,9 @@ class Loads:
     def above(self, node: Node) -> dict[int, int]:
         """The loads that write pages of the prefix up to `node`, and how many of these each."""
         found: dict[int, int] = {}
-        at: Node | None = node if self._in_flight else None
-        while at is not None:
-            if at.load:
-                found[at.load] = found.get(at.load, 0) + len(at.pages)
-            at = at.parent
+        for each in node.upwards() if self._in_flight else ():
+            if each.load:
+                found[each.load] = found.get(each.load, 0) + len(each.pages)
         return found
 
     def landed(self, load_id: int) -> None:

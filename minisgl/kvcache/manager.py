@@ -354,9 +354,4 @@ class KVCacheManager:
 
 
 def _path_pages(node: Node) -> list[int]:
-    runs: list[list[int]] = []
-    at: Node | None = node
-    while at is not None:
-        runs.append(at.pages)
-        at = at.parent
-    return [page for run in reversed(runs) for page in run]
+    return [page for each in reversed([*node.upwards()]) for page in each.pages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 TOKEN_BYTES = array("i").itemsize
@@ -42,6 +42,13 @@ class Node:
     def is_bare(self) -> bool:
         """Whether it has pages on the device only."""
         return bool(self.pages) and not self.host_pages
+
+    def upwards(self) -> Iterator[Node]:
+        """The node and all above it, up to the root."""
+        at: Node | None = self
+        while at is not None:
+            yield at
+            at = at.parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ What must make way at once is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from minisgl.kvcache.disk import DiskTier
 from minisgl.kvcache.host import HostPool
@@ -67,17 +68,7 @@ class RadixCache:
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        node, found = root, 0
-        while found < max_pages:
-            child = self._child(node, key, found)
-            if child is None:
-                break
-            common = self._common_pages(child, key, found, max_pages)
-            found += common
-            if common < child.num_pages:
-                break
-            node = child
-        return found
+        return sum(common for _, common in self._matches(root, key, 0, max_pages))
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key).
@@ -85,41 +76,39 @@ class RadixCache:
         Its end in host memory is left out where computing it is faster than loading it.
         """
         self._clock += 1
+        root = self._root(namespace)
+        path = [*self._walk(root, key, 0, max_pages)]
+        on_device = [*takewhile(lambda each: each.pages, path)]
+        num_host = sum(each.num_pages for each in path[len(on_device) :])
+        if num_host and not self._host.rule.pays(num_host):
+            path, num_host = on_device, 0
+        for each in path:
+            each.last_used = self._clock
+        node = path[-1] if path else root
+        self._lock(node)
+        return Match(node, [page for each in on_device for page in each.pages], num_host)
+
+    def _root(self, namespace: bytes) -> Node:
+        """The root of a namespace, made if there is none; `_let_go` ends it."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
-        node, pages = root, list[int]()
-        while len(pages) < max_pages:
-            child = self._child(node, key, len(pages))
-            if child is None or not child.pages:
-                break
-            common = self._common_pages(child, key, len(pages), max_pages)
-            node = child if common == len(child.pages) else self._split(child, common)
-            node.last_used = self._clock
-            pages += node.pages
-        num_host = 0
-        if self._host.num_pages:
-            node, num_host = self._follow_host(node, key, len(pages), max_pages)
-        self._lock(node)
-        return Match(node, pages, num_host)
+        return root
 
-    def _follow_host(self, node: Node, key: bytes, start: int, end: int) -> tuple[Node, int]:
-        """Follow `key` from page `start` on below `node`, whose children match in host memory only.
+    def _walk(self, node: Node, key: bytes, start: int, end: int) -> Iterator[Node]:
+        """The nodes below `node` with the pages `start` .. `end` - 1 of `key`, from the top. Splits
+        the last one where `key` leaves it."""
+        for child, common in self._matches(node, key, start, end):
+            yield child if common == child.num_pages else self._split(child, common)
 
-        Returns the last node and the number of its pages below `node`: none if loading them is
-        slower than computing them.
-        """
-        last, path, found = node, list[Node](), start
-        while found < end and (child := self._child(last, key, found)) is not None:
-            common = self._common_pages(child, key, found, end)
-            last = child if common == child.num_pages else self._split(child, common)
-            path.append(last)
-            found += common
-        if not path or not self._host.rule.pays(found - start):
-            return node, 0
-        for each in path:
-            each.last_used = self._clock
-        return last, found - start
+    def _matches(self, node: Node, key: bytes, start: int, end: int) -> Iterator[tuple[Node, int]]:
+        """The same nodes as they are, and how many pages of each match."""
+        is_whole = True
+        while is_whole and start < end and (child := self._child(node, key, start)) is not None:
+            common = self._common_pages(child, key, start, end)
+            is_whole = common == child.num_pages
+            yield child, common
+            node, start = child, start + common
 
     def _child(self, node: Node, key: bytes, start: int) -> Node | None:
         return node.children.get(self._first_page(key, start))
@@ -175,28 +164,26 @@ class RadixCache:
 
         Nodes that are in host memory only get theirs back.
         """
-        at, end, refused = start, start + len(pages), list[int]()
-        while at < end:
-            child = self._child(node, key, at)
-            if child is None:
-                return self._add(node, key, at, pages[at - start :]), refused
-            common = self._common_pages(child, key, at, end)
-            node = child if common == child.num_pages else self._split(child, common)
-            run = pages[at - start : at - start + common]
-            if node.pages:
+        last, num_put, refused = node, 0, list[int]()
+        for last in self._walk(node, key, start, start + len(pages)):
+            run = pages[num_put : num_put + last.num_pages]
+            if last.pages:
                 refused += run
             else:
-                self._give(node, run)
-                self._let_go(node)
-            at += common
-        return node, refused
+                self._give(last, run)
+                self._let_go(last)
+            num_put += len(run)
+        if num_put < len(pages):
+            last = self._add(last, key, start + num_put, start + len(pages))
+            self._give(last, pages[num_put:])
+        return last, refused
 
-    def _add(self, parent: Node, key: bytes, start: int, pages: Sequence[int]) -> Node:
-        run = key[start * self._page_bytes : (start + len(pages)) * self._page_bytes]
+    def _add(self, parent: Node, key: bytes, start: int, end: int) -> Node:
+        """Add a node for the pages `start` .. `end` - 1 of `key`, which it is to get."""
+        run = key[start * self._page_bytes : end * self._page_bytes]
         node = Node(key=run, pages=[], parent=parent, last_used=self._clock)
         parent.children[self._first_page(run, 0)] = node
         self._num_nodes += 1
-        self._give(node, pages)
         return node
 
     def _give(self, node: Node, pages: Sequence[int]) -> None:
@@ -240,13 +227,9 @@ class RadixCache:
 
         Returns the host pages to load from. The load locks `node`, too, until `filled(node)`.
         """
-        path: list[Node] = []
-        at: Node | None = node
-        while at is not None and not at.pages and at.parent is not None:
-            path.append(at)
-            at = at.parent
+        path = takewhile(lambda each: each.parent is not None and not each.pages, node.upwards())
         host_pages: list[int] = []
-        for each in reversed(path):
+        for each in reversed([*path]):
             start = len(host_pages)
             host_pages += each.host_pages
             self._give(each, pages[start : len(host_pages)])
@@ -256,38 +239,32 @@ class RadixCache:
 
     def filled(self, node: Node) -> None:
         """Mark the end of the load that `fill` began."""
-        at: Node | None = node
         load = node.load
-        while at is not None and at.load == load:
-            at.load = 0
-            at = at.parent
+        for each in takewhile(lambda each: each.load == load, node.upwards()):
+            each.load = 0
         self.release(node)
 
     # -- locks -------------------------------------------------------------------------------------
 
     def _lock(self, node: Node) -> None:
-        at: Node | None = node
-        while at is not None:
+        for at in node.upwards():
             at.num_users += 1
             if at.num_users > 1:
                 return
             self._num_evictable -= len(at.pages)
             if at.is_ahead:
                 self._set_ahead(at, False)
-            at = at.parent
 
     def release(self, node: Node) -> None:
         """Release one lock on `node`."""
         self._clock += 1
         node.last_used = self._clock
-        at: Node | None = node
-        while at is not None:
+        for at in node.upwards():
             at.num_users -= 1
             if at.num_users:
                 return
             self._num_evictable += len(at.pages)
             self._let_go(at)
-            at = at.parent
 
     # -- eviction ----------------------------------------------------------------------------------
 
@@ -398,33 +375,29 @@ class RadixCache:
     def _make_room_ahead(self, num_pages: int) -> bool:
         """As `make_room`, but drops neither copies that the device is to evict sooner than what
         they would make room for, nor what the disk can have: `make_spare` writes that."""
-        host = self._host
-        while host.num_free < num_pages:
-            if self._disk is not None:
-                return False
-            node = self._host_leaves.pop()
-            if node is None:
-                return False
-            if node.pages:
-                self._let_go(node)
-                return False
-            self._cut(node, max(num_pages - host.num_free, host.piece))
-            self._leave_host(node)
-        return True
+        if self._disk is not None:
+            return self._host.num_free >= num_pages
+        return self.make_room(num_pages, lambda node: not node.pages)
 
     def _cut(self, node: Node, at_most: int) -> None:
         """Split `node` so that it has at most `at_most` pages."""
         if node.num_pages > at_most:
             self._split(node, node.num_pages - at_most)
 
-    def make_room(self, num_pages: int) -> bool:
-        """Free host pages, least recently used first; False if there are too few."""
+    def make_room(
+        self, num_pages: int, may_drop: Callable[[Node], bool] = lambda node: True
+    ) -> bool:
+        """Free host pages, least recently used first, up to a node that `may_drop` keeps; False if
+        there are too few."""
         host = self._host
         if num_pages > host.num_pages:
             return False
         while host.num_free < num_pages:
             node = self._host_leaves.pop()
             if node is None:
+                return False
+            if not may_drop(node):
+                self._let_go(node)
                 return False
             self._cut(node, max(num_pages - host.num_free, host.piece))
             self._leave_host(node)
@@ -467,13 +440,10 @@ class RadixCache:
 
     def _place(self, node: Node) -> tuple[bytes, bytes, int]:
         """The namespace of a node, the tokens up to its end, and the index of its first page."""
-        runs: list[bytes] = []
-        at = node
-        while at.parent is not None:
-            runs.append(at.key[: at.num_pages * self._page_bytes])
-            at = at.parent
-        tokens = b"".join(reversed(runs))
-        return at.key, tokens, len(tokens) // self._page_bytes - node.num_pages
+        *path, root = node.upwards()
+        size = self._page_bytes
+        tokens = b"".join(each.key[: each.num_pages * size] for each in reversed(path))
+        return root.key, tokens, len(tokens) // size - node.num_pages
 
     def _leave_host(self, node: Node) -> None:
         """Take a node out of host memory."""
@@ -502,27 +472,15 @@ class RadixCache:
         if not host_pages:
             return ()
         self._clock += 1
-        root = self._roots.get(namespace)
-        if root is None:
-            if start:
-                return host_pages
-            root = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
-        node, at, end = root, 0, start + len(host_pages)
-        while at < end:
-            child = self._child(node, key, at)
-            if child is None:
-                break
-            common = self._common_pages(child, key, at, end)
-            node = child if common == child.num_pages else self._split(child, common)
-            at += common
+        root = last = self._root(namespace)
+        at, end = 0, start + len(host_pages)
+        for last in self._walk(root, key, 0, end):
+            at += last.num_pages
         if at < start or at == end:
-            self._let_go(node)
+            self._let_go(last)
             return host_pages
-        run = key[at * self._page_bytes : end * self._page_bytes]
-        added = Node(key=run, pages=[], parent=node, last_used=self._clock)
+        added = self._add(last, key, at, end)
         added.host_pages = list(host_pages[at - start :])
-        node.children[self._first_page(run, 0)] = added
-        self._num_nodes += 1
         self._let_go(added)
         return host_pages[: at - start]
 

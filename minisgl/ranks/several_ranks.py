@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -28,7 +28,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.distributed.addresses import Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.errors import CheckpointError, ConfigError, MinisglError
+from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows
@@ -95,7 +95,7 @@ def _start(
 ) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
     """Start the other ranks. Returns them, the spec of rank 0, and what to call once all have
     loaded."""
-    layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
+    layout = RankLayout.of(config)
     here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
     context = multiprocessing.get_context("spawn")
     masks = MaskRing.allocate(
@@ -103,22 +103,19 @@ def _start(
     )
     if config.nnodes == 1:
         rendezvous = _file_rendezvous(config)
-        spec = RankSpec(0, 0, config.num_ranks, config, model_config, folder, rendezvous)
+        spec = RankSpec(0, config, model_config, folder, rendezvous)
         on_gpu = config.device == "cuda"
-        launcher, channel = Launcher(context, layout), Channel(here, context, masks)
+        launcher, channel = Launcher(context), Channel(here, context, masks)
         return RemoteRanks(spec, launcher, channel, here, may_hang=on_gpu), spec, lambda: None
     nodes = gather_nodes(
         config,
         facts_of(config, model_config, folder),
         lambda fraction: report("waiting for the other nodes", fraction),
     )
-    spec = RankSpec(
-        *(0, 0, layout.ranks_per_node, config, model_config, folder, nodes.rendezvous),
-        interface=nodes.interface,
-    )
+    spec = RankSpec(0, config, model_config, folder, nodes.rendezvous, nodes.interface)
     others = RemoteRanks(
         spec,
-        NodesLauncher(context, layout, nodes),
+        NodesLauncher(context, nodes),
         NodesChannel(here, context, masks, nodes, layout),
         here,
         elsewhere,
@@ -172,8 +169,8 @@ class SeveralRanks:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
 
-    `lost` fails with it at once, even while `collect` hangs. If a GPU was used, or other nodes, the
-    process exits a few seconds later.
+    `others.lost` fails with it at once, even while `collect` hangs. If a GPU was used, or other
+    nodes, the process exits a few seconds later.
     """
 
     def __init__(
@@ -192,27 +189,13 @@ class SeveralRanks:
         # If the other ranks were killed during a step, neither the step nor this process would end.
         atexit.register(self.close)
 
-    @property
-    def lost(self) -> Future[None]:
-        return self.others.lost
-
-    def silence(self) -> Mapping[int, float]:
-        """Seconds since the last heartbeat of each rank but 0; one per second is expected."""
-        return self.others.silence
-
-    def give_up(self, reason: MinisglError) -> None:
-        """Kill the other ranks and fail with `reason`. Returns at once; any thread may call it."""
-        threading.Thread(
-            target=self.others.fail, args=(reason,), name="minisgl-kill", daemon=True
-        ).start()
-
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
         sent = None if masks is None else StepMasks(plan.step, masks)
         self.others.send(self._encoder.encode(plan), sent)
         return self._own.launch(plan, masks)
 
     def new_masks(self, plan: StepPlan) -> MaskRows:
-        return self.others.masks(plan)
+        return self.others.channel.masks.rows(plan)
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
         self.others.send_sampling(StepMasks(handle.step, masks))
@@ -248,7 +231,7 @@ class SeveralRanks:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if self.lost.done() and self.others.may_hang:
+        if self.others.lost.done() and self.others.may_hang:
             return  # the steps in flight may never end
         self.others.begin_to_end()
         self._own.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import tokenizers
@@ -49,10 +49,6 @@ class Spellings:
             _add(trie, text)
         begun = (f"{re.escape(char)}(?={_begun(rest)})" for char, rest in sorted(trie.items()))
         return cls(sign, _longest(trie), "|".join(begun), always)
-
-    def as_argument(self) -> dict[str, Any]:
-        """Plain data, from which the same can be made."""
-        return asdict(self)
 
     def signed(self, text: str) -> str:
         """A rendered conversation with the sign at its beginning and before control tokens only."""

@@ -50,17 +50,21 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add the next output token; returns the text that became final."""
-        data = self._byte_table[token_id]
-        if self._drops_first_space and data:
-            self._drops_first_space = False
-            data = data.removeprefix(b" ")
-        text = self._decode(data)
+        text = self._text_of(token_id)
         if self._stops is None:
             return text
         self._stops.count_token()
         final = self._stops.match(text)
         self.stopped = self._stops.found
         return final
+
+    def _text_of(self, token_id: int) -> str:
+        """The text that the next token completes, whatever stops it."""
+        data = self._byte_table[token_id]
+        if self._drops_first_space and data:
+            self._drops_first_space = False
+            data = data.removeprefix(b" ")
+        return self._decode(data)
 
     def flush(self, *, natural: bool = True) -> str:
         """Return the rest of the text at the end of the output; a broken character is U+FFFD.

@@ -1,9 +1,8 @@
 """Renders chat templates in a separate process.
 
 A template is code of the model's author. It may loop for ever or allocate without bound inside a
-single operation, where a thread cannot be interrupted. A process can be killed. Loading what a
-rendering needs takes a second, so a process that renders nothing does it once: it forks the one
-that renders, and another one when that has been killed.
+single operation, where a thread cannot be interrupted. A process can be killed. What a rendering
+needs, which takes a second to load, is there in the next one.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
 from itertools import chain
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Raw, Struct
 
-from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
-from minisgl.subprocesses import Worker, limit_memory, receive, send
+from minisgl.errors import InvalidRequestError
+from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, Worker, serve_tasks
 from minisgl.text.control_spellings import Marker, Spellings
 
 RENDER_SECONDS = 10.0
-# Memory that a rendering may allocate beyond that of the idle process.
-MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; four times the limit of a request body
 MAX_REASON_CHARS = 1000
-TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 
 TEXT_ARGUMENT = "input"  # has what a model wrote where arguments must be an object
 
@@ -169,7 +165,7 @@ class Renderer(Worker):
         """
         serve = f"serve({seconds!r}, {processor_seconds!r})"
         code = f"import os; os.nice({niceness}); from minisgl.text.rendering import serve; {serve}"
-        super().__init__(code, STOPPED)
+        super().__init__(code, does="renders chat templates", stopped=STOPPED)
         self.seconds = seconds
         self.processor_seconds = processor_seconds
 
@@ -179,83 +175,27 @@ class Renderer(Worker):
         Raises InvalidRequestError if the template raises, or exceeds the limits of time or memory;
         EndlessTemplateError if it exceeds `processor_seconds`.
         """
-        process = self.start()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            if not self._ready:
-                self._ready = receive(process.stdout) is not None
-            send(process.stdin, call)
-            answer = receive(process.stdout)
-        except (OSError, ValueError):  # a broken pipe
-            answer = None
-        if answer is None:
-            raise self._why_it_ended()
-        reply = msgspec.json.decode(answer, type=_Rendered)
+        reply = msgspec.json.decode(self.ask(call), type=_Rendered)
         if reply.is_ended:
             raise EndlessTemplateError(self.processor_seconds or self.seconds)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
 
-    def interrupt(self) -> None:
-        """End the rendering under way as if its time were up. May be called by any thread."""
-        if self._ready and (process := self._process) is not None:
-            self._signal(process, signal.SIGALRM)
 
-    def _why_it_ended(self) -> MinisglError:
-        code = self.wait()
-        if self._closed.is_set():
-            return EngineStoppedError(STOPPED)
-        return MinisglError(f"The process that renders chat templates ended with {code}.")
-
-
-def serve(seconds: float, processor_seconds: float) -> None:
-    """Run the process: have calls answered until its parent has gone."""
+def serve(seconds: float, processor_seconds: float) -> NoReturn:
+    """Run the process: answer calls until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     render({"conversations": [[{}]], "chat_template": ""})  # load everything first
-    limit_memory(MEMORY_BYTES)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # see Renderer.interrupt
-    try:
-        send(answers, b"")  # report that it is ready
-        while True:
-            child = os.fork()
-            if child == 0:
-                _serve_calls(calls, answers, seconds, processor_seconds)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if -code not in TIME_IS_UP:
-                break
-            send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
-    except BrokenPipeError:
-        code = 0
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(code)  # skip the flush of stdout at exit
-
-
-def _serve_calls(
-    calls: IO[bytes], answers: IO[bytes], seconds: float, processor_seconds: float
-) -> NoReturn:
-    """Answer calls, in the process that is killed when a rendering takes too long."""
-    code = 1
-    try:
-        while (call := receive(calls)) is not None:
-            # The default action of SIGALRM kills the process, whatever it executes. Between two
-            # renderings it is ignored, so that each call has one answer.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-            answer = msgspec.json.encode(_answer(call))
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            send(answers, answer)
-        code = 0
-    except BrokenPipeError:
-        code = 0
-    finally:
-        os._exit(code)
+    is_ended = msgspec.json.encode(_Rendered(is_ended=True))
+    serve_tasks(
+        calls,
+        answers,
+        lambda call: msgspec.json.encode(_answer(call)),
+        lambda number: is_ended if number in TIME_IS_UP else None,
+        {signal.ITIMER_REAL: seconds, signal.ITIMER_PROF: processor_seconds},
+    )
 
 
 def _answer(call: bytes) -> _Rendered:

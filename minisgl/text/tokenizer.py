@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,7 +230,7 @@ class Tokenizer:
         conversation = [_plain_message(message, "developer" in template) for message in messages]
         if not conversation:
             raise InvalidRequestError("messages", "must not be empty.")
-        spellings = {} if control_tokens_in_text else {SPELLINGS: self._spellings.as_argument()}
+        spellings = {} if control_tokens_in_text else {SPELLINGS: asdict(self._spellings)}
         return {
             **self._tokenizer.special_tokens_map,
             **template_options,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from minisgl.attention.state import LayerState
-from minisgl.device.copy_lanes import CopyLane, Mark, copy_lane
+from minisgl.device.copy_lanes import CopyLane, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.addresses import Address, Listening
 from minisgl.distributed.peer_memory import PeerMemoryError
@@ -29,17 +28,6 @@ from minisgl.tiers.host.host_copies import HostCopies
 from minisgl.tiers.peers.page_exchange import PageExchange
 
 logger = logging.getLogger(__name__)
-
-
-class Tier(Protocol):
-    """Carries out moves. Any thread may call it."""
-
-    def start(self, move: Move, after: Sequence[Mark], done: Done) -> None:
-        """Begin when `after` are reached. `done` is called on any thread, whatever goes wrong, but
-        not after `close`."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Tiers:
@@ -69,7 +57,7 @@ class Tiers:
         `done` is called for each on any thread, whatever goes wrong, but not after `close`.
         """
         for move in moves:
-            tier: Tier | None = self._disk if move.uses_disk else self._exchange
+            tier = self._disk if move.uses_disk else self._exchange
             assert tier is not None, "the tier of a move is there"
             tier.start(move, self.copies.before(move), done)
 

@@ -13,6 +13,7 @@ import time
 from multiprocessing.connection import Connection
 
 from minisgl.bench.online.client import post
+from minisgl.client.address import Address
 from minisgl.server.process import new_event_loop
 
 NUM_CLIENTS = 256
@@ -66,12 +67,11 @@ def serve(connection: Connection) -> None:
 
 
 async def measure(port: int) -> None:
+    address = Address("http", "127.0.0.1", port, "/")
     best_cpu_s, best_rate = float("inf"), 0.0
     for _ in range(REPEATS):
         cpu_s = time.process_time()
-        answers = await asyncio.gather(
-            *[post("127.0.0.1", port, "/", b"{}") for _ in range(NUM_CLIENTS)]
-        )
+        answers = await asyncio.gather(*[post(address, b"{}") for _ in range(NUM_CLIENTS)])
         cpu_s = time.process_time() - cpu_s
         assert all(len(answer.events) == NUM_EVENTS + 1 and answer.done for answer in answers)
         num_events = NUM_CLIENTS * NUM_EVENTS

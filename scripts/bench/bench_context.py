@@ -20,7 +20,7 @@ from script_runner import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.config import Sizes, Span
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.figures import Figures
-from minisgl.bench.latency import GREEDY, BatchRecord, check_room, print_latencies
+from minisgl.bench.latency import BatchRecord, check_room, print_latencies
 from minisgl.bench.offline_run import run_offline, run_streaming
 from minisgl.bench.peak import engine_peak
 from minisgl.bench.report.output import make_console
@@ -43,8 +43,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         freeze_memory()
         # The same seed draws the same prompts for both.
         prompts, jobs = (
-            make_workload(sizes, vocab_size=model.vocab_size, temperature=GREEDY, seed=0)
-            for sizes in (first, then)
+            make_workload(sizes, vocab_size=model.vocab_size, seed=0) for sizes in (first, then)
         )
         await run_offline(engine, prompts)
         with metered(counter) as spent:

@@ -32,10 +32,9 @@ async def throughput(
     jobs = make_workload(
         Sizes(num_requests, PROMPT, OUTPUT),
         vocab_size=engine.model.vocab_size,
-        temperature=temperature,
         seed=seed,
     )
-    run = await run_offline(engine, jobs)
+    run = await run_offline(engine, jobs, temperature)
     return num_requests * OUTPUT.high / run.elapsed_s
 
 

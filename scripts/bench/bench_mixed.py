@@ -27,7 +27,7 @@ from minisgl.bench.figures import percentile
 from minisgl.bench.offline_run import gaps, token_times
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.workload.requests import make_offline_request, random_tokens
+from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
 
@@ -111,8 +111,8 @@ class Mixture:
 
     def _submit(self, prompt_length: int, output_length: int) -> OutputStream:
         prompt = random_tokens(self._rng, prompt_length, self._engine.model.vocab_size)
-        job = make_offline_request(prompt, max_tokens=output_length)
-        return self._engine.submit(job.prompt_token_ids, job.params)
+        job = ScheduledRequest(prompt=prompt, max_tokens=output_length)
+        return self._engine.submit(job.prompt, job.params())
 
 
 async def measure(arguments: argparse.Namespace) -> None:

@@ -125,7 +125,7 @@ async def measure_dashboard(url: str, load: Load, arguments: argparse.Namespace,
         is_polled = repeat % 2 == 0
         polling = asyncio.create_task(poll(url, arguments.boards if is_polled else 0))
         cpu_s = await ask("cpu")
-        run = await run_online(target, load.schedule(sizes, arguments.vocab_size))
+        run = await run_online(target, load.requests(sizes, arguments.vocab_size))
         cpu_s = await ask("cpu") - cpu_s
         polling.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -46,10 +46,8 @@ async def measure(arguments: argparse.Namespace) -> tuple[RunRecord, range]:
         freeze_memory()
         for seed in range(REPETITIONS):
             first = engine.stats().counters.num_steps + 1
-            jobs = make_workload(
-                sizes, vocab_size=engine.model.vocab_size, temperature=0.6, seed=seed
-            )
-            run = await run_offline(engine, jobs)
+            jobs = make_workload(sizes, vocab_size=engine.model.vocab_size, seed=seed)
+            run = await run_offline(engine, jobs, temperature=0.6)
         return run, range(first, engine.stats().counters.num_steps + 1)
 
 

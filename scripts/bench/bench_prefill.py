@@ -13,17 +13,30 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
 from script_runner import above_zero, engine_config, make_parser, run_script
 
 from minisgl.bench.config import Sizes, Span
 from minisgl.bench.offline_run import run_offline
-from minisgl.bench.peak import engine_operations_per_s
+from minisgl.bench.peak import MATRIX_SIZE, measure_operations_per_s
 from minisgl.bench.report.output import make_console
 from minisgl.bench.roofline import prefill_operations
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload
+from minisgl.config import ResolvedConfig
 
 REPETITIONS = 2
+MATRIX_SIZE_ON_CPU = 1024
+
+
+def operations_per_s(config: ResolvedConfig) -> float:
+    """Operations per second of a GEMM on the devices of a running engine, also on CPUs."""
+    device = torch.device(config.device)
+    size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
+    reached = measure_operations_per_s(device, getattr(torch, config.dtype), size)
+    if config.device == "cuda":
+        torch.cuda.empty_cache()
+    return config.num_ranks * reached
 
 
 async def measure(arguments: argparse.Namespace) -> None:
@@ -35,12 +48,10 @@ async def measure(arguments: argparse.Namespace) -> None:
         console.print(f"{sizes}, greedy, all at once, repetition {REPETITIONS} with fresh prompts")
         peak = arguments.peak
         if peak is None:
-            peak = engine_operations_per_s(engine.config) / 1e12
+            peak = operations_per_s(engine.config) / 1e12
         freeze_memory()
         for seed in range(REPETITIONS):
-            jobs = make_workload(
-                sizes, vocab_size=engine.model.vocab_size, temperature=0.0, seed=seed
-            )
+            jobs = make_workload(sizes, vocab_size=engine.model.vocab_size, seed=seed)
             run = await run_offline(engine, jobs)
         operations = prefill_operations(run.requests, engine.model)
         num_tokens = sum(

@@ -28,7 +28,7 @@ from minisgl.bench.figures import Distribution
 from minisgl.bench.offline_run import token_times
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, start_bench_engine
-from minisgl.bench.workload.requests import make_offline_request, random_tokens
+from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.kvcache.copies import HostTraffic, Traffic
 
 HOST_GB = 16.0
@@ -53,14 +53,14 @@ async def measure(console: Console, arguments: argparse.Namespace, folder: str) 
             console.print(line)
         rng = random.Random(0)
         vocab_size = engine.model.vocab_size
-        warm_up = make_offline_request(random_tokens(rng, 64, vocab_size), max_tokens=8)
-        await token_times(engine.submit(warm_up.prompt_token_ids, warm_up.params))
+        warm_up = ScheduledRequest(prompt=random_tokens(rng, 64, vocab_size), max_tokens=8)
+        await token_times(engine.submit(warm_up.prompt, warm_up.params()))
         ttfts: list[float] = []
         for _ in range(arguments.num):
             prompt = random_tokens(rng, arguments.prefix, vocab_size)
-            job = make_offline_request(prompt, max_tokens=2)
+            params = ScheduledRequest(prompt=prompt, max_tokens=2).params()
             began = time.perf_counter()
-            times = await token_times(engine.submit(job.prompt_token_ids, job.params))
+            times = await token_times(engine.submit(prompt, params))
             ttfts.append(times[0] - began)
         stats = engine.stats()
         assert stats.host is not None

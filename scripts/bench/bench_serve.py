@@ -35,8 +35,7 @@ from minisgl.bench.online.run import OnlineRun, run_online
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory
-from minisgl.bench.workload.requests import OfflineRequest, make_workload
-from minisgl.bench.workload.schedule import ScheduledRequest, schedule_random
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import MinisglError
@@ -67,12 +66,8 @@ class Load:
             Span(*self.output) if self.output else standard.output,
         )
 
-    def jobs(self, sizes: Sizes, vocab_size: int) -> list[OfflineRequest]:
-        return make_workload(sizes, vocab_size=vocab_size, temperature=TEMPERATURE, seed=self.seed)
-
-    def schedule(self, sizes: Sizes, vocab_size: int) -> list[ScheduledRequest]:
-        """The same requests, for a server."""
-        return schedule_random(sizes, vocab_size, self.seed)
+    def requests(self, sizes: Sizes, vocab_size: int) -> list[ScheduledRequest]:
+        return make_workload(sizes, vocab_size=vocab_size, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +112,13 @@ def serve(config: EngineConfig, port: int, load: Load, connection: Connection) -
 
 async def answer(engine: AsyncEngine, load: Load, loaded: Started, connection: Connection) -> None:
     """To "cpu" the CPU time of this process in seconds, to "offline" the Rate of such a run."""
-    jobs = load.jobs(load.sizes(loaded.device), loaded.vocab_size)
+    jobs = load.requests(load.sizes(loaded.device), loaded.vocab_size)
     while (asked := await asyncio.to_thread(receive, connection)) is not None:
         began = time.process_time()
         if asked == "cpu":
             connection.send(began)
             continue
-        run = await run_offline(engine, jobs)
+        run = await run_offline(engine, jobs, TEMPERATURE)
         num_tokens = sum(request.num_output_tokens for request in run.requests)
         cpu_s = time.process_time() - began
         connection.send(Rate(num_tokens / run.elapsed_s, cpu_s / num_tokens))
@@ -169,7 +164,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     try:
         loaded: Started = await told()
         sizes = load.sizes(loaded.device)
-        schedule = load.schedule(sizes, loaded.vocab_size)
+        schedule = load.requests(sizes, loaded.vocab_size)
         target = Endpoint(url=f"http://{HOST}:{port}/v1", temperature=TEMPERATURE)
         for line in loaded.description:
             console.print(line)
@@ -204,7 +199,7 @@ def figures(
 ) -> dict[str, str]:
     num_tokens = run.num_output_tokens
     served = num_tokens / run.elapsed_s
-    ttft = Distribution.of([request.ttft_s for request in run.requests])
+    ttft = Distribution.of([request.record.ttft_s for request in run.requests])
     itl = Distribution.of([gap for request in run.requests for gap in request.itls_s] or [0.0])
     return {
         "offline tok/s": f"{offline.tokens_per_s:,.0f}",

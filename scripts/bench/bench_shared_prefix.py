@@ -33,26 +33,20 @@ from minisgl.bench.figures import Figures
 from minisgl.bench.offline_run import run_offline
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.workload.requests import (
-    OfflineRequest,
-    make_offline_request,
-    make_workload,
-    random_tokens,
-)
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload, random_tokens
 
 CACHES = ("radix", "naive")
 TEMPERATURE = 0.6
 WARM_UP_PROMPT, WARM_UP_OUTPUT, WARM_UP_SEED = Span(50, 100), Span(8, 8), 1
 
 
-def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[OfflineRequest]:
+def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[ScheduledRequest]:
     rng = random.Random(0)
     prefix = random_tokens(rng, arguments.prefix, vocab_size)
     return [
-        make_offline_request(
-            prefix + random_tokens(rng, arguments.unique, vocab_size),
+        ScheduledRequest(
+            prompt=prefix + random_tokens(rng, arguments.unique, vocab_size),
             max_tokens=arguments.output,
-            temperature=TEMPERATURE,
             seed=index,
         )
         for index in range(arguments.num)
@@ -70,14 +64,13 @@ async def measure_cache(
         warm_up = make_workload(
             Sizes(arguments.num, WARM_UP_PROMPT, WARM_UP_OUTPUT),
             vocab_size=vocab_size,
-            temperature=TEMPERATURE,
             seed=WARM_UP_SEED,
         )
         for _ in range(2):  # the second time it finds its prompts in the cache
-            await run_offline(engine, warm_up)
+            await run_offline(engine, warm_up, TEMPERATURE)
         jobs = make_jobs(arguments, vocab_size)
         freeze_memory()
-        return Figures.of(await run_offline(engine, jobs))
+        return Figures.of(await run_offline(engine, jobs, TEMPERATURE))
 
 
 def forget_engine() -> None:

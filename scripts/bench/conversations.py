@@ -23,7 +23,7 @@ from script_runner import engine_config
 from minisgl.bench.figures import Distribution
 from minisgl.bench.offline_run import gaps, token_times
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.workload.requests import make_offline_request, random_tokens
+from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.scheduler.plan import StepPlan
@@ -101,11 +101,10 @@ class Conversations:
         return random_tokens(self._rng, count, self._engine.model.vocab_size)
 
     async def turn(self, prefix: list[int], num_output: int) -> Turn:
-        job = make_offline_request(
-            prefix + self._tokens(self._arguments.unique), max_tokens=num_output
-        )
+        prompt = prefix + self._tokens(self._arguments.unique)
+        params = ScheduledRequest(prompt=prompt, max_tokens=num_output).params()
         began = time.perf_counter()
-        stream = self._engine.submit(job.prompt_token_ids, job.params)
+        stream = self._engine.submit(prompt, params)
         times = await token_times(stream)
         request = stream.request
         return Turn(
@@ -152,10 +151,10 @@ class Conversations:
     async def _itl_beside(self, prefixes: Sequence[list[int]]) -> Distribution:
         """ITL of `--at-once` streams, while turns of one token come at a fixed rate."""
         jobs = [
-            make_offline_request(self._tokens(64), max_tokens=self._arguments.stream_tokens)
+            ScheduledRequest(prompt=self._tokens(64), max_tokens=self._arguments.stream_tokens)
             for _ in range(self._arguments.at_once)
         ]
-        streams = [self._engine.submit(job.prompt_token_ids, job.params) for job in jobs]
+        streams = [self._engine.submit(job.prompt, job.params()) for job in jobs]
         ended = asyncio.gather(*map(token_times, streams))
         turns: list[asyncio.Task[Turn]] = []
         while prefixes and not ended.done():

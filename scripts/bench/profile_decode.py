@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
-from minisgl.bench.workload.requests import make_offline_request, random_tokens
+from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
@@ -104,10 +104,8 @@ async def record(
     streams = []
     for index in range(arguments.batch):
         prompt = random_tokens(rng, arguments.input, engine.model.vocab_size)
-        job = make_offline_request(
-            prompt, max_tokens=num_tokens, temperature=arguments.temperature, seed=index
-        )
-        streams.append(engine.submit(job.prompt_token_ids, job.params))
+        job = ScheduledRequest(prompt=prompt, max_tokens=num_tokens, seed=index)
+        streams.append(engine.submit(prompt, job.params(arguments.temperature)))
     await asyncio.gather(*map(anext, streams))
 
     async def until(count: int) -> None:

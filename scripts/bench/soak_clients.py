@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.bench.online.client import RecordedAnswer, post
+from minisgl.client.address import Address
 
 HOST = "127.0.0.1"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -142,7 +143,7 @@ class Clients:
         self._tally.expect(error.get("code") == "context_length_exceeded", f"{error}")
 
     async def _ask(self, path: str, body: bytes) -> RecordedAnswer:
-        return await post(HOST, self._port, path, body)
+        return await post(Address("http", HOST, self._port, path), body)
 
     async def _refused(self, answer: RecordedAnswer) -> bool:
         """By a full queue, as it may be. Waits a while then."""

@@ -18,7 +18,7 @@ from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, Latency
 from minisgl.bench.figures import percentile
 from minisgl.bench.latency import check_room
 from minisgl.bench.offline_run import run_offline, run_streaming
-from minisgl.bench.workload.requests import OfflineRequest, make_offline_request, make_workload
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload
 from minisgl.config import Capacity, EngineConfig, option_names
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
@@ -28,33 +28,38 @@ from minisgl.request import SamplingParams
 # -- the workload ---------------------------------------------------------------------------------
 
 
-def standard(vocab_size: int = 151_936, seed: int = 0) -> list[OfflineRequest]:
-    return make_workload(STANDARD, vocab_size=vocab_size, temperature=0.6, seed=seed)
+def standard(vocab_size: int = 151_936, seed: int = 0) -> list[ScheduledRequest]:
+    return make_workload(STANDARD, vocab_size=vocab_size, seed=seed)
 
 
 def test_the_standard_workload_equals_that_of_other_engines() -> None:
     jobs = standard()
     assert len(jobs) == 256
-    assert sum(job.params.max_tokens or 0 for job in jobs) == 133_966
-    assert sum(len(job.prompt_token_ids) for job in jobs) == 142_827
-    assert jobs[0].prompt_token_ids[:4] == [6311, 6890, 663, 4242]
-    assert {job.params.ignore_eos for job in jobs} == {True}
-    assert {job.params.temperature for job in jobs} == {0.6}
+    assert sum(job.max_tokens for job in jobs) == 133_966
+    assert sum(len(job.prompt) for job in jobs) == 142_827
+    assert jobs[0].prompt[:4] == [6311, 6890, 663, 4242]
+
+
+def test_requests_ask_for_exactly_their_lengths() -> None:
+    job = ScheduledRequest(prompt=[1], max_tokens=7, seed=3)
+    params = job.params(0.6)
+    assert (params.max_tokens, params.ignore_eos, params.seed) == (7, True, 3)
+    assert (params.temperature, job.params().temperature) == (0.6, 0.0)
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
     assert standard() == standard()
     first, other = standard(), standard(seed=1)
-    starts = {tuple(job.prompt_token_ids[:16]) for job in (*first, *other)}
+    starts = {tuple(job.prompt[:16]) for job in (*first, *other)}
     assert len(starts) == 512, "a page of one could be found in the cache of the other"
 
 
 def test_a_small_vocabulary_does_not_change_the_lengths() -> None:
     small, large = standard(vocab_size=1237), standard()
-    assert max(token_id for job in small for token_id in job.prompt_token_ids) == 1236
+    assert max(token_id for job in small for token_id in job.prompt) == 1236
     for one, other in zip(small, large, strict=True):
-        assert len(one.prompt_token_ids) == len(other.prompt_token_ids)
-        assert one.params == other.params
+        assert len(one.prompt) == len(other.prompt)
+        assert one.params() == other.params()
 
 
 # -- the options ----------------------------------------------------------------------------------
@@ -154,15 +159,15 @@ def test_a_script_offers_every_engine_option_except_those_it_sets() -> None:
 
 
 async def test_a_refused_request_aborts_the_others() -> None:
-    jobs = make_workload(STANDARD_ON_CPU, vocab_size=1237, temperature=0.0, seed=0)
-    too_long = OfflineRequest([1], SamplingParams(max_tokens=1 << 20))
+    jobs = make_workload(STANDARD_ON_CPU, vocab_size=1237, seed=0)
+    too_long = ScheduledRequest(prompt=[1], max_tokens=1 << 20)
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
         with pytest.raises(ContextLengthError):
             await run_offline(engine, [*jobs, too_long])
         assert (engine.stats().num_queued, engine.stats().num_running) == (0, 0)
         run = await run_offline(engine, jobs)
     assert [request.num_output_tokens for request in run.requests] == [
-        job.params.max_tokens for job in jobs
+        job.max_tokens for job in jobs
     ]
     for request in run.requests:
         assert 0 <= request.submitted_s < request.first_token_s < request.last_token_s
@@ -170,13 +175,13 @@ async def test_a_refused_request_aborts_the_others() -> None:
 
 async def test_streaming_and_waiting_give_the_same_record() -> None:
     sizes = Sizes(6, Span(16, 40), Span(1, 20))
-    jobs = make_workload(sizes, vocab_size=1237, temperature=0.0, seed=0)
+    jobs = make_workload(sizes, vocab_size=1237, seed=0)
     async with await AsyncEngine.start(EngineConfig(device="cpu", cache_type="naive")) as engine:
         runs = [await run_offline(engine, jobs), await run_streaming(engine, jobs)]
     for run in runs:
         for request, job in zip(run.requests, jobs, strict=True):
-            assert request.num_prompt_tokens == len(job.prompt_token_ids)
-            assert request.num_output_tokens == job.params.max_tokens
+            assert request.num_prompt_tokens == len(job.prompt)
+            assert request.num_output_tokens == job.max_tokens
             assert request.submitted_s < request.first_token_s
             assert request.first_token_s <= request.last_token_s
             # Two steps are in flight, whose tokens may come at once.
@@ -198,7 +203,7 @@ async def test_an_offline_run_wakes_a_request_only_at_its_first_and_last_token(
         return take(stream)
 
     monkeypatch.setattr(OutputStream, "_take", counted)
-    jobs = [make_offline_request([1, 2, index], max_tokens=20) for index in range(4)]
+    jobs = [ScheduledRequest(prompt=[1, 2, index], max_tokens=20) for index in range(4)]
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
         await run_offline(engine, jobs)
         assert len(taken) == len(set(taken)) == 4
@@ -208,8 +213,7 @@ async def test_an_offline_run_wakes_a_request_only_at_its_first_and_last_token(
 
 async def test_waiting_for_the_end_of_a_failed_request_raises_its_error() -> None:
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
-        job = make_offline_request([1, 2, 3], max_tokens=1000)
-        stream = engine.submit(job.prompt_token_ids, job.params)
+        stream = engine.submit([1, 2, 3], SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         engine._steps.failures.die(StepError("The device is gone."))
         with pytest.raises(StepError, match="The device is gone"):

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,23 +31,25 @@ from typer.testing import CliRunner
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.environment import Environment, checkout_commit
 from minisgl.bench.figures import Figures, spreads
-from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
+from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import RoomError, check_room, describe_misfits, with_remedy
 from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point
-from minisgl.bench.online.metrics_poller import Sample, StepCounts, poll_metrics
+from minisgl.bench.online.metrics_poller import Sample, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.server import StartedServer
 from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.output import flat, write_csv
-from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_spreads
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.trace import TraceEntry
 from minisgl.client.address import api_base
 from minisgl.client.errors import ServerError
@@ -171,8 +174,8 @@ async def test_other_servers_are_asked_for_exact_lengths() -> None:
     assert fake.keys == ["Bearer k"] * 3
     assert not run.failures
     for index, request in enumerate(run.requests):
-        assert len(request.times_s) == request.num_output_tokens == 3 + index
-        assert (request.num_prompt_tokens, request.num_cached_tokens) == (11, None)
+        assert len(request.times_s) == request.record.num_output_tokens == 3 + index
+        assert (request.record.num_prompt_tokens, request.tells_cached) == (11, False)
         assert request.counted and request.late_s >= 0
     figures = online_figures(run, None, {})
     assert figures.cache_hit_rate is figures.num_steps is figures.graph_share is None
@@ -184,7 +187,8 @@ async def test_tokens_are_counted_as_events_if_there_is_no_usage() -> None:
         run = await run_online(fake.target(ignore_eos=False), asking(1))
     assert "ignore_eos" not in fake.bodies[0] and "model" not in fake.bodies[0]
     [request] = run.requests
-    assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
+    record = request.record
+    assert (record.num_output_tokens, record.num_prompt_tokens) == (3, 3)
     assert not request.counted
 
 
@@ -207,7 +211,8 @@ async def test_null_fields_of_a_server_are_treated_as_absent() -> None:
     odd = {"choices": [{"delta": None, "text": None}], "usage": {"completion_tokens": None}}
     async with fake_server(odd=json.dumps(odd).encode(), usage=False) as fake:
         [request] = (await run_online(fake.target(), asking(1))).requests
-    assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
+    record = request.record
+    assert (record.num_output_tokens, record.num_prompt_tokens) == (3, 3)
     assert not request.counted
 
 
@@ -232,7 +237,7 @@ async def test_a_question_is_sent_with_the_conversation_before_it() -> None:
         ("user", chat_text([1])),
     ]
     for before, after in zip(run.requests, run.requests[1:], strict=False):
-        assert after.sent_s >= before.times_s[-1]
+        assert after.record.submitted_s >= before.times_s[-1]
 
 
 async def test_a_failed_question_ends_its_conversation() -> None:
@@ -257,9 +262,9 @@ async def test_a_request_is_sent_when_due_and_after_its_parent_has_ended() -> No
     schedule[2] = replace(schedule[2], parent=1, pause_s=0.02)
     async with fake_server() as fake:
         run = await run_online(fake.target(), schedule)
-    first, due, child = run.requests
-    assert first.sent_s < due.sent_s >= 0.05
-    assert child.sent_s >= due.times_s[-1] + 0.02
+    first, due, child = (request.record for request in run.requests)
+    assert first.submitted_s < due.submitted_s >= 0.05
+    assert child.submitted_s >= due.last_token_s + 0.02
 
 
 async def test_a_request_that_exceeds_the_timeout_has_failed() -> None:
@@ -279,13 +284,15 @@ def test_addresses_are_accepted_with_and_without_v1() -> None:
 
 
 def streamed(sent_s: float, *times_s: float, cached: int | None = 4) -> StreamedRequest:
-    return StreamedRequest(
-        sent_s=sent_s,
-        times_s=list(times_s),
+    record = RequestRecord(
+        submitted_s=sent_s,
+        first_token_s=times_s[0],
+        last_token_s=times_s[-1],
         num_prompt_tokens=10,
-        num_cached_tokens=cached,
+        num_cached_tokens=cached or 0,
         num_output_tokens=len(times_s),
     )
+    return StreamedRequest(record=record, times_s=list(times_s), tells_cached=cached is not None)
 
 
 def test_figures_follow_from_the_records_of_a_run_over_http() -> None:
@@ -500,7 +507,7 @@ def test_a_plot_has_a_panel_for_each_metric_present(
 async def test_progress_is_shown_only_on_terminals(terminal: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120)
-    async with live(console, "Repetition 1", 8, "events", lambda: ProgressSnapshot(3, 2, 40), 0.01):
+    async with live(console, "Repetition 1", 8, "events", lambda: RunProgress(3, 2, 40), 0.01):
         await asyncio.sleep(0.05)
     assert ("Repetition 1" in shown.getvalue()) is terminal
     assert ("3/8" in shown.getvalue() and "2 running" in shown.getvalue()) is terminal
@@ -592,11 +599,8 @@ async def test_a_sweep_over_an_existing_server_is_reported(
 
 def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None:
     facts = read_model_config(DEMO_FOLDER).facts()
-    nothing: dict[str, Any] = {
-        "bench_options": {},
-        "engine_options": {"max_running_requests": 256},
-        "capacity": {},
-    }
+    nothing: dict[str, Any] = {"bench_options": {}, "engine_options": {}, "capacity": {}}
+    options: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="bfloat16", max_running_requests=256)
     setting = RunInfo(
         environment=Environment.found(), versions={}, device="", model="", backends={}, **nothing
     )
@@ -605,9 +609,7 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
         description=[],
         run_info=setting,
         model=facts,
-        device="cuda",
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
+        config=options,
         gpus=[],
         peak=peak,
     )

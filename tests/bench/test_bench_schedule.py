@@ -12,14 +12,12 @@ import pytest
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.requests import make_workload
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload
 from minisgl.bench.workload.schedule import (
-    ScheduledRequest,
     at_rate,
     chat_text,
     make_schedule,
     schedule_multi_turn,
-    schedule_random,
     schedule_shared_prefix,
     schedule_trace,
 )
@@ -36,12 +34,9 @@ def prompts(schedule: list[ScheduledRequest]) -> list[list[int]]:
 # -- workloads ------------------------------------------------------------------------------------
 
 
-def test_random_requests_equal_those_of_an_offline_run() -> None:
-    jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=3)
-    schedule = schedule_random(STANDARD, 151_936, seed=3)
-    assert prompts(schedule) == [job.prompt_token_ids for job in jobs]
-    assert [request.max_tokens for request in schedule] == [job.params.max_tokens for job in jobs]
-    assert [request.seed for request in schedule] == [job.params.seed for job in jobs]
+def test_the_schedule_without_options_is_the_standard_workload() -> None:
+    schedule = make_schedule(WorkloadConfig(), STANDARD, vocab_size=151_936, seed=3)
+    assert schedule == make_workload(STANDARD, vocab_size=151_936, seed=3)
 
 
 def test_shared_prefixes_are_used_in_turns() -> None:
@@ -50,7 +45,7 @@ def test_shared_prefixes_are_used_in_turns() -> None:
     starts = [tuple(prompt[:20]) for prompt in prompts(schedule)]
     assert len(set(starts)) == 3 and starts[:3] == starts[3:6]
     assert [prompt[20:] for prompt in prompts(schedule)] == prompts(
-        schedule_random(SMALL, 999, seed=0)
+        make_workload(SMALL, vocab_size=999, seed=0)
     )
     other = schedule_shared_prefix(SMALL, 999, 1, config)
     assert not {tuple(prompt[:4]) for prompt in prompts(other)} & {start[:4] for start in starts}
@@ -88,7 +83,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks(tmp_path: Path) -> No
 
 
 def test_arrivals_have_the_requested_rate_and_distribution() -> None:
-    schedule = schedule_random(Sizes(4000, Span(1, 1), Span(1, 1)), 9, seed=0)
+    schedule = make_workload(Sizes(4000, Span(1, 1), Span(1, 1)), vocab_size=9, seed=0)
     constant = at_rate(schedule, 20, "constant", seed=0)
     assert [request.due_s for request in constant[:3]] == pytest.approx([0, 0.05, 0.1])
     poisson = at_rate(schedule, 20, "poisson", seed=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,15 +91,15 @@ def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand
         num_hidden_layers=layers,
         num_attention_heads=heads,
     )
-    jobs = make_workload(STANDARD, vocab_size=151936, temperature=0.6, seed=0)
+    jobs = make_workload(STANDARD, vocab_size=151936, seed=0)
     requests = [
         RequestRecord(
             submitted_s=0.0,
             first_token_s=1.0,
             last_token_s=10.0,
-            num_prompt_tokens=len(job.prompt_token_ids),
+            num_prompt_tokens=len(job.prompt),
             num_cached_tokens=0,
-            num_output_tokens=job.params.max_tokens or 0,
+            num_output_tokens=job.max_tokens,
         )
         for job in jobs
     ]
@@ -107,7 +109,9 @@ def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand
     figures = Figures.of(run)
     work = Work.of(run, model, peak, dtype="bfloat16", kv_dtype="bfloat16", max_running=256)
     assert figures.num_output_tokens / work.seconds == pytest.approx(limit, rel=0.01)
-    assert Limit.of(figures, peak, work).share == pytest.approx(work.seconds / 10)
+    config: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="bfloat16", max_running_requests=256)
+    limit = Limit.of(run, figures.elapsed_s, model, peak, config)
+    assert limit.work == work and limit.share == pytest.approx(work.seconds / 10)
 
 
 def test_the_roofline_counts_cached_tokens_as_read_but_not_computed(tmp_path: Path) -> None:

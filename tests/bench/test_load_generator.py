@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.gated_runner import gated_server
 
+from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.target import Endpoint
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.client.address import Address
 
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)
@@ -40,7 +42,7 @@ async def answering(*pieces: bytes) -> AsyncIterator[int]:
 
 async def answer_to(*pieces: bytes) -> RecordedAnswer:
     async with answering(*pieces) as port:
-        return await post("127.0.0.1", port, "/x", b"{}")
+        return await post(Address("http", "127.0.0.1", port, "/x"), b"{}")
 
 
 def chunked(body: bytes, cuts: list[int]) -> bytes:
@@ -117,9 +119,10 @@ async def test_a_run_counts_tokens_and_events() -> None:
         run = await run_online(target, schedule)
         run.require_all()
         for asked, request in zip(schedule, run.requests, strict=True):
-            assert request.num_output_tokens == asked.max_tokens
-            assert request.num_prompt_tokens == 3
-            assert 0 <= request.sent_s <= request.times_s[0] <= request.times_s[-1]
+            record = request.record
+            assert record.num_output_tokens == asked.max_tokens
+            assert record.num_prompt_tokens == 3
+            assert 0 <= record.submitted_s <= record.first_token_s <= record.last_token_s
             assert len(request.itls_s) == len(request.times_s) - 1
         assert run.num_output_tokens == sum(20 + n for n in range(3, 9))
         assert run.elapsed_s > 0
@@ -135,11 +138,14 @@ async def test_a_run_counts_tokens_and_events() -> None:
 
 @pytest.mark.parametrize(("num_events", "share"), [(10, 1.0), (8, 0.75), (4, 0.0)])
 def test_the_fraction_of_one_token_events_is_not_overstated(num_events: int, share: float) -> None:
-    request = StreamedRequest(
-        sent_s=0.0,
-        times_s=[float(n) for n in range(num_events)],
+    times_s = [float(n) for n in range(num_events)]
+    record = RequestRecord(
+        submitted_s=0.0,
+        first_token_s=times_s[0],
+        last_token_s=times_s[-1],
         num_prompt_tokens=1,
         num_cached_tokens=0,
         num_output_tokens=10,
     )
+    request = StreamedRequest(record=record, times_s=times_s)
     assert OnlineRun([request]).single_share == share

@@ -68,8 +68,8 @@ def test_the_limit_of_the_standard_workload_adds_up_its_kernels(
     tmp_path: Path, name: str, in_int4: bool, tokens_per_s: int
 ) -> None:
     """By hand: with more than 187 rows, arithmetic limits products of bfloat16, of INT4 with 50."""
-    jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=0)
-    requests = [request(len(job.prompt_token_ids), job.params.max_tokens or 0) for job in jobs]
+    jobs = make_workload(STANDARD, vocab_size=151_936, seed=0)
+    requests = [request(len(job.prompt), job.max_tokens) for job in jobs]
     num_steps = max(one.num_output_tokens for one in requests)
     model = facts(tmp_path, name, "int4" if in_int4 else None)
     done = work(run_of(requests, num_steps), model)

@@ -14,11 +14,11 @@ from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.figures import Figures
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
-from minisgl.bench.online.run import StreamedRequest
+from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.requests import make_workload
-from minisgl.bench.workload.schedule import ScheduledRequest, make_schedule
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload
+from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import RESPONSE_FORMAT, STRUCTURED, is_structured
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -37,14 +37,13 @@ def test_a_share_of_the_requests_is_structured_and_spread_evenly(share: float, c
 
 def test_structured_requests_have_the_prompts_and_lengths_of_the_others() -> None:
     jobs, plain = (
-        make_workload(SIZES, vocab_size=99, temperature=0.5, seed=1, structured=share)
-        for share in (0.5, 0.0)
+        make_workload(SIZES, vocab_size=99, seed=1, structured=share) for share in (0.5, 0.0)
     )
-    assert [job.params.structured for job in jobs] == [None, STRUCTURED] * 20
-    assert not any(job.params.structured for job in plain)
-    assert [job.prompt_token_ids for job in jobs] == [job.prompt_token_ids for job in plain]
-    lengths = [(job.params.max_tokens, job.params.ignore_eos) for job in jobs]
-    assert lengths == [(job.params.max_tokens, True) for job in plain]
+    assert [job.params().structured for job in jobs] == [None, STRUCTURED] * 20
+    assert not any(job.params().structured for job in plain)
+    assert [job.prompt for job in jobs] == [job.prompt for job in plain]
+    lengths = [(job.params().max_tokens, job.params().ignore_eos) for job in jobs]
+    assert lengths == [(job.params().max_tokens, True) for job in plain]
 
 
 def test_every_workload_can_be_structured() -> None:
@@ -101,19 +100,20 @@ def test_a_share_out_of_range_is_refused(config: type, share: float) -> None:
         config(structured=share)
 
 
-def test_figures_have_the_share_of_a_run_over_http() -> None:
+def test_figures_have_the_share_that_followed_a_schema() -> None:
     requests = [
-        StreamedRequest(
-            sent_s=0.0,
-            times_s=[1.0, 2.0],
+        RequestRecord(
+            submitted_s=0.0,
+            first_token_s=1.0,
+            last_token_s=2.0,
             num_prompt_tokens=1,
-            num_cached_tokens=None,
+            num_cached_tokens=0,
             num_output_tokens=2,
             structured=index == 0,
         )
         for index in range(4)
     ]
-    figures = Figures.of_requests([request.record for request in requests], 2.0)
+    figures = Figures.of_requests(requests, 2.0, None)
     assert figures.structured_share == 0.25
 
 

@@ -25,7 +25,7 @@ from minisgl.bench.online.run import OnlineRunError, run_online
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client import exchange
 from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES
@@ -296,7 +296,7 @@ async def test_answers_that_are_not_http_are_reported(answer: bytes) -> None:
         with pytest.raises(ServerError, match=r"does not answer in HTTP\.$"):
             await get(server.url, {}, NEVER_S)
         with pytest.raises(AnswerError, match="does not answer in HTTP"):
-            await post("127.0.0.1", server.port, "/", b"{}")
+            await post(Address.of(server.url), b"{}")
 
 
 def test_event_sizes_are_limited_including_their_overhead() -> None:

@@ -160,7 +160,7 @@ def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
             lease = run_once(kv, tokens, namespace=namespace)
             kv.close(lease, pack_tokens(tokens), length, 1)
         assert len(cache._roots) <= 31
-        assert len(cache._leaves) <= 64 + 2 * 31
+        assert len(cache._leaves._heap) <= 64 + 2 * 31
     kv.audit(1)
     kv.drop_written_since(0)
     assert not cache._roots

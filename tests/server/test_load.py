@@ -21,6 +21,7 @@ from support.gated_runner import EOS, VOCAB, Gated, asking, gated_server, served
 from support.waiting import until
 
 from minisgl.bench.online.client import RecordedAnswer, post
+from minisgl.client.address import Address
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.fanout import CONSUMERS_PER_TURN, Fanout
@@ -33,7 +34,7 @@ COMPLETIONS = "/v1/completions"
 
 
 async def ask(gated: Gated, body: bytes) -> RecordedAnswer:
-    return await post("127.0.0.1", gated.port, COMPLETIONS, body)
+    return await post(Address("http", "127.0.0.1", gated.port, COMPLETIONS), body)
 
 
 def choices(answer: RecordedAnswer) -> list[dict[str, Any]]:
@@ -399,7 +400,7 @@ async def test_retraction_with_a_real_model_does_not_change_the_answers() -> Non
         ]
 
         async def answer(body: bytes) -> str:
-            return text(await post("127.0.0.1", port, COMPLETIONS, body))
+            return text(await post(Address("http", "127.0.0.1", port, COMPLETIONS), body))
 
         unloaded = [await answer(body) for body in bodies]
         assert engine.stats().counters.num_retractions == 0

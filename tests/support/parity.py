@@ -110,7 +110,9 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     with starting:
         runner = load_ranks(config, model_config, folder)
     return Loaded(
-        runner, config, runner.capacity, facts, None, defaults, "test", runner, disk=runner.disk
+        *(runner, config, runner.capacity, facts, None, defaults, "test"),
+        ranks=runner.others,
+        disk=runner.disk,
     )
 
 

@@ -47,35 +47,33 @@ class RecordedAnswer:
 
 
 @dataclass(slots=True)
-class EventCount:
-    """The number of events that a run has received so far."""
+class RunProgress:
+    """The progress of a run, read by the live line."""
 
-    num_events: int = 0
+    num_ended: int = 0
+    num_running: int = 0
+    num_received: int = 0  # tokens or events so far
 
 
 async def post(
-    host: str,
-    port: int,
-    path: str,
+    address: Address,
     body: bytes,
     *,
     headers: Mapping[str, str] | None = None,
-    secure: bool = False,
-    tally: EventCount | None = None,
+    progress: RunProgress | None = None,
     max_bytes: int = STREAM_BYTES,
 ) -> RecordedAnswer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
-    address = Address("https" if secure else "http", host, port, path)
     json = {"content-type": "application/json", **(headers or {})}
     answer = RecordedAnswer()
-    tally = tally or EventCount()
+    progress = progress or RunProgress()
     cutter = EventCutter(max_bytes)
 
     def take(piece: bytes, now: float) -> None:
         events = cutter.cut(piece)
         answer.events += events
         answer.times += [now] * len(events)
-        tally.num_events += len(events)
+        progress.num_received += len(events)
 
     connection = await connect(address, write_request("POST", address, json, body), take)
     try:

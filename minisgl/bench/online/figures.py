@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from minisgl.bench.figures import Distribution, Figures, Goodput
-from minisgl.bench.online.metrics_poller import StepCounts
+from minisgl.bench.offline_run import StepCounts
 from minisgl.bench.online.run import OnlineRun, StreamedRequest
 
 
@@ -16,20 +16,15 @@ def online_figures(
 ) -> Figures:
     """Figures as seen by the clients; `counts` is from the server's metrics."""
     requests, elapsed_s = run.requests, run.elapsed_s
-    figures = Figures.of_requests([request.record for request in requests], elapsed_s)
+    figures = Figures.of_requests([request.record for request in requests], elapsed_s, counts)
     itls_s = [*chain.from_iterable(request.itls_s for request in requests)]
-    told = any(request.num_cached_tokens is not None for request in requests)
+    told = any(request.tells_cached for request in requests)
     num_failed = run.failures.total()
     return replace(
         figures,
         num_failed=num_failed,
         num_cached_tokens=figures.num_cached_tokens if told else None,
         cache_hit_rate=figures.cache_hit_rate if told else None,
-        num_steps=counts.num_steps if counts else None,
-        num_retractions=counts.num_retractions if counts else None,
-        graph_share=(
-            counts.num_graph_steps / counts.num_steps if counts and counts.num_steps else None
-        ),
         itl_s=Distribution.of(itls_s) if itls_s else None,
         goodput=goodput(requests, num_failed, elapsed_s, limits_s) if limits_s else None,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.bench.offline_run import StepCounts
 from minisgl.bench.online.target import Endpoint
 from minisgl.client.errors import ServerError
 
@@ -31,15 +32,6 @@ class Sample:
     num_running: int
     num_queued: int
     token_usage: float  # share of the KV cache, 0 to 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Counts of a server's steps during a run."""
-
-    num_steps: int
-    num_graph_steps: int
-    num_retractions: int
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from minisgl.bench.offline_run import RequestRecord
-from minisgl.bench.online.client import EventCount, RecordedAnswer
+from minisgl.bench.online.client import RecordedAnswer, RunProgress
 from minisgl.bench.online.target import Endpoint, Message, question
-from minisgl.bench.workload.schedule import ScheduledRequest
+from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
 from minisgl.client.errors import AnswerError, Refusal, unreachable
 from minisgl.client.exchange import describe_redirect
@@ -35,39 +35,16 @@ class OnlineRunError(MinisglError):
 class StreamedRequest:
     """One finished request, as its client saw it. Times are in seconds since the run began."""
 
-    sent_s: float
-    late_s: float = 0.0  # how long after it could have been sent
+    record: RequestRecord  # from sending it to the last event with text
     times_s: list[float]  # when each event with text arrived
-    num_prompt_tokens: int
-    num_cached_tokens: int | None  # of the prompt; None if the server does not report it
-    num_host_tokens: int | None = None  # of these, loaded from host memory; None: as above
-    num_disk_tokens: int | None = None  # of the cached ones, read from disk; None: as above
-    num_output_tokens: int
-    structured: bool = False  # the output followed a schema
+    late_s: float = 0.0  # how long after it could have been sent
     counted: bool = True  # by the server; else by the schedule and the events
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times_s[0] - self.sent_s
+    tells_cached: bool = True  # the server reports how many tokens were cached
 
     @property
     def itls_s(self) -> list[float]:
         """Seconds between consecutive events."""
         return [after - before for before, after in pairwise(self.times_s)]
-
-    @property
-    def record(self) -> RequestRecord:
-        return RequestRecord(
-            submitted_s=self.sent_s,
-            first_token_s=self.times_s[0],
-            last_token_s=self.times_s[-1],
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            num_host_tokens=self.num_host_tokens or 0,
-            num_disk_tokens=self.num_disk_tokens or 0,
-            num_output_tokens=self.num_output_tokens,
-            structured=self.structured,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +57,13 @@ class OnlineRun:
     @property
     def elapsed_s(self) -> float:
         """From the first request sent to the last token."""
-        last = max(request.times_s[-1] for request in self.requests)
-        return last - min(request.sent_s for request in self.requests)
+        records = [request.record for request in self.requests]
+        last = max(record.last_token_s for record in records)
+        return last - min(record.submitted_s for record in records)
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(request.num_output_tokens for request in self.requests)
+        return sum(request.record.num_output_tokens for request in self.requests)
 
     @property
     def num_events(self) -> int:
@@ -102,30 +80,20 @@ class OnlineRun:
             raise OnlineRunError(reason)
 
 
-@dataclass(slots=True)
-class Progress:
-    """The progress of a run, read by the live line."""
-
-    num_running: int = 0
-    num_ended: int = 0
-    received: EventCount = field(default_factory=EventCount)
-    began: float = 0.0  # by time.perf_counter
-
-
 async def run_online(
     target: Endpoint,
     schedule: Sequence[ScheduledRequest],
     *,
     max_concurrency: int | None = None,
     timeout_s: float = TIMEOUT_S,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
 ) -> OnlineRun:
     """Send every request when it is due, and take every event as it comes.
 
     A request that fails is counted, and so are those that continue its conversation. Raises
     nothing of the server.
     """
-    run = _Run(target, schedule, max_concurrency, timeout_s, progress or Progress())
+    run = _Run(target, schedule, max_concurrency, timeout_s, progress or RunProgress())
     return await run.run()
 
 
@@ -136,7 +104,7 @@ class _Run:
         schedule: Sequence[ScheduledRequest],
         max_concurrency: int | None,
         timeout_s: float,
-        progress: Progress,
+        progress: RunProgress,
     ) -> None:
         self._target = target
         self._schedule = schedule
@@ -155,7 +123,7 @@ class _Run:
         self._failed: dict[int, str] = {}
 
     async def run(self) -> OnlineRun:
-        self._began = self._progress.began = time.perf_counter()
+        self._began = time.perf_counter()
         tasks = [
             asyncio.ensure_future(self._request(index)) for index in range(len(self._schedule))
         ]
@@ -216,7 +184,7 @@ class _Run:
         self._progress.num_running += 1
         try:
             max_tokens = self._schedule[index].max_tokens
-            answer = await self._target.ask(body, max_tokens, self._progress.received)
+            answer = await self._target.ask(body, max_tokens, self._progress)
         finally:
             self._progress.num_running -= 1
         if answer.status != 200:
@@ -261,18 +229,26 @@ class _Run:
         times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
         if not finished or not times:
             raise OnlineRunError("an answer ended without text or without [DONE]")
+        times_s = [at - self._began for at in times]
         num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
-        return StreamedRequest(
-            sent_s=answer.sent - self._began,
-            late_s=self._late_s[index],
-            times_s=[at - self._began for at in times],
+        cached = usage.details
+        record = RequestRecord(
+            submitted_s=answer.sent - self._began,
+            first_token_s=times_s[0],
+            last_token_s=times_s[-1],
             num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
-            num_cached_tokens=usage.details.cached_tokens,
-            num_host_tokens=usage.details.host_cached_tokens,
-            num_disk_tokens=usage.details.disk_cached_tokens,
+            num_cached_tokens=cached.cached_tokens or 0,
+            num_host_tokens=cached.host_cached_tokens or 0,
+            num_disk_tokens=cached.disk_cached_tokens or 0,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
             structured=asked.structured,
+        )
+        return StreamedRequest(
+            record=record,
+            times_s=times_s,
+            late_s=self._late_s[index],
             counted=num_output_tokens is not None,
+            tells_cached=cached.cached_tokens is not None,
         )
 
 

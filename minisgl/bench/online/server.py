@@ -20,7 +20,7 @@ from minisgl.bench.online.target import Endpoint
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.run_info import RunInfo, describe
 from minisgl.client.errors import ServerError
-from minisgl.config import EngineConfig, ModelFacts
+from minisgl.config import EngineConfig, ModelFacts, ResolvedConfig
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
 from minisgl.server.config import ServerConfig
@@ -38,9 +38,7 @@ class StartedServer:
     description: list[str]
     run_info: RunInfo
     model: ModelFacts
-    device: str  # cpu or cuda
-    dtype: str
-    kv_dtype: str  # of the KV cache
+    config: ResolvedConfig
     gpus: list[str]  # their UUIDs
     peak: Peak | None  # of the hardware; None on a CPU
 
@@ -115,9 +113,7 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
                 description=[*describe(engine)],
                 run_info=RunInfo.of(engine, {}),
                 model=engine.model,
-                device=engine.config.device,
-                dtype=engine.config.dtype,
-                kv_dtype=engine.config.kv_dtype,
+                config=engine.config,
                 gpus=engine_gpus(engine.config),
                 peak=engine_peak(engine.config, engine.model),
             )

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from minisgl.bench.online.client import EventCount, RecordedAnswer, post
-from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.online.client import RecordedAnswer, RunProgress, post
+from minisgl.bench.workload.requests import ScheduledRequest
+from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.structured import RESPONSE_FORMAT
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
@@ -61,19 +62,15 @@ class Endpoint:
         return msgspec.json.encode(asked)
 
     async def ask(
-        self, body: bytes, max_tokens: int, tally: EventCount | None = None
+        self, body: bytes, max_tokens: int, progress: RunProgress | None = None
     ) -> RecordedAnswer:
         """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
-        address = Address.of(self.url + path)
         return await post(
-            address.host,
-            address.port,
-            address.target,
+            Address.of(self.url + path),
             body,
             headers=headers_of(self.api_key),
-            secure=address.secure,
-            tally=tally,
+            progress=progress,
             max_bytes=ANSWER_BYTES + TOKEN_BYTES * max_tokens,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -17,16 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from minisgl.bench.online.client import RunProgress
+
 # Drawing takes a millisecond or two of the core that measures.
 INTERVAL_S = 0.5
-
-
-class ProgressSnapshot(NamedTuple):
-    """The progress of a run."""
-
-    num_ended: int
-    num_running: int
-    num_units: int  # tokens or events so far
 
 
 @asynccontextmanager
@@ -35,7 +28,7 @@ async def live(
     what: str,
     total: int,
     unit: str,
-    snapshot: Callable[[], ProgressSnapshot],
+    snapshot: Callable[[], RunProgress],
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[None]:
     """Shows requests, speed and time while the context is open."""
@@ -57,12 +50,12 @@ async def live(
         task = bar.add_task(what, total=total, speed="")
 
         async def draw() -> None:
-            before = snapshot().num_units
+            before = snapshot().num_received
             while True:
                 now = snapshot()
-                rate = (now.num_units - before) / interval_s
+                rate = (now.num_received - before) / interval_s
                 speed = f"{now.num_running} running, {rate:,.0f} {unit}/s"
-                before = now.num_units
+                before = now.num_received
                 bar.update(task, completed=now.num_ended, speed=speed)
                 bar.refresh()
                 await asyncio.sleep(interval_s)

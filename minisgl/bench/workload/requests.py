@@ -1,4 +1,4 @@
-"""The reproducible requests of an offline benchmark."""
+"""The reproducible requests of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,18 +13,34 @@ from minisgl.request import SamplingParams
 MAX_TOKEN_ID = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineRequest:
-    """One request for the engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request, and when to send it where they do not come all at once."""
 
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
+    max_tokens: int
+    seed: int = 0
+    due_s: float = 0.0  # since the start of the run
+    parent: int | None = None  # the place of the request whose answer must have come before
+    pause_s: float = 0.0  # between that answer and this request
+    continues: bool = False  # the conversation so far comes before the prompt
+    structured: bool = False  # the output follows a schema
+
+    def params(self, temperature: float = 0.0) -> SamplingParams:
+        """The parameters for exactly `max_tokens` tokens, greedy unless a temperature is given."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            seed=self.seed,
+            structured=STRUCTURED if self.structured else None,
+        )
 
 
 def make_workload(
-    sizes: Sizes, *, vocab_size: int, temperature: float, seed: int, structured: float = 0.0
-) -> list[OfflineRequest]:
-    """Random prompts, and outputs of exactly the lengths drawn, ignoring EOS.
+    sizes: Sizes, *, vocab_size: int, seed: int, structured: float = 0.0
+) -> list[ScheduledRequest]:
+    """The standard workload: random prompts, and outputs of exactly the lengths drawn.
 
     The numbers are drawn as other engines' benchmarks draw them, so that everybody measures the
     same requests: for each one the length of its prompt and then the token ids; then the length of
@@ -37,10 +53,9 @@ def make_workload(
         for _ in range(sizes.num_requests)
     ]
     return [
-        make_offline_request(
-            prompt,
+        ScheduledRequest(
+            prompt=prompt,
             max_tokens=rng.randint(sizes.output.low, sizes.output.high),
-            temperature=temperature,
             seed=index,
             structured=is_structured(index, structured),
         )
@@ -50,22 +65,3 @@ def make_workload(
 
 def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
     return [rng.randint(0, MAX_TOKEN_ID) % vocab_size for _ in range(count)]
-
-
-def make_offline_request(
-    prompt: list[int],
-    *,
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    structured: bool = False,
-) -> OfflineRequest:
-    """A request for exactly `max_tokens` tokens, greedy unless a temperature is given."""
-    params = SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        seed=seed,
-        structured=STRUCTURED if structured else None,
-    )
-    return OfflineRequest(prompt, params)

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minisgl.bench.config import Sizes
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.requests import make_workload, random_tokens
+from minisgl.bench.workload.requests import ScheduledRequest, make_workload, random_tokens
 from minisgl.bench.workload.structured import is_structured
 from minisgl.bench.workload.trace import TraceEntry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
-    """One request and when to send it."""
-
-    prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
-    max_tokens: int
-    seed: int
-    due_s: float = 0.0  # since the start of the run
-    parent: int | None = None  # the place of the request whose answer must have come before
-    pause_s: float = 0.0  # between that answer and this request
-    continues: bool = False  # the conversation so far comes before the prompt
-    structured: bool = False  # the output follows a schema
-
-
-def schedule_random(sizes: Sizes, vocab_size: int, seed: int) -> list[ScheduledRequest]:
-    """The standard workload, with the prompts and lengths of an offline run."""
-    jobs = make_workload(sizes, vocab_size=vocab_size, temperature=0.0, seed=seed)
-    return [
-        ScheduledRequest(
-            prompt=job.prompt_token_ids, max_tokens=job.params.max_tokens or 1, seed=index
-        )
-        for index, job in enumerate(jobs)
-    ]
 
 
 def schedule_shared_prefix(
@@ -48,7 +23,7 @@ def schedule_shared_prefix(
     ]
     return [
         replace(request, prompt=prefixes[index % len(prefixes)] + request.prompt)
-        for index, request in enumerate(schedule_random(sizes, vocab_size, seed))
+        for index, request in enumerate(make_workload(sizes, vocab_size=vocab_size, seed=seed))
     ]
 
 
@@ -66,7 +41,7 @@ def schedule_multi_turn(
             pause_s=config.think_time if index % num_turns else 0.0,
             continues=index % num_turns > 0,
         )
-        for index, request in enumerate(schedule_random(whole, vocab_size, seed))
+        for index, request in enumerate(make_workload(whole, vocab_size=vocab_size, seed=seed))
     ]
 
 
@@ -126,7 +101,7 @@ def make_schedule(
         case "trace":
             schedule = schedule_trace(rows, vocab_size, seed, config)
         case _:
-            schedule = schedule_random(sizes, vocab_size, seed)
+            schedule = make_workload(sizes, vocab_size=vocab_size, seed=seed)
     return [
         replace(request, structured=is_structured(index, structured))
         for index, request in enumerate(schedule)

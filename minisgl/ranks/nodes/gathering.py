@@ -22,7 +22,7 @@ from minisgl.distributed.cluster_token import cluster_token
 from minisgl.distributed.handshake import LIMIT_S, HandshakeError, prove_to_node
 from minisgl.distributed.interfaces import interface_of
 from minisgl.errors import EngineStoppedError
-from minisgl.ranks.nodes.addresses import listen, own_address, place
+from minisgl.ranks.nodes.addresses import listen, main_address, own_address
 from minisgl.ranks.nodes.agreement import difference
 from minisgl.ranks.nodes.link import (
     SILENCE_LIMIT_S,
@@ -71,21 +71,20 @@ def gather_nodes(
 
     Raises ConfigError for the address or the secret, EngineStoppedError if a node does not come.
     """
-    family, address = own_address(config)
-    host = str(address[0])
-    gathering = _Gathering(config, facts, cluster_token(config, host))
-    with listen(config, family, address) as listener:
-        logger.info("Node 0 waits at %s for %d more", place(config), config.nnodes - 1)
+    address = own_address(config)
+    gathering = _Gathering(config, facts, cluster_token(config, address.host))
+    with listen(config, address) as listener:
+        logger.info("Node 0 waits at %s for %d more", main_address(config), config.nnodes - 1)
         try:
             gathering.run(listener, report)
-            store, rendezvous = serve_store(host)
+            store, rendezvous = serve_store(address.host)
         except BaseException:
             for link in gathering.links.values():
                 link.close()
             raise
         finally:
             gathering.refuse_late()
-    return Nodes(gathering.links, rendezvous, interface_of(host), store)
+    return Nodes(gathering.links, rendezvous, interface_of(address.host), store)
 
 
 class _Gathering:

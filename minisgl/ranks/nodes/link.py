@@ -23,7 +23,7 @@ import numpy as np
 
 from minisgl.errors import MinisglError
 from minisgl.matcher import MaskRows
-from minisgl.ranks.processes.channel import HEARTBEAT_S
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Failed, Ready
 from minisgl.ranks.processes.mask_ring import StepMasks
 
 # A node with a heartbeat of its own process is silent for this long only if it, its machine or the
@@ -58,17 +58,6 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     host: str  # of the store of torch.distributed
     port: int
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of the node have loaded."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a node that cannot go on."""
-
-    kind: str  # class name of the error
-    reason: str
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):

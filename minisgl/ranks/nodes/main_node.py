@@ -13,8 +13,8 @@ from multiprocessing.context import SpawnContext
 from minisgl.distributed.layout import RankLayout
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.ranks.nodes.gathering import Nodes
-from minisgl.ranks.nodes.link import Beat, Close, Failed, Frame, LinkError, Ready, Start
-from minisgl.ranks.processes.channel import Channel, Message, RankEnd, RankReady, Waitable
+from minisgl.ranks.nodes.link import Beat, Close, Frame, LinkError, Start
+from minisgl.ranks.processes.channel import Channel, Failed, Message, RankEnd, Ready, Waitable
 from minisgl.ranks.processes.launcher import Launcher
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.rank_watch import error_of
@@ -24,8 +24,8 @@ from minisgl.ranks.processes.worker import RankSpec
 class NodesLauncher(Launcher):
     """Starts ranks on this machine, and lets the other nodes start theirs."""
 
-    def __init__(self, context: SpawnContext, layout: RankLayout, nodes: Nodes) -> None:
-        super().__init__(context, layout)
+    def __init__(self, context: SpawnContext, nodes: Nodes) -> None:
+        super().__init__(context)
         self._nodes = nodes
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
@@ -96,7 +96,7 @@ class NodesChannel(Channel):
     def _heard(self, node: int, frame: Frame) -> list[tuple[int, Message | None]]:
         ranks = self._layout.ranks_of_node(node)
         if isinstance(frame, Ready):
-            return [(rank, RankReady()) for rank in ranks]
+            return [(rank, frame) for rank in ranks]
         if isinstance(frame, Beat):
             self._node_beats.update(zip(ranks, frame.ranks, strict=False))
         elif isinstance(frame, Failed):

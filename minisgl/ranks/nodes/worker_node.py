@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,23 +25,21 @@ from minisgl.distributed.interfaces import interface_of
 from minisgl.distributed.layout import RankLayout
 from minisgl.errors import ConfigError, EngineStoppedError, MinisglError
 from minisgl.models.config import ModelConfig
-from minisgl.ranks.nodes.addresses import find_main, place
+from minisgl.ranks.nodes.addresses import main_address
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import JOIN_LIMIT_S
 from minisgl.ranks.nodes.link import (
     SILENCE_LIMIT_S,
     Beat,
     Close,
-    Failed,
     Frame,
     Join,
     LinkError,
     NodeLink,
-    Ready,
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel, Failed, Ready
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
@@ -70,47 +67,37 @@ def work(config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
         node.end()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The ranks of this node and what leads to them."""
-
-    ranks: RemoteRanks
-    channel: Channel
-    masks: MaskRing
-
-
 class _WorkerNode:
     def __init__(self, config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
         self._config = config
         self._model = model
         self._folder = folder
-        self._layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
-        self._own = self._layout.ranks_of_node(config.node_rank)
-        self._parts: _Parts | None = None
+        self._own = RankLayout.of(config).ranks_of_node(config.node_rank)
+        self._ranks: RemoteRanks | None = None  # of this node
         self._facts = facts_of(config, model, folder)
         self._link = NodeLink(connect(config), "Node 0", self._beat)
 
     def run(self) -> None:
         start = self._join()
         logger.info("Node 0 has all nodes; loading ranks %s", ", ".join(map(str, self._own)))
-        self._parts = parts = self._start_ranks(start)
-        parts.ranks.lost.add_done_callback(self._report)
-        threading.Thread(target=self._report_ready, args=(parts.ranks,), daemon=True).start()
+        self._ranks = ranks = self._start_ranks(start)
+        ranks.lost.add_done_callback(self._report)
+        threading.Thread(target=self._report_ready, args=(ranks,), daemon=True).start()
         with _second_signal_ends():
             try:
-                while not self._pass_on(parts):
+                while not self._pass_on(ranks):
                     pass
             except _ToldToEndError as error:
                 self._report_error(error)
                 raise
-        parts.ranks.begin_to_end()
-        parts.ranks.end()
+        ranks.begin_to_end()
+        ranks.end()
         logger.info("Node 0 has ended, and so does this node")
 
     def end(self) -> None:
         """Kill the ranks that still run, and close the connection."""
-        if self._parts is not None:
-            self._parts.ranks.kill()
+        if self._ranks is not None:
+            self._ranks.kill()
         self._link.close()
 
     # -- before the ranks run ----------------------------------------------------------------------
@@ -131,43 +118,39 @@ class _WorkerNode:
                     return frame
                 self._check_failed(frame)
 
-    def _start_ranks(self, start: Start) -> _Parts:
+    def _start_ranks(self, start: Start) -> RemoteRanks:
         config = self._config
         context = multiprocessing.get_context("spawn")
         masks = MaskRing.allocate(
             context, config.max_running_requests, self._model.vocab_size, config.pp
         )
-        launcher = Launcher(context, self._layout)
         channel = Channel(self._own, context, masks)
         spec = RankSpec(
             rank=self._own[0],
-            local_rank=0,
-            num_local_ranks=len(self._own),
             config=config,
             model_config=self._model,
             folder=self._folder,
             rendezvous=TcpRendezvous(start.host, start.port),
             interface=interface_of(self._link.own_address),
         )
-        ranks = RemoteRanks(spec, launcher, channel, self._own, may_hang=False)
-        return _Parts(ranks, channel, masks)
+        return RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
 
     # -- while they run ----------------------------------------------------------------------------
 
-    def _pass_on(self, parts: _Parts) -> bool:
+    def _pass_on(self, ranks: RemoteRanks) -> bool:
         """Wait for what node 0 sends and pass it on; True once it has sent the end."""
         for frame in self._receive():
             if isinstance(frame, bytes):
                 with contextlib.suppress(OSError):  # a rank has ended, which is about to be seen
-                    parts.channel.send(frame)
+                    ranks.channel.send(frame)
             elif isinstance(frame, StepMasks):
-                parts.masks.put(frame)
+                ranks.channel.masks.put(frame)
             elif isinstance(frame, Close):
                 return True
             else:
                 self._check_failed(frame)
-        if parts.ranks.lost.done():
-            self._raise_loss(parts.ranks.lost)
+        if ranks.lost.done():
+            self._raise_loss(ranks.lost)
         return False
 
     def _raise_loss(self, lost: Future[None]) -> None:
@@ -192,8 +175,8 @@ class _WorkerNode:
     # -- called by other threads -------------------------------------------------------------------
 
     def _beat(self) -> Beat:
-        parts = self._parts
-        beats = parts.channel.heartbeats() if parts is not None else {}
+        ranks = self._ranks
+        beats = ranks.channel.heartbeats() if ranks is not None else {}
         return Beat(SILENCE_LIMIT_S, tuple(beats[rank] for rank in sorted(beats)))
 
     def _report_ready(self, ranks: RemoteRanks) -> None:
@@ -214,6 +197,7 @@ def connect(config: ResolvedConfig) -> socket.socket:
 
     Raises ConfigError for the secret and the address, EngineStoppedError if node 0 does not come.
     """
+    address = main_address(config)
     deadline = time.monotonic() + JOIN_LIMIT_S
     said = False
     while True:
@@ -221,21 +205,21 @@ def connect(config: ResolvedConfig) -> socket.socket:
             return _connect_once(config)
         except HandshakeError as error:
             reason = f"node 0 cannot be joined: {error}"
-            raise ConfigError("--master-addr", place(config), reason) from error
+            raise ConfigError("--master-addr", str(address), reason) from error
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
                 raise EngineStoppedError(
-                    f"Node 0 was not found at {place(config)} within {JOIN_LIMIT_S:.0f} s "
+                    f"Node 0 was not found at {address} within {JOIN_LIMIT_S:.0f} s "
                     f"({getattr(error, 'strerror', None) or 'no answer'})."
                 ) from error
         if not said:
-            logger.info("Node %d waits for node 0 at %s", config.node_rank, place(config))
+            logger.info("Node %d waits for node 0 at %s", config.node_rank, address)
             said = True
         time.sleep(RETRY_S)
 
 
 def _connect_once(config: ResolvedConfig) -> socket.socket:
-    family, address = find_main(config)
+    family, address = main_address(config).resolve()
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_S)

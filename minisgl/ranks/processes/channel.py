@@ -1,7 +1,7 @@
 """Carries messages between rank 0 and the other ranks.
 
     rank 0   ── plans, moves, close ──────────▶  rank
-             ◀── RankReady, RankFailed ────────
+             ◀── Ready, Failed ────────────────
              ◀── RankListens, RankMoved ───────
              ◀── heartbeats ───────────────────
 
@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any
 
+from msgspec import Struct
+
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import MinisglError
-from minisgl.matcher import MaskRows
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
-from minisgl.scheduler.plan import StepPlan
 
 HEARTBEAT_S = 1.0
 _CLOSE = b"\1"  # sent after the last plan
@@ -31,17 +31,15 @@ _CLOSE = b"\1"  # sent after the last plan
 Waitable = Connection | int  # what multiprocessing.connection.wait accepts
 
 
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    """Sent once the rank has loaded its part of the model and accepts plans."""
+class Ready(Struct, frozen=True, tag=True):
+    """Sent once a rank, or all ranks of a node, have loaded the model and accept plans."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """Sent before the rank ends, with the reason."""
+class Failed(Struct, frozen=True, tag=True):
+    """The last message of a rank or a node that cannot go on."""
 
     kind: str  # class name of the error
-    message: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class RankListens:
     obstacle: str = ""
 
 
-Message = RankReady | RankFailed | RankMoved | RankListens
+Message = Ready | Failed | RankMoved | RankListens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +68,13 @@ class RankEnd:
     rank: int
     connection: Connection
     heartbeats: Any  # shared memory: time.monotonic of the last heartbeat, by rank
-    mask_ring: MaskRing
+    masks: MaskRing  # rank 0 fills those of a plan before it sends what asks for them
 
     def receive(self) -> bytes | None:
         """Block until the next plan; None if there are no more. Raises EOFError if rank 0 has
         died."""
         data = self.connection.recv_bytes()
         return None if data == _CLOSE else data
-
-    def masks(self, plan: StepPlan) -> MaskRows:
-        """The masks of a plan, which rank 0 has filled before it sent what asks for them."""
-        return self.mask_ring.rows(plan)
 
     def report(self, message: Message) -> None:
         """Send `message` to rank 0. Raises OSError if the connection is closed."""
@@ -96,8 +90,9 @@ class Channel:
     time."""
 
     def __init__(self, ranks: Iterable[int], context: SpawnContext, masks: MaskRing) -> None:
-        """ranks: the ranks other than 0. context: of the processes that inherit the other ends."""
-        self._masks = masks
+        """ranks: the ranks other than 0. context: of the processes that inherit the other ends.
+        masks: which every rank finds there."""
+        self.masks = masks
         pipes = {rank: context.Pipe() for rank in ranks}
         self._heartbeats = context.RawArray("d", max(pipes, default=0) + 1)
         self._connections = {rank: here for rank, (here, _) in pipes.items()}
@@ -106,11 +101,7 @@ class Channel:
 
     def end_of(self, rank: int) -> RankEnd:
         """The other end, to be passed to the rank when it is launched."""
-        return RankEnd(rank, self._far_ends[rank], self._heartbeats, self._masks)
-
-    def masks(self, plan: StepPlan) -> MaskRows:
-        """Memory for the masks of a plan, which every rank finds there."""
-        return self._masks.rows(plan)
+        return RankEnd(rank, self._far_ends[rank], self._heartbeats, self.masks)
 
     def launched(self) -> None:
         """Release this process's copies of the other ends, once all ranks are started: a pipe

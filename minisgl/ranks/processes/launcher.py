@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 
-from minisgl.distributed.layout import RankLayout
 from minisgl.ranks.processes.channel import RankEnd, Waitable
 from minisgl.ranks.processes.worker import RankSpec, run_rank
 
@@ -36,22 +35,12 @@ class ProcessState:
 class Launcher:
     """Runs ranks as processes on this machine, one GPU each."""
 
-    def __init__(self, context: SpawnContext, layout: RankLayout) -> None:
+    def __init__(self, context: SpawnContext) -> None:
         self._context = context
-        self._layout = layout
         self._processes: dict[int, SpawnProcess] = {}
         # The system tells the end of a process once. A thread that asks while another one has just
         # been told would learn that it runs.
         self._asking = threading.Lock()
-
-    def placed(self, spec: RankSpec) -> RankSpec:
-        """Fill in the local numbers of `spec` for its machine; also called for rank 0."""
-        layout = self._layout
-        return replace(
-            spec,
-            local_rank=layout.local_rank(spec.rank),
-            num_local_ranks=layout.ranks_per_node,
-        )
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         """Start one rank for each spec, with its end of the channel. Called once.

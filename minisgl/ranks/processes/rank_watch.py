@@ -11,7 +11,7 @@ from minisgl.errors import (
     EngineStoppedError,
     MinisglError,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Message, RankFailed, RankReady
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Failed, Message, Ready
 from minisgl.ranks.processes.launcher import ProcessState
 
 # No running process is silent for this long, whatever it computes.
@@ -36,7 +36,7 @@ class RankWatch:
         self.ready: set[int] = set()
         self.num_launched = self.num_collected = 0
         self._step_timeout_s = step_timeout_s
-        self._failed: dict[int, RankFailed] = {}
+        self._failed: dict[int, Failed] = {}
         self._disconnected: set[int] = set()
         self._looked_s = 0.0
         self._heartbeats = dict.fromkeys(self.silence, 0.0)  # at the last look
@@ -51,9 +51,9 @@ class RankWatch:
         """Record a message that Channel.receive returned."""
         if message is None:
             self._disconnected.add(rank)
-        elif isinstance(message, RankFailed):
+        elif isinstance(message, Failed):
             self._failed[rank] = message
-        elif isinstance(message, RankReady):
+        elif isinstance(message, Ready):
             self.ready.add(rank)
 
     def look(self, now: float, heartbeats: Mapping[int, float]) -> None:
@@ -95,7 +95,7 @@ class RankWatch:
         if broken is not None:
             return broken
         for rank, failed in self._failed.items():
-            return error_of(failed.kind)(f"Rank {rank} failed: {failed.message}")
+            return error_of(failed.kind)(f"Rank {rank} failed: {failed.reason}")
         for rank, silence in self.silence.items():
             if silence > SILENCE_LIMIT_S or min(silence, self._waited_s) > self._step_timeout_s:
                 # Of a rank on another machine the process is not known.

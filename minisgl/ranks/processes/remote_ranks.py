@@ -15,7 +15,6 @@ from dataclasses import replace
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.kvcache.moves import Move
-from minisgl.matcher import MaskRows
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Channel,
@@ -28,7 +27,6 @@ from minisgl.ranks.processes.mask_ring import StepMasks
 from minisgl.ranks.processes.plan_codec import SAMPLE, encode_listen, encode_moves
 from minisgl.ranks.processes.rank_watch import RankWatch, error_of
 from minisgl.ranks.processes.worker import RankSpec
-from minisgl.scheduler.plan import StepPlan
 
 # After noticing a failure a thread waits this long until its cause is found.
 VERDICT_S = 1.0
@@ -55,17 +53,17 @@ class RemoteRanks:
         *,
         may_hang: bool,
     ) -> None:
-        """Return at once. own: the spec of one of the ranks; they differ only in their numbers.
+        """Return at once. own: the spec of one of the ranks; they differ only in their number.
         ranks: those to start. elsewhere: those that other nodes start, which are only watched.
         may_hang: steps of this process may never end without the ranks; it then has to exit."""
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         # Called when a rank has ended a move, with its id and the number of pages.
         self.moved: Callable[[int, int], None] = lambda move, num_pages: None
         self.may_hang = may_hang
-        self._specs = [launcher.placed(replace(own, rank=rank)) for rank in ranks]
+        self._specs = [replace(own, rank=rank) for rank in ranks]
         self._rendezvous = own.rendezvous
         self._launcher = launcher
-        self._channel = channel
+        self.channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.config.step_timeout)
         self._listening: dict[int, RankListens] = {}
@@ -129,16 +127,12 @@ class RemoteRanks:
                 raise OSError(each.obstacle)
         return Listening.of(each.listening for each in found if each.listening is not None)
 
-    def masks(self, plan: StepPlan) -> MaskRows:
-        """Memory for the masks of a plan, which every rank finds there."""
-        return self._channel.masks(plan)
-
     def _send(self, data: bytes, masks: StepMasks | None) -> None:
         with self._sending:
             if self._ending and not self.lost.done():
                 raise EngineStoppedError(TOLD_TO_END)
             try:
-                self._channel.send(data, masks)
+                self.channel.send(data, masks)
             except OSError as error:
                 raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
 
@@ -167,7 +161,7 @@ class RemoteRanks:
         self._killing.start()
         with self._sending:
             self._end_soon()
-            self._channel.send_close()
+            self.channel.send_close()
 
     def end(self) -> None:
         """Wait until all ranks have exited, and kill those still running after CLOSE_LIMIT_S."""
@@ -181,7 +175,7 @@ class RemoteRanks:
         """Kill the ranks and wait for their end. reason: why, for other nodes."""
         self._end_soon()
         if isinstance(reason, MinisglError):
-            self._channel.send_failure(reason)
+            self.channel.send_failure(reason)
         self._launcher.kill(CLOSE_LIMIT_S)
         self._gone.set()
 
@@ -194,6 +188,10 @@ class RemoteRanks:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
+
+    def give_up(self, reason: MinisglError) -> None:
+        """Do as `fail` does, and return at once. Any thread may call it."""
+        threading.Thread(target=self.fail, args=(reason,), name="minisgl-kill", daemon=True).start()
 
     def fail(self, reason: Exception) -> None:
         """Kill the ranks and fail `lost` with `reason`. Blocks until they are dead."""
@@ -217,9 +215,9 @@ class RemoteRanks:
 
     def _run(self) -> None:
         try:
-            ends = [self._channel.end_of(spec.rank) for spec in self._specs]
+            ends = [self.channel.end_of(spec.rank) for spec in self._specs]
             self._launcher.start(self._specs, ends)
-            self._channel.launched()
+            self.channel.launched()
             self._watch.begin(time.monotonic())
             wakers = self._launcher.wakers()
             while not self._ending:
@@ -233,7 +231,7 @@ class RemoteRanks:
 
     def _receive(self, timeout_s: float, wakers: Sequence[Waitable] = ()) -> None:
         """Take what the ranks send, for which it waits up to `timeout_s`."""
-        for rank, message in self._channel.receive(timeout_s, wakers):
+        for rank, message in self.channel.receive(timeout_s, wakers):
             if isinstance(message, RankMoved):
                 self.moved(message.move, message.num_pages)
                 continue
@@ -243,17 +241,17 @@ class RemoteRanks:
                 else:
                     self._watch.heard(rank, message)
                 self._changed.notify_all()
-        self._watch.look(time.monotonic(), self._channel.heartbeats())
+        self._watch.look(time.monotonic(), self.channel.heartbeats())
 
     def _await_cause(self) -> None:
         """Listen for a moment: ranks may report a lost connection before the end of the one that
         led to it is seen, here or, which takes longer, by another node."""
         began = time.monotonic()
         while True:
-            knows = self._watch.knows_cause(self._launcher.states(), self._channel.broken())
+            knows = self._watch.knows_cause(self._launcher.states(), self.channel.broken())
             if time.monotonic() - began > VERDICT_S / (4 if knows else 2):
                 return
             self._receive(VERDICT_S / 20)
 
     def _verdict(self) -> Exception | None:
-        return self._watch.verdict(self._launcher.states(), self._channel.broken())
+        return self._watch.verdict(self._launcher.states(), self.channel.broken())

@@ -7,22 +7,8 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
-
-
-class Rendezvous(Protocol):
-    """Provides a torch.distributed store to all ranks. Pickled with the RankSpec."""
-
-    def store(self) -> Store:
-        """Open the store that all ranks share."""
-        ...
-
-    def close(self) -> None:
-        """Free what rank 0 has allocated. NCCL polls the store, and hangs if it disappears before
-        the group is closed or the process ends."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +24,13 @@ class FileRendezvous:
         return FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
 
     def store(self) -> Store:
+        """Open the store that all ranks share."""
         # -1: the store does not delete the file.
         return FileStore(str(self.folder / "store"), -1)
 
     def close(self) -> None:
+        """Remove it. NCCL polls the store, and hangs if it disappears before the group is closed or
+        the process ends."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -58,6 +47,10 @@ class TcpRendezvous:
 
     def close(self) -> None:
         """Free nothing: the store ends with the object that `serve_store` returns."""
+
+
+# Provides a torch.distributed store to all ranks. Pickled with the RankSpec.
+Rendezvous = FileRendezvous | TcpRendezvous
 
 
 def serve_store(host: str) -> tuple[Store, TcpRendezvous]:

@@ -27,11 +27,11 @@ from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Failed,
     RankEnd,
-    RankFailed,
     RankListens,
     RankMoved,
-    RankReady,
+    Ready,
 )
 from minisgl.ranks.processes.plan_codec import (
     LISTEN,
@@ -49,11 +49,9 @@ from minisgl.scheduler.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """The parameters of a rank, the same for all ranks except `rank` and the local numbers."""
+    """The parameters of a rank, the same for all ranks of a machine except `rank`."""
 
     rank: int  # among all ranks
-    local_rank: int  # among the ranks of its machine; also its GPU
-    num_local_ranks: int  # ranks of its machine, which share the cores
     config: ResolvedConfig
     model_config: ModelConfig
     folder: Path
@@ -83,14 +81,14 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
     """Report the error and exit at once; an orderly exit could hang in a collective."""
     message = str(error) if isinstance(error, MinisglError) else without_words(error)
     with contextlib.suppress(OSError):
-        end.report(RankFailed(type(error).__name__, message))
+        end.report(Failed(type(error).__name__, message))
     sys.stderr.flush()
     os._exit(1)
 
 
 def _serve(spec: RankSpec, end: RankEnd) -> None:
     runner, pipeline = join_and_load(spec)
-    end.report(RankReady())
+    end.report(Ready())
     _run_plans(runner, end, spec.config.pp)
     runner.close()
     pipeline.close()
@@ -101,18 +99,19 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
 
     Blocks for seconds or minutes, until all ranks have loaded.
     """
-    config = spec.config
+    config, layout = spec.config, RankLayout.of(spec.config)
+    local_rank = layout.local_rank(spec.rank)
     if config.device == "cpu":
-        # With more threads than cores all ranks are slower.
-        num_threads = max(1, (os.cpu_count() or 1) // spec.num_local_ranks)
+        # With more threads than cores all ranks of a machine are slower.
+        num_threads = max(1, (os.cpu_count() or 1) // layout.ranks_per_node)
         torch.set_num_threads(min(torch.get_num_threads(), num_threads))
-    device = rank_device(config, spec.local_rank)
+    device = rank_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks, pipeline = join_group(
         spec.rendezvous.store(),
         spec.rank,
-        RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes),
+        layout,
         device,
         hidden_size=spec.model_config.hidden_size,
         dtype=getattr(torch, config.dtype),
@@ -127,7 +126,7 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
             report,
             ranks,
             pipeline,
-            local_rank=spec.local_rank,
+            local_rank=local_rank,
         )
     except BaseException:
         if device.type == "cpu":
@@ -170,11 +169,11 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
             plan, handle = deferred
-            runner.sample(handle, end.masks(plan))
+            runner.sample(handle, end.masks.rows(plan))
         else:
             plan = decoder.decode(data)
             has_masks = plan.masked_slots and not plan.deferred
-            handle = runner.launch(plan, end.masks(plan) if has_masks else None)
+            handle = runner.launch(plan, end.masks.rows(plan) if has_masks else None)
             if plan.deferred:
                 deferred = plan, handle
                 continue

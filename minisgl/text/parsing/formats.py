@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from minisgl.text.parsing.calls import CallContext
@@ -199,21 +199,6 @@ DEEPSEEK_V3 = CallFormat(
     read=read_deepseek_v3,
     closing=END_CALLS,
 )
-# Tokenizers before version 11; all that an answer has is read the same.
-MISTRAL_LIST = CallFormat(
-    "mistral",
-    CallSpelling(
-        head='{"name": "',
-        middle='", "arguments": ',
-        tail="}",
-        between=", ",
-        begin=f"{TOOL_CALLS}[",
-        end="]",
-    ),
-    markers=(TOOL_CALLS, ARGS, CALL_ID),
-    openings=(TOOL_CALLS,),
-    read=read_mistral,
-)
 MISTRAL = CallFormat(
     "mistral",
     CallSpelling(head=TOOL_CALLS, middle=ARGS, tail="", between=""),
@@ -221,3 +206,5 @@ MISTRAL = CallFormat(
     openings=(TOOL_CALLS,),
     read=read_mistral,
 )
+# Tokenizers before version 11; all that an answer has is read the same.
+MISTRAL_LIST = replace(MISTRAL, spelling=replace(XLAM.spelling, begin=f"{TOOL_CALLS}["))

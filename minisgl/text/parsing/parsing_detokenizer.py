@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from minisgl.events import ContentText, Event
-from minisgl.text.detokenizer import Detokenizer, StopStrings
+from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.tokenizer import Tokenizer
 
@@ -16,23 +17,11 @@ class ParsingDetokenizer(Detokenizer):
     Stop strings match content only, and no match goes across reasoning or a call.
     """
 
-    __slots__ = ("_content_stops", "_events", "_parser")
+    __slots__ = ("_events", "_parser")
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        parser: AnswerParser,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-        prompt_token_ids: Iterable[int] = (),
-    ) -> None:
-        super().__init__(
-            tokenizer, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
-        )
-        self._content_stops = StopStrings(stop, include_stop, min_tokens) if stop else None
+    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser, **options: Any) -> None:
+        """options: those of a Detokenizer."""
+        super().__init__(tokenizer, **options)
         self._parser = parser
         self._events: list[Event] = []
 
@@ -48,18 +37,18 @@ class ParsingDetokenizer(Detokenizer):
     def push(self, token_id: int) -> str:
         if self.stopped is not None:
             return ""
-        if self._content_stops is not None:
-            self._content_stops.count_token()
+        if self._stops is not None:
+            self._stops.count_token()
         if token_id in self._parser.marker_ids:
             text = self._decode(b"", True)  # a character that the marker breaks off
         else:
-            text = super().push(token_id)
+            text = self._text_of(token_id)
         return self._keep(self._parser.feed([(token_id, text)]))
 
     def flush(self, *, natural: bool = True) -> str:
         if self.stopped is not None:
             return ""
-        rest = super().flush()
+        rest = self._decode(b"", True)
         return self._keep(self._parser.finish(natural, rest)) + self._release()
 
     def _keep(self, events: Iterable[Event]) -> str:
@@ -69,19 +58,19 @@ class ParsingDetokenizer(Detokenizer):
             if not isinstance(event, ContentText):
                 content += self._release()
                 self._events.append(event)
-            elif self._content_stops is None:
+            elif self._stops is None:
                 content += event.text
                 self._events.append(event)
             else:
-                content += self._put(self._content_stops.match(event.text))
-                self.stopped = self._content_stops.found
+                content += self._put(self._stops.match(event.text))
+                self.stopped = self._stops.found
                 if self.stopped is not None:
                     break
         return content
 
     def _release(self) -> str:
         """Give up what might have become a stop string."""
-        return self._put(self._content_stops.release()) if self._content_stops else ""
+        return self._put(self._stops.release()) if self._stops else ""
 
     def _put(self, text: str) -> str:
         if text:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
 from minisgl.config import LayerSpec, ResolvedConfig, page_bytes
 from minisgl.errors import ConfigError
-from minisgl.tiers.disk.page_files import PageFiles, open_folder
+from minisgl.tiers.disk.page_files import PageFiles
 
 
 def check_folder(config: ResolvedConfig) -> None:
-    """Make the folder if there is none. Raises ConfigError for an unfit one."""
+    """Make the folder if there is none. Raises ConfigError for one that is unfit, or not this
+    user's alone."""
+    folder = _folder(config)
     try:
-        open_folder(_folder(config))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
     except OSError as error:
         reason = (
             f"the folder cannot be used: {error.strerror}; allowed: a folder that is there or "
             "can be made"
         )
         raise ConfigError("--disk-cache", config.disk_cache, reason) from error
-    except ValueError as error:
-        raise ConfigError("--disk-cache", config.disk_cache, str(error)) from error
+    if found.st_uid != os.geteuid():
+        reason = "it belongs to another user, who could plant pages there"
+        raise ConfigError("--disk-cache", config.disk_cache, reason)
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        reason = (
+            "it holds what prompts leave in the KV cache, and other users may enter it; "
+            "allowed: a folder for this alone, such as a new one, or one closed by chmod 700"
+        )
+        raise ConfigError("--disk-cache", config.disk_cache, reason)
 
 
 def open_store(

@@ -33,7 +33,7 @@ UNKNOWN_BYTES_PER_S = 1e9
 
 
 class DiskMoves:
-    """Reads and writes host pages, as a tier does. Any thread may call it."""
+    """Reads and writes host pages. Any thread may call it."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class DiskMoves:
         self.writes, self.reads = TrafficMeter(), TrafficMeter()
 
     def start(self, move: Move, after: Sequence[Mark], done: Done) -> None:
-        """Begin a move; see Tier. Several threads share a read."""
+        """Begin a move when `after` are reached; several threads share a read. `done` is called on
+        any thread, whatever goes wrong, but not after `close`."""
         pool, size = self._readers, self._pages_at_once
         if move.target is Place.DISK:
             pool, size = self._writers, len(move.keys)

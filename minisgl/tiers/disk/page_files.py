@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import struct
 import threading
 import time
@@ -88,20 +87,6 @@ def _read_all(descriptor: int, into: memoryview, offset: int) -> bool:
     return True
 
 
-def open_folder(folder: Path) -> None:
-    """Make sure that `folder` is there, and nobody else's. Raises ValueError, which says what is
-    wrong, or OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        raise ValueError("it belongs to another user, who could plant pages there")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise ValueError(
-            "it holds what prompts leave in the KV cache, and other users may enter it; "
-            "allowed: a folder for this alone, such as a new one, or one closed by chmod 700"
-        )
-
-
 class PageFiles:
     """The pages of one rank of one model, in a folder with those of others. Thread-safe.
 
@@ -129,16 +114,6 @@ class PageFiles:
         self.refresh()
         threading.Thread(target=self._watch, name="minisgl-disk-cache", daemon=True).start()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files in the folder."""
-        return self._num_bytes
-
-    @property
-    def num_pages(self) -> int:
-        """Number of pages of this model and rank."""
-        return len(self._pages)
-
     def holds(self, key: bytes) -> bool:
         """Whether a page is probably there: reading may find it gone or damaged. No I/O."""
         return key in self._pages
@@ -159,9 +134,7 @@ class PageFiles:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the files with these pages."""
         for name in self._names(keys):
-            self._drop(name)
-            with contextlib.suppress(OSError):
-                os.unlink(self._folder / name)
+            self._remove_file(name)
 
     def _names(self, keys: Sequence[bytes]) -> set[str]:
         return {place.name for key in keys if (place := self._pages.get(key)) is not None}
@@ -259,6 +232,9 @@ class PageFiles:
 
     def _remove_damaged(self, name: str) -> None:
         logger.warning("A file of the disk cache is damaged, and was removed: %s", name)
+        self._remove_file(name)
+
+    def _remove_file(self, name: str) -> None:
         self._drop(name)
         with contextlib.suppress(OSError):
             os.unlink(self._folder / name)

@@ -81,10 +81,6 @@ class Slabs:
         )
         _forget_error()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs)
-
     def runs(self, host_pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """The host pages, ascending, as few tensors [n, page_bytes], each with the index of its
         first page in `host_pages`."""

@@ -30,10 +30,10 @@ from minisgl.models.registry import read_model_config
 from minisgl.ranks.nodes import gathering, worker_node
 from minisgl.ranks.nodes.agreement import difference, facts_of
 from minisgl.ranks.nodes.gathering import Nodes, gather_nodes
-from minisgl.ranks.nodes.link import Beat, Failed, Join, NodeLink, Ready
+from minisgl.ranks.nodes.link import Beat, Join, NodeLink
 from minisgl.ranks.nodes.main_node import NodesChannel
 from minisgl.ranks.nodes.worker_node import connect, work
-from minisgl.ranks.processes.channel import RankReady
+from minisgl.ranks.processes.channel import Failed, Ready
 from minisgl.ranks.processes.mask_ring import MaskRing
 
 FOLDER = locate_model("", load_format="auto")
@@ -124,7 +124,7 @@ def test_node_0_starts_when_all_have_joined_and_tells_them_where_to_meet(
         link.send(Ready())
     ready: set[Any] = set()
     wait_until(lambda: bool(ready.update(channel.receive(0.1)) or len(ready) == 4))
-    assert ready == {(rank, RankReady()) for rank in (2, 3, 4, 5)}
+    assert ready == {(rank, Ready()) for rank in (2, 3, 4, 5)}
     wait_until(lambda: not channel.receive(0.1) and 0.0 not in channel.heartbeats().values())
     beats = dict(channel.heartbeats())
     assert 0.0 < beats.pop(1) <= time.monotonic()

@@ -19,14 +19,13 @@ from minisgl.ranks.nodes import link as link_module
 from minisgl.ranks.nodes.link import (
     Beat,
     Close,
-    Failed,
     Frame,
     Join,
     LinkError,
     NodeLink,
-    Ready,
     Start,
 )
+from minisgl.ranks.processes.channel import Failed, Ready
 from minisgl.ranks.processes.mask_ring import StepMasks
 
 

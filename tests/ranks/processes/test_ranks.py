@@ -33,7 +33,6 @@ from support.serving import demo_engine
 from support.waiting import LIMIT_S
 
 from minisgl import LLM
-from minisgl.distributed.layout import RankLayout
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError, EngineStoppedError
 from minisgl.ranks.processes.launcher import Launcher
@@ -205,7 +204,7 @@ async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
 
 def test_the_end_of_a_rank_is_known_to_whoever_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system tells it once: here to a thread that is slow to write it down."""
-    launcher = Launcher(multiprocessing.get_context("spawn"), RankLayout(tp=2))
+    launcher = Launcher(multiprocessing.get_context("spawn"))
     process = launcher._processes[1] = launcher._context.Process(target=print)
     process.start()
     is_told, may_write, waitpid = threading.Event(), threading.Event(), os.waitpid

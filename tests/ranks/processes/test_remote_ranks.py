@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ from minisgl.distributed.addresses import Listening
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Failed,
     Message,
     RankEnd,
-    RankFailed,
     RankListens,
-    RankReady,
+    Ready,
     Waitable,
 )
 from minisgl.ranks.processes.launcher import ProcessState
@@ -34,7 +33,6 @@ from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec
 
 NUM_RANKS = 4
-RANKS_A_MACHINE = 2
 
 
 class QueueEnd:
@@ -110,16 +108,12 @@ class TwoMachines:
         self.started: dict[int, RankSpec] = {}
         self.exit_codes: dict[int, int | None] = {}
 
-    def placed(self, spec: RankSpec) -> RankSpec:
-        local_rank = spec.rank % RANKS_A_MACHINE
-        return replace(spec, local_rank=local_rank, num_local_ranks=RANKS_A_MACHINE)
-
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         for spec, end in zip(specs, ends, strict=True):
             self.started[spec.rank] = spec
             self.exit_codes[spec.rank] = None
             end.beat()
-            end.report(RankReady())
+            end.report(Ready())
 
     def states(self) -> Mapping[int, ProcessState]:
         return {rank: ProcessState(100 + rank, code) for rank, code in self.exit_codes.items()}
@@ -142,9 +136,9 @@ def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
     model_config: Any = None
     launcher, channel = TwoMachines(), QueueChannel()
     folder = Path("nowhere")
-    own = RankSpec(0, 0, 1, config, model_config, folder, FileRendezvous(folder))
+    own = RankSpec(0, config, model_config, folder, FileRendezvous(folder))
     others = range(1, NUM_RANKS)
-    ranks = RemoteRanks(launcher.placed(own), launcher, channel, others, may_hang=False)
+    ranks = RemoteRanks(own, launcher, channel, others, may_hang=False)
     try:
         ranks.wait_ready(lambda fraction: None)
         yield ranks, launcher, channel
@@ -156,13 +150,9 @@ def reason_of(ranks: RemoteRanks) -> BaseException | None:
     return ranks.lost.exception()
 
 
-def test_each_rank_has_its_local_and_global_rank_and_receives_every_plan() -> None:
+def test_each_rank_has_its_number_and_receives_every_plan() -> None:
     with remote_ranks() as (ranks, launcher, channel):
-        assert {spec.rank: spec.local_rank for spec in launcher.started.values()} == {
-            1: 1,
-            2: 0,
-            3: 1,
-        }
+        assert [*launcher.started] == [1, 2, 3]
         assert ranks.pids == {1: 101, 2: 102, 3: 103}
         ranks.send(b"first")
         ranks.send(b"second")
@@ -177,7 +167,7 @@ def test_each_rank_has_its_local_and_global_rank_and_receives_every_plan() -> No
 
 def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
     with remote_ranks() as (ranks, launcher, channel):
-        channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
+        channel.ends[2].report(Failed("CheckpointError", "no weights"))
         reason = reason_of(ranks)
         assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
         wait_until(lambda: channel.told == [reason])  # the other machines hear of it
@@ -190,7 +180,7 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
     with remote_ranks() as (ranks, _, channel):
         channel.failure = EngineStoppedError("Node 1 has closed the connection.")
-        channel.ends[3].report(RankFailed("RuntimeError", "no answer"))  # which follows from it
+        channel.ends[3].report(Failed("RuntimeError", "no answer"))  # which follows from it
         assert reason_of(ranks) is channel.failure
     with remote_ranks() as (ranks, launcher, channel):
         launcher.exit_codes[3] = -9
@@ -246,9 +236,9 @@ def test_a_rank_that_loses_its_neighbour_is_not_named_before_the_neighbour() -> 
     with remote_ranks() as (ranks, _, channel):
         killed = EngineStoppedError("Node 1: Rank 2 (process 7) was killed by SIGKILL.")
         channel.meanwhile = lambda: channel.received.put(killed)
-        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        channel.ends[1].report(Failed("RuntimeError", "Connection closed by peer"))
         assert reason_of(ranks) is killed
     with remote_ranks() as (ranks, _, channel):
         channel.meanwhile = lambda: channel.received.put((2, None))
-        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        channel.ends[1].report(Failed("RuntimeError", "Connection closed by peer"))
         assert str(reason_of(ranks)) == "Rank 2 (process 102) is ending."
