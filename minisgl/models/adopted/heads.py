@@ -1,8 +1,8 @@
 """Norm and rotation of the heads, which are left to minisgl's attention.
 
 The code of a layer's attention norms queries and keys, and rotates them. minisgl's kernels do both
-while they store the keys, or attend. So here both are only noted, and what attends is given the
-product of queries, keys and values as it is, with the notes.
+while they store the keys, or attend. So here both are only noted, and what attends is given
+queries, keys and values as they are, with the notes.
 """
 
 from __future__ import annotations
@@ -69,17 +69,19 @@ class Heads:
         return q, k
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, NormRope] | None:
-        """The product of which these are views, and what is to be done to its heads; None if
+        """Queries, keys and values side by side, and what is to be done to their heads; None if
         nothing was left. q, k, v: [1, heads, rows, width]."""
         qkv, norms, rotated, table = self._qkv, self._norms, self._rotated, self._table
         self._clear()
-        if qkv is None or not _are_columns(qkv, (q, k, v)):
-            if norms or rotated:
-                raise DeferralError("the heads are not those of the product")
-            return None
         at = (q.data_ptr(), k.data_ptr())
         if rotated not in (None, at) or norms.keys() not in (set(), set(at)):
             raise DeferralError("others than queries and keys are rotated or normed")
+        if qkv is None or not _are_columns(qkv, (q, k, v)):
+            if not norms and not rotated:
+                return None
+            if v.shape[3] != q.shape[3]:
+                raise DeferralError("values have another width")
+            qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (q, k, v)], dim=1)
         if table is None:
             table = self._without_rotation(q)
         if not norms:

@@ -104,13 +104,17 @@ class Stream(Node):
             addend.begin()
             return Stream(addend.add_to(self._take()))
         delta = computed(addend).contiguous()
+        if self._is_shared:
+            return Stream(Residual(self._join() + delta))
         return Stream(Residual(self._take(), delta=delta))
 
     def _take(self) -> Tensor:
         """The whole stream, which may be overwritten: it is another one's from now on."""
         rows = self._join()
+        if self._is_shared:
+            return rows.clone()
         self._residual = None
-        return rows.clone() if self._is_shared else rows
+        return rows
 
     def _join(self) -> Tensor:
         rows, delta, _, pending = self.residual
@@ -389,7 +393,7 @@ def _now(value: Any) -> Any:
 
 
 def _added(a: Any, b: Any) -> Rows | None:
-    """To a stream anything is added; to a tensor, of which a stream is made, only an addend."""
+    """To a stream, or to a tensor, which becomes one."""
     if not (isinstance(a, Later | Tensor) and isinstance(b, Later | Tensor)):
         return None
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -398,7 +402,7 @@ def _added(a: Any, b: Any) -> Rows | None:
         if isinstance(one, Rows) and isinstance(one.node, Stream):
             return Rows(one.node.add(rows_of(other)), one.lead)
     for one, other in ((a, b), (b, a)):
-        if isinstance(one, Tensor) and isinstance(other, Rows) and isinstance(other.node, Addend):
+        if isinstance(one, Tensor) and isinstance(other, Rows):
             stream = Stream(Residual(one.reshape(-1, one.shape[-1])), is_shared=True)
             return Rows(stream.add(other.node), other.lead)
     return None
