@@ -19,11 +19,7 @@ def models() -> int:
 
     _print("With minisgl's own code (--model-impl native)", sorted(FAMILIES))
     print()
-    _print(
-        "With transformers' code and minisgl's attention (--model-impl adopted), on one rank, "
-        "unquantised",
-        sorted(ADOPTED),
-    )
+    _print("With transformers' code and minisgl's kernels (--model-impl adopted)", sorted(ADOPTED))
     print()
     _print("The text part of models with towers for images", sorted(TOWERS))
     print("\nNot supported:")

@@ -37,7 +37,7 @@ class EngineConfig:
     model_impl: str = option(
         "auto",
         "native runs minisgl's code for the architecture, adopted transformers' with minisgl's "
-        "attention; auto takes the first that there is.",
+        "kernels; auto takes the first that there is.",
         group="Model",
     )
     max_seq_len_override: int | None = option(

@@ -27,6 +27,7 @@ SET = {
         "num_experts_per_tok": 4,
         "n_shared_experts": 1,
     },
+    "gemma4_text": {"num_kv_shared_layers": 10},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},

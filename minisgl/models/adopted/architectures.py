@@ -8,19 +8,19 @@ ADOPTED = frozenset(
     AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BeamForCausalLM BioGptForCausalLM
     BitNetForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
     Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel
-    GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM
+    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
     Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
-    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
-    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM Kolibri1ForCausalLM
-    LagunaForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
-    MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
-    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM
-    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
-    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
-    Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
-    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM Jais2ForCausalLM Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
+    MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
+    MinistralForCausalLM MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
+    NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+    OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+    VaultGemmaForCausalLM
     """.split()
 )
 
@@ -28,7 +28,7 @@ ADOPTED = frozenset(
 TOWERS = frozenset(
     """
     DeepseekVLForConditionalGeneration Exaone4_5_ForConditionalGeneration
-    Gemma3ForConditionalGeneration GotOcr2ForConditionalGeneration
+    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
     LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
     LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
@@ -52,6 +52,7 @@ REFUSED = {
     "Qwen3NextForCausalLM": _RECURRENT,
     "DiffLlamaForCausalLM": "its modules attend twice in a layer",
     "DogeForCausalLM": "it attends with a mask of its own",
+    "Gemma3nForCausalLM": "its activations read numbers on the host",
     "JetMoeForCausalLM": "its routing reads numbers on the host",
     "Llama4ForCausalLM": "it attends in chunks",
     "Llama4ForConditionalGeneration": "it attends in chunks",

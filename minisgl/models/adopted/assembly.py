@@ -15,8 +15,8 @@ from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.division import WHOLE, Kind, division_of
 from minisgl.models.adopted.heads import Heads
 from minisgl.models.adopted.known import Known
-from minisgl.models.adopted.model import AdoptedModel, body_of
-from minisgl.models.adopted.stages import OtherStages
+from minisgl.models.adopted.model import AdoptedModel
+from minisgl.models.adopted.stages import OtherStages, body_of
 from minisgl.models.adopted.swap import Swap, Way
 from minisgl.shards import vocab_shard
 

@@ -21,6 +21,7 @@ from typing import Any
 from minisgl.config import AttentionSpec
 from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.known import has_plain_experts
+from minisgl.models.adopted.stages import why_one_stage
 
 _GATHERED, _SPLIT = "colwise_gather_output", "rowwise_split_input"
 # Forms of parameters that are whole, or of modules whose parameters have forms of their own.
@@ -79,14 +80,9 @@ def divisibility(model: Any, found: Discovered) -> Divisibility:
             outputs = linear.out_features // (2 if kind == Kind.HALVES else 1)
             sizes.append(linear.in_features if kind == Kind.INPUTS else outputs)
     sizes += [model.get_submodule(name).down_proj.shape[2] for name in division.experts]
-    one_stage = None
-    if not model.config.base_model_pp_plan:
-        one_stage = f"transformers has no plan to split {type(model).__name__} into stages"
-    elif found.sources != tuple(range(len(found.sources))):
-        one_stage = f"layers of {type(model).__name__} read the keys of others"
     return Divisibility(
         one_rank=division.why_not,
-        one_stage=one_stage,
+        one_stage=why_one_stage(model, found),
         divides_heads=any(name.startswith(inside) for name in division.kinds),
         common_size=math.gcd(*sizes) if sizes else 1,
     )

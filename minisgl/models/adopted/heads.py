@@ -25,11 +25,18 @@ class DeferralError(RuntimeError):
     """What was left to the attention cannot be computed there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Angles:
     """Stands for the cos and the sin of the rows of a step."""
 
     table: Tensor  # RotaryEmbedding.table
+
+    def __getitem__(self, index: Any) -> Angles:
+        """Those of all rows."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(part not in (slice(None), slice(0, None), Ellipsis) for part in parts):
+            raise DeferralError("angles are taken apart")
+        return self
 
 
 class Heads:
@@ -43,8 +50,8 @@ class Heads:
     def _clear(self) -> None:
         self._qkv: Tensor | None = None
         self._norms: dict[int, NormOf] = {}  # by the address of the first head
-        self._rotated: tuple[int, int] | None = None  # the addresses of queries and keys
-        self._table: Tensor | None = None
+        self._rotated = set[int]()  # the same, of heads that are rotated
+        self._angles: Angles | None = None
 
     def begin(self, qkv: Tensor) -> None:
         """Note the product [num_rows, columns] of a layer."""
@@ -56,25 +63,31 @@ class Heads:
         at, qkv = heads.data_ptr(), self._qkv
         if qkv is None or not 0 <= at - qkv.data_ptr() < qkv.stride(0) * qkv.itemsize:
             return False
-        if self._rotated is not None or at in self._norms:
+        if at in self._rotated or at in self._norms:
             raise DeferralError("heads are normed after they were rotated, or twice")
         self._norms[at] = norm
         return True
 
-    def rotate(self, q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **given: Any) -> Any:
-        """Stands for the function that rotates queries and keys."""
-        if self._rotated is not None or not isinstance(cos, Angles) or cos is not sin:
-            raise DeferralError("heads are rotated twice, or by other angles")
-        self._rotated, self._table = (q.data_ptr(), k.data_ptr()), cos.table
-        return q, k
+    def rotate(self, *args: Any, **given: Any) -> Any:
+        """Stands for the function that rotates heads: of queries, of keys or of both."""
+        heads = [each for each in args if isinstance(each, Tensor)]
+        angles = [each for each in (*args, *given.values()) if isinstance(each, Angles)]
+        at = {each.data_ptr() for each in heads}
+        if len(set(map(id, angles))) != 1 or self._angles not in (None, angles[0]):
+            raise DeferralError("heads are rotated by other angles")
+        if not self._rotated.isdisjoint(at):
+            raise DeferralError("heads are rotated twice")
+        self._rotated |= at
+        self._angles = angles[0]
+        return heads[0] if len(heads) == 1 else tuple(heads)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, NormRope] | None:
         """Queries, keys and values side by side, and what is to be done to their heads; None if
         nothing was left. q, k, v: [1, heads, rows, width]."""
-        qkv, norms, rotated, table = self._qkv, self._norms, self._rotated, self._table
+        qkv, norms, rotated, angles = self._qkv, self._norms, self._rotated, self._angles
         self._clear()
         at = (q.data_ptr(), k.data_ptr())
-        if rotated not in (None, at) or norms.keys() not in (set(), set(at)):
+        if rotated not in (set(), set(at)) or norms.keys() not in (set(), set(at)):
             raise DeferralError("others than queries and keys are rotated or normed")
         if qkv is None or not _are_columns(qkv, (q, k, v)):
             if not norms and not rotated:
@@ -82,14 +95,14 @@ class Heads:
             if v.shape[3] != q.shape[3]:
                 raise DeferralError("values have another width")
             qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (q, k, v)], dim=1)
-        if table is None:
-            table = self._without_rotation(q)
+        table = self._without_rotation(q) if angles is None else angles.table
         if not norms:
             return qkv, NormRope(table)
         q_norm, k_norm = norms[at[0]], norms[at[1]]
         if q_norm.eps != k_norm.eps:
             raise DeferralError("queries and keys have different norms")
-        return qkv, NormRope(table, q_norm.weights.weight, k_norm.weights.weight, q_norm.eps)
+        q_weights, k_weights = q_norm.weights_for(q), k_norm.weights_for(k)
+        return qkv, NormRope(table, q_weights.weight, k_weights.weight, q_norm.eps)
 
     def _without_rotation(self, q: Tensor) -> Tensor:
         width = q.shape[3]

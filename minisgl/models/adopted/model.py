@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec, ModelFacts, QuantScheme, SharedKV
 from minisgl.distributed.communicator import Communicator
-from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear import select_product
 from minisgl.kernels.linear.product import Product
 from minisgl.layers.linear import Linear
@@ -186,17 +184,6 @@ def _stacked(names: list[str], targets: Mapping[str, Target]) -> Stack:
         moved.append(replace(target, cut=(part, *others)))
         first += rows.whole
     return Stack(tuple(moved), tuple(names))
-
-
-def body_of(model: Any) -> nn.Module:
-    """The part of a model that its head follows."""
-    bodies: list[Any] = [model.get_decoder(), model.base_model, getattr(model, "model", None)]
-    for body in bodies:
-        is_a_part = isinstance(body, nn.Module) and body is not model
-        if is_a_part and "input_ids" in inspect.signature(body.forward).parameters:
-            found: nn.Module = body
-            return found
-    raise UnsupportedModelError(f"{type(model).__name__} has no body that its head follows.")
 
 
 class _Head:

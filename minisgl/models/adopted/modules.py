@@ -97,21 +97,30 @@ class Weights(NamedTuple):
 class NormOf(nn.Module):
     """Stands for an RMS norm."""
 
-    weight: nn.Parameter  # [size]
+    weight: nn.Parameter | None  # [size]; None: nothing multiplies
 
-    def __init__(self, weight: Tensor, eps: float, *, adds_one: bool, fuses: bool) -> None:
+    def __init__(self, weight: Tensor | None, eps: float, *, adds_one: bool, fuses: bool) -> None:
         """adds_one: 1 + weight multiplies. fuses: rows may be returned that are not computed."""
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps, self.adds_one, self._fuses = eps, adds_one, fuses
-        self.weights = Weights(self.weight, eps)
+        self.weight, self._weights = None, None
+        if weight is not None:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self._weights = Weights(self.weight, eps)
         # Asked for the norm of heads, whether the attention of the layer will compute it.
         self.defers: Callable[[Tensor, NormOf], bool] = lambda heads, norm: False
 
     def prepare(self) -> None:
         """Make what the kernels read of the weight, which is filled."""
-        if self.adds_one:
-            self.weights = Weights(1 + self.weight.float(), self.eps)
+        if self.adds_one and self.weight is not None:
+            self._weights = Weights(1 + self.weight.float(), self.eps)
+
+    def weights_for(self, x: Any) -> Weights:
+        """What the kernels read to norm rows like x."""
+        if self._weights is None:
+            ones = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+            self._weights = Weights(ones, self.eps)
+        return self._weights
 
     def forward(self, x: Any) -> Any:
         if x.dim() == 4:  # heads
@@ -119,11 +128,11 @@ class NormOf(nn.Module):
             if self.defers(heads, self):
                 return heads
             rows = heads.reshape(-1, heads.shape[-1]).contiguous()
-            return dispatch.rms_norm(rows, *self.weights).view(heads.shape)
+            return dispatch.rms_norm(rows, *self.weights_for(rows)).view(heads.shape)
         stream = rows_of(x)
         if not isinstance(stream, Stream):
             stream = Stream(Residual(computed(stream).contiguous()), is_shared=True)
-        made = Rows(Norm(stream, self.weights), x.shape[:-1])
+        made = Rows(Norm(stream, self.weights_for(x)), x.shape[:-1])
         return made if self._fuses else made.tensor()
 
 

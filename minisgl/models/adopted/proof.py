@@ -54,7 +54,14 @@ def prove(architecture: type[Any], config: Any, found: Discovered) -> tuple[Know
         with contextlib.suppress(Exception):  # the code of the model asks for what is not known
             if _are_equal(small.wanted, small.logits([small.part(way)])):
                 return small.known, way
-    small.check(WAYS[-1])
+    try:
+        small.check(WAYS[-1])
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # of whatever code
+        raise UnsupportedModelError(
+            f"{architecture.__name__} does not run here: {type(error).__name__}: {error}"
+        ) from error
     return small.known, WAYS[-1]
 
 

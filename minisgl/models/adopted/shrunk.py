@@ -50,6 +50,7 @@ def shrunk(config: Any, num_layers: int) -> Any:
     heads that are together wider than the hidden size, the share of a head that is rotated.
     """
     small = copy.deepcopy(config)
+    layers = _take_layers(small)
     for name, size in _SIZES.items():
         if isinstance(value := getattr(small, name, None), int) and value > size:
             setattr(small, name, size)
@@ -57,12 +58,39 @@ def shrunk(config: Any, num_layers: int) -> Any:
         if getattr(small, name, None) is not None:
             setattr(small, name, _SOFT_CAP)
     _shrink_heads(small)
-    _cut_layers(small, num_layers)
+    kept = _kept_layers(small, num_layers)
+    _cut_layers(small, kept)
+    if layers:
+        small.per_layer_config = {
+            place: _shrunk_layer(layers[layer], config)
+            for place, layer in enumerate(kept)
+            if layer in layers
+        }
     small.vocab_size = min(small.vocab_size, VOCAB_SIZE)
     for name in _IDS:
         if getattr(small, name, None) is not None:
             setattr(small, name, 1)
     return small
+
+
+def _take_layers(config: Any) -> dict[int, dict[str, Any]]:
+    """Take out of a config what differs from layer to layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    layers: dict[int, dict[str, Any]] = config._heterogeneity_spec.per_layer_overrides
+    config.per_layer_config = None
+    return layers
+
+
+def _shrunk_layer(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """values: what is different in a layer of `config`."""
+    shrunk = dict(values)
+    if "head_dim" in values:
+        is_wider = values["head_dim"] > config._getattr_without_heterogeneous_validation("head_dim")
+        shrunk["head_dim"] = HEAD_DIM * 2 if is_wider else HEAD_DIM
+    if "num_key_value_heads" in values:
+        shrunk["num_key_value_heads"] = min(values["num_key_value_heads"], 1)
+    return shrunk
 
 
 def _shrink_heads(config: Any) -> None:
@@ -104,12 +132,24 @@ def _shrink_rope(config: Any, head_dim: int) -> None:
                 rope[name] = factors[: len(factors) * HEAD_DIM // head_dim]
 
 
-def _cut_layers(config: Any, num_layers: int) -> None:
+def _kept_layers(config: Any, num_layers: int) -> list[int]:
+    """The first layers; where layers at the end read the keys of others, the first of each type of
+    these and of the others."""
+    num_shared = getattr(config, "num_kv_shared_layers", None)
+    if not isinstance(num_shared, int) or not num_shared:
+        return list(range(num_layers))
+    first_shared = config.num_hidden_layers - num_shared
+    types = config.layer_types[:first_shared]
+    own = [types.index(kind) for kind in dict.fromkeys(types)]
+    return own + [config.layer_types.index(types[layer], first_shared) for layer in own]
+
+
+def _cut_layers(config: Any, kept: list[int]) -> None:
     """Cut the number of layers, and every list with an entry for each."""
     before = config.num_hidden_layers
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == before:
-            setattr(config, name, value[:num_layers])
-    if isinstance(shared := getattr(config, "num_kv_shared_layers", None), int) and shared:
-        config.num_kv_shared_layers = min(shared, num_layers // 2)
-    config.num_hidden_layers = num_layers
+            setattr(config, name, [value[layer] for layer in kept])
+    if getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = len(kept) // 2
+    config.num_hidden_layers = len(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,12 +13,42 @@ from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.rows import computed, rows_of
 
 
+def why_one_stage(model: Any, found: Discovered) -> str | None:
+    """The reason why a model cannot be split into stages; None if it can."""
+    kind = type(model).__name__
+    if not model.config.base_model_pp_plan:
+        return f"transformers has no plan to split {kind} into stages"
+    if found.sources != tuple(range(len(found.sources))):
+        return f"layers of {kind} read the keys of others"
+    embedding = model.get_input_embeddings()
+    for name, module in body_of(model).named_children():
+        if _has_weights(module) and module is not embedding and "norm" not in name.lower():
+            return f"{name} of {kind} is in none of its layers"
+    return None
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether there are weights beside those of layers."""
+    return not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+
+
+def body_of(model: Any) -> nn.Module:
+    """The part of a model that its head follows."""
+    bodies: list[Any] = [model.get_decoder(), model.base_model, getattr(model, "model", None)]
+    for body in bodies:
+        is_a_part = isinstance(body, nn.Module) and body is not model
+        if is_a_part and "input_ids" in inspect.signature(body.forward).parameters:
+            found: nn.Module = body
+            return found
+    raise UnsupportedModelError(f"{type(model).__name__} has no body that its head follows.")
+
+
 class OtherStages:
     """The layers of other stages. The code of the model still calls them; they return the rows as
     they are, and have no weights."""
 
     def __init__(self, model: Any, body: nn.Module, found: Discovered, layers: range) -> None:
-        """layers: of this stage. Raises UnsupportedModelError for weights that no layer has."""
+        """layers: of this stage."""
         self._received: Tensor | None = None
         self._left: Any = None  # the rows after the last layer of this stage
         self._num_outputs = found.layer_outputs
@@ -29,9 +60,8 @@ class OtherStages:
                 self._leave_out(model.get_submodule(name), number)
         names = {module: name for name, module in model.named_modules()}
         for name, module in list(body.named_children()):
-            has_weights = any(True for _ in module.parameters())
-            if has_weights and not isinstance(module, nn.ModuleList):
-                around = self._around(module, f"{type(model).__name__}: {name}")
+            if _has_weights(module):
+                around = self._around(module)
                 setattr(body, name, around)
                 if around is not module:
                     self.left_out.append(names[module])
@@ -65,12 +95,10 @@ class OtherStages:
             part._buffers.clear()
         layer.forward = forward
 
-    def _around(self, module: nn.Module, name: str) -> nn.Module:
-        """What stands for a module of the body with weights that is no layer."""
+    def _around(self, module: nn.Module) -> nn.Module:
+        """What stands for the embedding, or the norm at the end."""
         if module is self._embedding:
             return module if self._layers.start == 0 else _NoEmbedding(module)
-        if "norm" not in name.lower():
-            raise UnsupportedModelError(f"{name} is in none of the layers that a stage has.")
         return module if self._is_last else nn.Identity()
 
 

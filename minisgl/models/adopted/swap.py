@@ -37,6 +37,10 @@ class Way:
     fuses: bool  # norms with the products after them, products with what is added to the stream
     defers: bool  # norm and rotation of heads with the storing of keys, and with attention
 
+    def __str__(self) -> str:
+        fused = ["norms, products and sums"] * self.fuses + ["rotation and attention"] * self.defers
+        return f"fused: {'; '.join(fused) or 'nothing'}"
+
 
 WAYS = (Way(True, True), Way(True, False), Way(False, True), Way(False, False))
 
@@ -84,9 +88,15 @@ class Swap:
             return
         eps = epsilon(norm)
         assert eps is not None
-        weight = torch.empty(norm.weight.shape, dtype=norm.weight.dtype)
+        weight = getattr(norm, "weight", None)
+        if weight is not None:
+            weight = torch.empty(weight.shape, dtype=weight.dtype)
         made = NormOf(weight, eps, adds_one=adds_one, fuses=self.way.fuses)
-        if self.way.defers and name.startswith(tuple(f"{each}." for each in self.found.modules)):
+        if (
+            self.way.defers
+            and weight is not None
+            and name.startswith(tuple(f"{each}." for each in self.found.modules))
+        ):
             made.defers = self.heads.defer_norm
         self.put(name, made)
 

@@ -1,0 +1,75 @@
+"""Prompts of small checkpoints of adopted architectures, with the tokens of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from support.adopted_checkpoints import write_checkpoint, write_checkpoint_with_towers
+from support.checkpoints import GreedyRun, greedy_reference, load_reference
+from support.parity import NOISE, batch, complete, greedy, load_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.models.adopted.architectures import TOWERS
+
+NUM_TOKENS = 20
+LENGTHS = (3, 17, 40, 40, 9)
+SHARED = 24  # tokens, by two of the prompts
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    prompts: list[list[int]]
+    runs: list[GreedyRun]
+
+
+@cache
+def case_of(architecture: str, folder: Path) -> Case:
+    if architecture in TOWERS:
+        made = write_checkpoint_with_towers(architecture, folder / architecture)
+        reference = getattr(transformers, architecture).from_pretrained(
+            made, dtype=torch.float32, attn_implementation="eager"
+        )
+    else:
+        made = write_checkpoint(architecture, folder / architecture)
+        reference = load_reference(made)
+    size = reference.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(2, size, (SHARED,), generator=generator).tolist()
+    prompts = []
+    for length in LENGTHS:
+        own = torch.randint(2, size, (length,), generator=generator).tolist()
+        prompts.append((shared + own)[:length] if length > SHARED else own)
+    runs = [greedy_reference(reference, prompt, NUM_TOKENS) for prompt in prompts]
+    return Case(made, prompts, runs)
+
+
+def check(case: Case, *, alone: bool, **options: Any) -> list[int]:
+    """Run the prompts and compare each token up to a close call, of which there may be few; returns
+    the cached tokens of each."""
+
+    async def run() -> list[int]:
+        options.setdefault("model_impl", "adopted")
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            wanted = [greedy(NUM_TOKENS)] * len(case.prompts)
+            if alone:
+                outputs = [await complete(engine, prompt, wanted[0]) for prompt in case.prompts]
+            else:
+                outputs = await batch(engine, case.prompts, wanted)
+        close_calls = 0
+        for output, run in zip(outputs, case.runs, strict=True):
+            for step, (got, token) in enumerate(zip(output.token_ids, run.token_ids, strict=True)):
+                if got != token:
+                    assert run.margins[step] < NOISE * float(run.logits[step].abs().max())
+                    close_calls += 1
+                    break
+        assert close_calls <= 1
+        return [output.num_cached_tokens for output in outputs]
+
+    return asyncio.run(run())
