@@ -80,6 +80,7 @@ def test_a_conversation_is_tokenized_like_a_chat_prompt(
         ({"prompt": 5}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "messages": HELLO}, "messages"),
+        ({"prompt": "a", "tools": []}, "tools"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),

@@ -450,6 +450,8 @@ class TokenizeRequest(Struct, kw_only=True):
             raise InvalidRequestError("prompt", "is missing; allowed: prompt or messages.")
         if self.prompt is not None and self.messages is not None:
             raise InvalidRequestError("messages", "is not allowed together with prompt.")
+        if self.prompt is not None and self.tools is not None:
+            raise InvalidRequestError("tools", "is not allowed together with prompt.")
         if self.messages is not None and self.add_special_tokens:
             raise InvalidRequestError(
                 "add_special_tokens", "is not allowed with messages; their template adds its own."
