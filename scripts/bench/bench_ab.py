@@ -6,7 +6,10 @@ python scripts/bench/bench_ab.py /tmp/a /tmp/b --model FOLDER [--model FOLDER ..
 Each round runs `minisgl bench latency` and, unless --no-offline, `minisgl bench` of each model,
 with the one version and then with the other, on random weights (see scripts/tools/dummy_config.py).
 The table has the median of each figure over the rounds, and by how much B differs from A. Options
-that are not this script's go to the benchmarks.
+that are not this script's go to the benchmarks; --only-a and --only-b have those of one version,
+so that two settings of the same version can be compared:
+
+python scripts/bench/bench_ab.py /tmp/b /tmp/b --model FOLDER --only-b="--model-impl adopted"
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,16 +38,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--max-prefill-length", default="16384")
+    parser.add_argument("--only-a", default="", metavar="OPTIONS")
+    parser.add_argument("--only-b", default="", metavar="OPTIONS")
     arguments, others = parser.parse_known_args()
 
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in range(1, arguments.rounds + 1):
         for model in arguments.model:
-            for version, site in zip(VERSIONS, (arguments.a, arguments.b), strict=True):
+            sides = ((arguments.a, arguments.only_a), (arguments.b, arguments.only_b))
+            for version, (site, own) in zip(VERSIONS, sides, strict=True):
                 options = [
                     *("--model", model, "--load-format", "dummy"),
                     *("--max-prefill-length", arguments.max_prefill_length),
-                    *others,
+                    *(*others, *shlex.split(own)),
                 ]
                 name = Path(model).name
                 figures = latencies(site, name, options)
