@@ -22,7 +22,7 @@ from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
 from minisgl.server.answers.plan import AnswerPlan, ChatPlanner, plan_completion, read_conversation
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages.answer_types import TokenCount
-from minisgl.server.apis.messages.reply import MessageReply, MessageStyle
+from minisgl.server.apis.messages.reply import MessageReply
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
 from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
 from minisgl.server.apis.messages.translation import translated
@@ -211,13 +211,8 @@ class Routes:
         chat = await self._translated(asked, body)
         with chat.fields_named():
             plan, (job,) = await self._chat_jobs(asked, chat.body, clamp=True)
-        style = MessageStyle(
-            id=f"msg_{reply_id(request.scope)}",
-            model=asked.model,
-            max_tokens=body.max_tokens,
-            thinking=body.shown_thinking,
-        )
-        reply = MessageReply(job, style, asked.id)
+        id = reply_id(request.scope)
+        reply = MessageReply(job, body, model=asked.model, id=id, request_id=asked.id)
         return self._response(asked, reply, plan, MESSAGES_NAMES.limit_field)
 
     @while_waited_for
