@@ -32,6 +32,7 @@ from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
     check_at_least,
+    check_choice,
     check_parameter,
     check_types,
     option,

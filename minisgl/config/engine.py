@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass, fields
 
 from minisgl.config.facts import DTYPES
-from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
+from minisgl.config.options import (
+    check_at_least,
+    check_choice,
+    check_types,
+    option,
+    option_names,
+    refuse,
+)
 from minisgl.errors import ConfigError, one_of
 
 QUANTIZATIONS = ("fp8",)
@@ -165,15 +172,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        self._check_choice("dtype", ("auto", *DTYPES))
-        self._check_choice("device", ("auto", "cuda", "cpu"))
-        self._check_choice("load_format", ("auto", "dummy"))
-        self._check_choice("model_impl", ("auto", "native", "adopted"))
-        self._check_choice("cache_type", ("radix", "naive"))
-        self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
-        self._check_choice("dense_copies", ("auto", "always", "never"))
-        self._check_choice("schedule_policy", ("fcfs", "lpm"))
-        self._check_choice("quantization", (None, *QUANTIZATIONS))
+        check_choice(self, "dtype", ("auto", *DTYPES))
+        check_choice(self, "device", ("auto", "cuda", "cpu"))
+        check_choice(self, "load_format", ("auto", "dummy"))
+        check_choice(self, "model_impl", ("auto", "native", "adopted"))
+        check_choice(self, "cache_type", ("radix", "naive"))
+        check_choice(self, "kv_cache_dtype", ("auto", "model", "fp8"))
+        check_choice(self, "dense_copies", ("auto", "always", "never"))
+        check_choice(self, "schedule_policy", ("fcfs", "lpm"))
+        check_choice(self, "quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)
         check_at_least(self, "pp", 1)
         self._check_nodes()
@@ -224,10 +231,6 @@ class EngineConfig:
             refuse(self, "master_addr", "allowed: a host name or an address")
         if not 1 <= self.master_port <= 65535:
             refuse(self, "master_port", "allowed: 1 to 65535")
-
-    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
-        if getattr(self, name) not in choices:
-            refuse(self, name, one_of([choice for choice in choices if choice is not None]))
 
 
 def refuse_engine_options(config: EngineConfig) -> None:
