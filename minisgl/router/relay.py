@@ -100,22 +100,12 @@ class Relay:
         with suppress(EngineLostError, TimeoutError, msgspec.MsgspecError):
             try:
                 async with asyncio.timeout(PREFILL_S):
-                    where = await _offered(replica, request)
+                    asked = request.with_header(PREFILL, b"1")
+                    where = offered_address(*await replica.whole(asked.encoded()))
             finally:
                 replica.num_open -= 1
         self._fleet.num_prefills[DONE if where else FAILED] += 1
         return where
-
-
-async def _offered(replica: Replica, request: HTTPRequest) -> str:
-    upstream = await replica.connect()
-    try:
-        asked = request.with_header(PREFILL, b"1")
-        head = await upstream.ask(asked.encoded(), relays=False)
-        body = b"".join([piece async for piece in upstream.pieces()])
-        return offered_address(head.status, body)
-    finally:
-        replica.give_back(upstream)
 
 
 async def _relay(
