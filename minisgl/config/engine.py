@@ -181,15 +181,12 @@ class EngineConfig:
         check_choice(self, "dense_copies", ("auto", "always", "never"))
         check_choice(self, "schedule_policy", ("fcfs", "lpm"))
         check_choice(self, "quantization", (None, *QUANTIZATIONS))
-        check_at_least(self, "tp", 1)
-        check_at_least(self, "pp", 1)
+        for name in ("tp", "pp", "nnodes", "page_size", "max_seq_len_override"):
+            check_at_least(self, name, 1)
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
-        check_at_least(self, "page_size", 1)
-        check_at_least(self, "max_seq_len_override", 1)
-        check_at_least(self, "max_running_requests", 1)
-        check_at_least(self, "max_queued_requests", 1)
-        check_at_least(self, "max_prefill_length", 1)
+        for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):
+            check_at_least(self, name, 1)
         check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
@@ -217,7 +214,6 @@ class EngineConfig:
             refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
 
     def _check_nodes(self) -> None:
-        check_at_least(self, "nnodes", 1)
         if not 0 <= self.node_rank < self.nnodes:
             refuse(self, "node_rank", f"allowed: 0 to {self.nnodes - 1} (--nnodes {self.nnodes})")
         if self.tp * self.pp % self.nnodes:
