@@ -7,7 +7,6 @@ from contextlib import suppress
 from http import HTTPStatus
 
 import msgspec
-from starlette.types import Scope
 
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica, Route
@@ -37,11 +36,6 @@ class RelayConnection(ServerConnection):
         super().resume_writing()
         if self.upstream is not None:
             self.upstream.resume()
-
-
-def connection_of(scope: Scope) -> RelayConnection:
-    connection: RelayConnection = scope["state"][KEY]
-    return connection
 
 
 class Relay:
@@ -115,7 +109,7 @@ async def _relay(
     if not answer.has_begun:
         await answer.begin(head)
     if as_it_is:
-        connection = connection_of(answer.scope)
+        connection: RelayConnection = answer.scope["state"][KEY]
         connection.upstream = upstream
         try:
             await upstream.relay(connection)
