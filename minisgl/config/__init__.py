@@ -27,7 +27,7 @@ from minisgl.config.facts import (
     page_bytes,
     slot_bytes,
 )
-from minisgl.config.memory import memory_bytes
+from minisgl.config.machine import memory_bytes, usable_cores
 from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,

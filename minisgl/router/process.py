@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from minisgl.config import EngineConfig, memory_bytes
+from minisgl.config import EngineConfig, memory_bytes, usable_cores
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
 from minisgl.router.front import FleetUpdate, FrontProcesses, FrontSpec, OwnFront
-from minisgl.router.placement import shares, usable_cores, visible_gpus
+from minisgl.router.placement import shares, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
