@@ -140,6 +140,7 @@ def resolve(
         "max_seq_len": _resolve_max_seq_len(config, model, notes),
         "num_pages": _resolve_num_pages(config, model, device, kv_dtype, page_size),
         "page_size": page_size,
+        "cache_type": _resolve_cache_type(config, model, notes),
         "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
         "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
         "disk_cache": config.disk_cache or "",
@@ -184,7 +185,7 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> N
     """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
     nodes = config.nnodes
     here, found = _room_here(config, device)
-    num_layers = len(model.attention)
+    num_layers = len(model.layers)
     room = nodes * here // config.tp
     if config.pp > 1 and model.one_stage is not None:
         refuse(config, "pp", f"{model.one_stage}; {one_of([1])}")
@@ -360,6 +361,25 @@ def _resolve_num_pages(
         return config.num_pages or 0
     room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
+
+
+def _resolve_cache_type(config: EngineConfig, model: ModelFacts, notes: list[str]) -> str:
+    """Raise ConfigError where pages are to be kept, of a model that needs more than pages."""
+    if not model.states:
+        return config.cache_type
+    for name, off in (("host_cache", 0), ("disk_cache", "none")):
+        if getattr(config, name):
+            refuse(
+                config,
+                name,
+                "this model keeps a state for each request, which no page of the KV cache has; "
+                f"allowed: {off}",
+            )
+    if config.cache_type != "naive":
+        notes.append(
+            "prefix cache off: this model keeps a state for each request, which no page has"
+        )
+    return "naive"
 
 
 def _resolve_host_pages(
