@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from minisgl.text.parsing import harmony
 from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.harmony import AnswerSide, read_harmony
 from minisgl.text.parsing.json_formats import (
     ARGS,
     BRACE,
@@ -58,7 +60,7 @@ class CallSpelling:
 
     begin, then for each call head + name + middle + arguments + tail with `between` after all but
     the last, then end. Where the model says so, a text begins with `text`, and calls after it with
-    `after_text`.
+    `after_text`; or a text before calls is `aside`.
     """
 
     head: str
@@ -70,6 +72,8 @@ class CallSpelling:
     arguments: ArgumentStyle = ArgumentStyle.JSON
     text: str = ""
     after_text: str = ""
+    aside: tuple[str, str] = ("", "")  # what is around a text that comes before calls
+    single: bool = False  # an answer has one call at most
 
     def first(self, name: str) -> str:
         """What comes before the arguments of the first call."""
@@ -85,7 +89,8 @@ class CallFormat:
     markers: tuple[str, ...]  # what may be a single token
     openings: tuple[str, ...]  # the markers that begin calls wherever they are
     # Given the opening: a marker, which has been read; one of `in_text`, which comes next; or "".
-    read: Callable[[CallContext, str], Reading[bool]]
+    # None: a MessageFormat reads them.
+    read: Callable[[CallContext, str], Reading[bool]] | None
     closing: str = ""  # without text where it stands after a call
     bare: bool = False  # an answer may begin with calls, without an opening
     in_text: tuple[str, ...] = ()  # what may begin calls of offered tools in a text
@@ -93,10 +98,23 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around a block of reasoning."""
+    """The markers around a block of reasoning, and what must follow the closing one."""
 
     open: str
     close: str
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How an answer is a chain of messages, whose headers tell reasoning, calls and text apart."""
+
+    markers: tuple[str, ...]
+    read: Callable[[CallContext, AnswerSide], Reading[None]]
+    start: str  # begins each message, that of the generation prompt as well
+    role: str  # follows it
+    text: str  # the header of what the user sees
+    body: str  # the marker at the end of each header
 
 
 THINK = ReasoningFormat("<think>", "</think>")
@@ -208,3 +226,32 @@ MISTRAL = CallFormat(
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = replace(MISTRAL, spelling=replace(XLAM.spelling, begin=f"{TOOL_CALLS}["))
+# A call ends the answer, so there is one at most.
+HARMONY = CallFormat(
+    "harmony",
+    CallSpelling(
+        head=f"{harmony.CHANNEL}{harmony.COMMENTARY} to={harmony.FUNCTIONS}",
+        middle=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+        tail="",
+        between="",
+        text=harmony.opening(harmony.FINAL),
+        aside=(harmony.opening(harmony.COMMENTARY), harmony.NEXT),
+        single=True,
+    ),
+    markers=harmony.MARKERS,
+    openings=(),
+    read=None,
+)
+HARMONY_MESSAGES = MessageFormat(
+    harmony.MARKERS,
+    read_harmony,
+    start=harmony.START,
+    role=harmony.ROLE,
+    text=harmony.opening(harmony.FINAL),
+    body=harmony.MESSAGE,
+)
+ANALYSIS = ReasoningFormat(
+    harmony.opening(harmony.ANALYSIS),
+    harmony.END,
+    after=harmony.NEXT.removeprefix(harmony.END),
+)

@@ -12,6 +12,7 @@ TOOL_PARSERS = (
     "functionary_v3_1",
     "functionary_v3_2",
     "deepseek_v3",
+    "harmony",
     NONE,
 )
 REASONING_PARSERS = (AUTO, "think", NONE)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.parsed_answers import (
     DEEPSEEK,
+    HARMONY,
     LLAMA,
     MISTRAL,
     OLD_MISTRAL,
@@ -792,6 +793,12 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
         PLAIN,
         "xlam",
         '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    ),
+    "harmony": (
+        HARMONY,
+        "harmony",
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>",
     ),
     "mistral": (MISTRAL, "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
     "mistral_list": (

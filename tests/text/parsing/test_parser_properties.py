@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parsed_answers import (
     DEEPSEEK,
+    HARMONY,
     LLAMA,
     MISTRAL,
     PLAIN,
@@ -80,6 +81,13 @@ def deepseek(calls: list[tuple[str, str]]) -> str:
     return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" if calls else ""
 
 
+def harmony(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
+        for name, text in calls
+    )
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -96,6 +104,7 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (DEEPSEEK, "deepseek_v3", deepseek),
         (PLAIN, "deepseek_v3", deepseek),
         (PLAIN, "mistral", mistral),
+        (HARMONY, "harmony", harmony),
     ],
 )
 @settings(max_examples=30, deadline=None)
@@ -156,7 +165,9 @@ MARKUP = st.sampled_from(
      "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁sep",
      "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", ">>>", "f\n", "all\n", ">>>f\n{",
      "[f(a=",
-     '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
+     '{"name": "f", "parameters": ', "<|start|>", "assistant", "<|channel|>", "analysis", "final",
+     "commentary", " to=functions.f", " to=g", "<|constrain|>", "json", "<|message|>", "<|end|>",
+     "<|call|>", "<|return|>", "<|chan", "<|channel|>final<|message|>", "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
@@ -173,7 +184,7 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     tool_parser: str, parts: list[str], natural: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     answer = "".join(parts)
-    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK]))
+    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK, HARMONY]))
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
@@ -257,6 +268,17 @@ LONG = [
     ("xlam", "x" + '[{"b": ' * (SIZE // 10)),
     ("xlam", '[{"b": ' * (SIZE // 10)),
     ("xlam", "x" + '[{"name": "f", "arguments": {' * (SIZE // 20)),
+    ("harmony", "a" * SIZE),
+    ("harmony", "<|channel|>" * (SIZE // 10)),
+    ("harmony", "<|start|>" * (SIZE // 10)),
+    ("harmony", "<|start|>" + " " * SIZE),
+    ("harmony", "<|start|>" + "f " * SIZE),
+    ("harmony", "<|start|> to=" + "f" * SIZE),
+    ("harmony", "<|channel|>final<|message|>a<|end|>" * (SIZE // 30)),
+    ("harmony", "<|channel|>analysis<|message|>" + "<|en" * (SIZE // 4)),
+    ("harmony", " to=functions.f<|message|>" + "a" * SIZE),
+    ("harmony", " to=functions.f<|message|>{" + " " * SIZE),
+    ("harmony", " to=functions.f<|message|>{}" + "<|call" * (SIZE // 6)),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "[AR" * SIZE),
     ("mistral", "[TOOL_CALLS]" + "[" * SIZE),
 ]

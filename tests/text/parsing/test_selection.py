@@ -48,6 +48,7 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
             formats.DEEPSEEK_V3,
             formats.THINK,
         ),
+        ("{{ tools }}<|channel|>final<|message|>", formats.HARMONY, formats.ANALYSIS),
         ("{{ tools }}<｜tool▁call▁begin｜>{{ name + '<｜tool▁sep｜>' + arguments }}", None, None),
         # Formats of other families, which are not read.
         ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
