@@ -83,11 +83,17 @@ def tool_calls(
         for index, name in enumerate(names)
     ]
     any_call = grammar.rule("any_call", " | ".join(bodies))
-    further = f"({grammar.text(spelling.between + spelling.head)} {any_call})*" if parallel else ""
+    more = f"({grammar.text(spelling.between + spelling.head)} {any_call})*"
+    further = more if parallel and not spelling.single else ""
     after = f"{further} {grammar.text(spelling.end)}"  # the first call
     beginning = spelling.begin + spelling.head
     if required:
         grammar.rule("start", grammar.text(beginning), any_call, after)
+    elif all(spelling.aside):
+        before, behind = map(grammar.text, spelling.aside)
+        grammar.rule("aside", f"{before} {ANY_TEXT} {behind}")
+        text_or_calls = f"{grammar.text(spelling.text)} {ANY_TEXT} | {grammar.text(beginning)}"
+        grammar.rule("start", f"aside* ({text_or_calls} {any_call} {after})")
     elif opening := next((text for text in OPENINGS if beginning.startswith(text)), ""):
         _optional_calls(grammar, opening, beginning, f"{any_call} {after}")
     else:
@@ -101,19 +107,35 @@ def tool_calls(
     return StructuredOutput(tool_calls=text, field=field)
 
 
-def calls_or(calls: StructuredOutput, answer: StructuredOutput) -> StructuredOutput:
-    """A constraint for answers that either make calls, as `calls` says, or are like `answer`."""
+def calls_or(
+    calls: StructuredOutput, answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
+) -> StructuredOutput:
+    """A constraint for answers that either make calls, as `calls` says, or are like `answer`.
+
+    header: what is written before such an answer, which is markup.
+    """
     assert calls.tool_calls is not None
     text = calls.tool_calls.text
     first, *others = json.loads(text)["grammars"] if text.startswith("{") else [_named("", text)]
+    start = f"start: @tool_calls | {marked(header, marker_ids)} @answer{OPTIONS}"
     parts = [
-        _named("", "start: @tool_calls | @answer"),
+        _named("", start),
         {**first, "name": "tool_calls"},
         *others,
         _named("answer", grammar_text(source_of(answer))),
     ]
     both = ToolCallGrammar(json.dumps({"grammars": parts}), (*calls.tool_calls.parts, answer))
     return StructuredOutput(tool_calls=both, field=answer.field)
+
+
+def headed(
+    answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
+) -> StructuredOutput:
+    """A constraint for answers like `answer` with a header, which is markup."""
+    start = f"start: {marked(header, marker_ids)} @answer{OPTIONS}"
+    parts = [_named("", start), _named("answer", grammar_text(source_of(answer)))]
+    whole = ToolCallGrammar(json.dumps({"grammars": parts}), (answer,))
+    return StructuredOutput(tool_calls=whole, field=answer.field)
 
 
 def _named(name: str, lark: str) -> dict[str, str]:
@@ -174,8 +196,6 @@ class _Grammar:
         self.marker_ids = marker_ids
         self._rules: list[str] = []
         self._nested: list[dict[str, str]] = []  # grammars of their own
-        markers = "|".join(map(re.escape, marker_ids))
-        self._markers = re.compile(f"({markers})" if markers else "(?!)")
 
     def rule(self, name: str, *parts: str) -> str:
         """Add a rule; returns its name."""
@@ -184,12 +204,7 @@ class _Grammar:
 
     def text(self, text: str) -> str:
         """An expression for a text with markers in it; "" for none."""
-        parts = self._markers.split(text)
-        return " ".join(
-            f"<[{self.marker_ids[part]}]>" if part in self.marker_ids else string(part)
-            for part in parts
-            if part
-        )
+        return marked(text, self.marker_ids)
 
     def nest(self, name: str, lark: str) -> str:
         """Add a grammar of its own; returns an expression for it."""
@@ -201,6 +216,14 @@ class _Grammar:
         if not self._nested:
             return lark
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._nested]})
+
+
+def marked(text: str, marker_ids: Mapping[str, int]) -> str:
+    """An expression for a text in which `marker_ids` are tokens; "" for none."""
+    parts = re.split(f"({'|'.join(map(re.escape, marker_ids))})", text) if marker_ids else [text]
+    return " ".join(
+        f"<[{marker_ids[part]}]>" if part in marker_ids else string(part) for part in parts if part
+    )
 
 
 def string(text: str) -> str:

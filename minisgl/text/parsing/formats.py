@@ -44,6 +44,7 @@ from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_c
 # A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
 # token would take too long, and calls without a marker are the whole answer.
 MAX_HELD_IN_TEXT = 64
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ArgumentStyle(Enum):
@@ -115,6 +116,15 @@ class MessageFormat:
     role: str  # follows it
     text: str  # the header of what the user sees
     body: str  # the marker at the end of each header
+    efforts: tuple[str, ...]  # how much the model can think, from little to much
+    tools: tuple[str, ...]  # that it knows by itself, and nothing here runs
+
+    def nearest_effort(self, effort: str | None) -> str | None:
+        """The effort of the model's that is nearest to one of EFFORTS."""
+        if effort is None or effort in self.efforts:
+            return effort
+        wanted = EFFORTS.index(effort)
+        return min(self.efforts, key=lambda known: abs(EFFORTS.index(known) - wanted))
 
 
 THINK = ReasoningFormat("<think>", "</think>")
@@ -249,6 +259,8 @@ HARMONY_MESSAGES = MessageFormat(
     role=harmony.ROLE,
     text=harmony.opening(harmony.FINAL),
     body=harmony.MESSAGE,
+    efforts=("low", "medium", "high"),
+    tools=("browser", "python"),
 )
 ANALYSIS = ReasoningFormat(
     harmony.opening(harmony.ANALYSIS),

@@ -205,7 +205,7 @@ def choose_format(
     template = tokenizer.chat_template_text
     calls = _call_format(tool_parser, template, tokenizer)
     messages = None
-    if calls is HARMONY or (tool_parser in (AUTO, NONE) and _HARMONY.fit(template)):
+    if calls is HARMONY or (tool_parser in (AUTO, NONE) and has_messages(template)):
         messages = HARMONY_MESSAGES
     reasoning = _reasoning_format(reasoning_parser, template, tokenizer, messages)
     texts = markers_of(calls, reasoning, messages)
@@ -214,6 +214,11 @@ def choose_format(
     visible = tokenizer.byte_table(skip_special_tokens=True)
     special = frozenset(text for text, token_id in marker_ids.items() if not visible[token_id])
     return AnswerFormat(calls, reasoning, marker_ids, special, messages)
+
+
+def has_messages(template: str) -> bool:
+    """Whether answers under a chat template are chains of messages."""
+    return _HARMONY.fit(template)
 
 
 def markers_of(
