@@ -72,7 +72,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
         for layer in layers:
             if calm:
                 torch.cuda.synchronize()
-            out, _ = fused_experts(rows, logits, layer, routing, pdl=not calm)
+            out, _ = fused_experts(rows, ByRouter(logits, routing), layer, pdl=not calm)
             rows = layer.add_to(out, ByRouter(logits, routing), rows).rows
         return rows
 
