@@ -33,7 +33,6 @@ from minisgl.text.parsing.xml_format import FUNCTION, types_of
 CUSTOM_ARGUMENT = "input"
 OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS)
 ANY_TEXT = r"/(.|\n)*/"
-END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.
 PYTHON_ESCAPES = 'nrbtf\\"'
 
@@ -193,6 +192,7 @@ class _Grammar:
 
     def __init__(self, spelling: CallSpelling, marker_ids: Mapping[str, int]) -> None:
         self.style = spelling.arguments
+        self.tags = spelling.tags
         self.marker_ids = marker_ids
         self._rules: list[str] = []
         self._nested: list[dict[str, str]] = []  # grammars of their own
@@ -243,7 +243,7 @@ class _Arguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         required = self._root.get("required")
         self._required = required if isinstance(required, list | tuple) else ()
-        if tool.lark is not None and grammar.style is not ArgumentStyle.XML:
+        if tool.lark is not None and grammar.style is not ArgumentStyle.TAGS:
             raise InvalidRequestError(
                 tool.field,
                 "cannot be enforced: the model writes the input of tools as a JSON string. Use a "
@@ -251,7 +251,7 @@ class _Arguments:
             )
         write = {
             ArgumentStyle.JSON: self._json,
-            ArgumentStyle.XML: self._xml,
+            ArgumentStyle.TAGS: self._tagged,
             ArgumentStyle.PYTHON: self._python,
         }[grammar.style]
         self.rule = write()
@@ -260,36 +260,38 @@ class _Arguments:
         schema = inline_schema(self._root, schema_options(strict=self._tool.strict))
         return self._grammar.rule(f"{self._name}_arguments", schema)
 
-    # -- XML ---------------------------------------------------------------------------------------
+    # -- tags --------------------------------------------------------------------------------------
 
-    def _xml(self) -> str:
+    def _tagged(self) -> str:
         parts = []
+        before_key, before_value = map(self._grammar.text, self._grammar.tags[:2])
         for index, key in enumerate(self._properties):
             name = f"{self._name}_{index}"
-            head = string(f"<parameter={key}>\n")
-            rule = self._grammar.rule(name, head, self._xml_value(name, key))
+            head = f"{before_key} {string(key)} {before_value}"
+            rule = self._grammar.rule(name, head, self._tagged_value(name, key))
             parts.append(rule if key in self._required else f"{rule}?")
         if not self._properties and self._root.get("additionalProperties") is not False:
             value = self._raw_text(f"{self._name}_value", ANY_TEXT)
-            parts.append(f'("<parameter=" /[^<>\\n]+/ ">\\n" {value})*')
+            parts.append(f"({before_key} /[^<>\\n]+/ {before_value} {value})*")
         return self._grammar.rule(f"{self._name}_arguments", " ".join(parts) or '""')
 
-    def _xml_value(self, name: str, key: str) -> str:
+    def _tagged_value(self, name: str, key: str) -> str:
         tool, schema = self._tool, self._properties[key]
+        end = self._grammar.text(self._grammar.tags[2])
         if tool.lark is not None:
-            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {string(END_OF_VALUE)}"
+            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {end}"
         if tool.regex is not None:
-            return f"{inline_regex(tool.regex)} {string(END_OF_VALUE)}"
+            return f"{inline_regex(tool.regex)} {end}"
         types = types_of(self._root, key)
         if (types or tool.strict) and "string" not in types:
-            return f"{self._schema_of(key, {})} {string(END_OF_VALUE)}"
+            return f"{self._schema_of(key, {})} {end}"
         constants = _constants(schema)
         if constants:
             texts = (
                 value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 for value in constants
             )
-            return f"({' | '.join(map(string, texts))}) {string(END_OF_VALUE)}"
+            return f"({' | '.join(map(string, texts))}) {end}"
         if tool.strict and "format" in schema:
             raise InvalidRequestError(
                 tool.field,
@@ -299,7 +301,10 @@ class _Arguments:
         return self._raw_text(f"{name}_value", _text_regex(schema))
 
     def _raw_text(self, name: str, regex: str) -> str:
-        self._grammar.rule(f"{name}[suffix={string(END_OF_VALUE)}]", regex)
+        end = self._grammar.tags[2]
+        if end.startswith(tuple(self._grammar.marker_ids)):  # which no text has in it
+            return self._grammar.rule(name, regex, self._grammar.text(end))
+        self._grammar.rule(f"{name}[suffix={string(end)}]", regex)
         return name
 
     # -- Python ------------------------------------------------------------------------------------

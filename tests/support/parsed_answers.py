@@ -37,6 +37,8 @@ DEEPSEEK_TOKENS = [
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 ]
 DEEPSEEK = with_tokens("<think>", "</think>", *DEEPSEEK_TOKENS)
+GLM_TOKENS = [f"<{slash}arg_{name}>" for name in ("key", "value") for slash in ("", "/")]
+GLM = with_tokens(*TAGS, *GLM_TOKENS, special=("<|user|>", "<|assistant|>"))
 HARMONY = with_tokens(special=harmony.MARKERS)
 PLAIN = with_tokens(special=("<|im_start|>", "<|im_end|>"))  # every marker is several tokens
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from minisgl.text.parsing import harmony
 from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.glm_format import END_KEY, END_VALUE, KEY, VALUE, read_glm
 from minisgl.text.parsing.harmony import AnswerSide, read_harmony
 from minisgl.text.parsing.json_formats import (
     ARGS,
@@ -33,13 +34,19 @@ from minisgl.text.parsing.named_formats import (
     RECIPIENT,
     SEPARATOR,
     TEXT,
-    read_deepseek_v3,
+    read_deepseek,
     read_functionary_v3_1,
     read_functionary_v3_2,
 )
 from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
-from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_coder
+from minisgl.text.parsing.xml_format import (
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    read_qwen3_coder,
+)
 
 # A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
 # token would take too long, and calls without a marker are the whole answer.
@@ -51,7 +58,7 @@ class ArgumentStyle(Enum):
     """How the arguments of a call are written."""
 
     JSON = "json"  # an object
-    XML = "xml"  # `<parameter=NAME>\nVALUE\n</parameter>\n` for each, strings as plain text
+    TAGS = "tags"  # the name and the value of each between tags, strings as plain text
     PYTHON = "python"  # NAME=LITERAL for each, with `, ` between them
 
 
@@ -71,6 +78,7 @@ class CallSpelling:
     begin: str = ""
     end: str = ""
     arguments: ArgumentStyle = ArgumentStyle.JSON
+    tags: tuple[str, str, str] = ("", "", "")  # before a name, before its value and after it
     text: str = ""
     after_text: str = ""
     aside: tuple[str, str] = ("", "")  # what is around a text that comes before calls
@@ -150,7 +158,8 @@ QWEN3_CODER = CallFormat(
         middle=">\n",
         tail=f"</function>\n{END_TOOL_CALL}",
         between="\n",
-        arguments=ArgumentStyle.XML,
+        arguments=ArgumentStyle.TAGS,
+        tags=(PARAMETER, ">\n", f"\n{END_PARAMETER}\n"),
     ),
     markers=(TOOL_CALL, END_TOOL_CALL, FUNCTION),
     openings=(TOOL_CALL, FUNCTION),
@@ -224,8 +233,35 @@ DEEPSEEK_V3 = CallFormat(
     ),
     markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
     openings=(CALLS, OTHER_CALLS, CALL),
-    read=read_deepseek_v3,
+    read=read_deepseek,
     closing=END_CALLS,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    spelling=replace(DEEPSEEK_V3.spelling, head=CALL, middle=SEPARATOR, tail=END_CALL, between=""),
+)
+GLM45 = CallFormat(
+    "glm45",
+    CallSpelling(
+        head=TOOL_CALL,
+        middle="\n",
+        tail=END_TOOL_CALL,
+        between="\n",
+        arguments=ArgumentStyle.TAGS,
+        tags=(KEY, f"{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
+    ),
+    markers=(TOOL_CALL, END_TOOL_CALL, KEY, END_KEY, VALUE, END_VALUE),
+    openings=(TOOL_CALL,),
+    read=read_glm,
+    closing=END_TOOL_CALL,
+)
+GLM47 = replace(
+    GLM45,
+    name="glm47",
+    spelling=replace(
+        GLM45.spelling, middle="", between="", tags=(KEY, f"{END_KEY}{VALUE}", END_VALUE)
+    ),
 )
 MISTRAL = CallFormat(
     "mistral",

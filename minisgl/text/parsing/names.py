@@ -12,6 +12,9 @@ TOOL_PARSERS = (
     "functionary_v3_1",
     "functionary_v3_2",
     "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
     "harmony",
     NONE,
 )

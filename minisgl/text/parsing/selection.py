@@ -11,8 +11,11 @@ from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
     ANALYSIS,
     DEEPSEEK_V3,
+    DEEPSEEK_V31,
     FUNCTIONARY_V3_1,
     FUNCTIONARY_V3_2,
+    GLM45,
+    GLM47,
     HARMONY,
     HARMONY_MESSAGES,
     HERMES,
@@ -42,6 +45,9 @@ _BY_NAME = {
         FUNCTIONARY_V3_1,
         FUNCTIONARY_V3_2,
         DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        GLM45,
+        GLM47,
         HARMONY,
     )
 }
@@ -71,19 +77,20 @@ _SIGNS = (
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
-    # Later versions have neither the type of a tool nor a fence.
     _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
+    # Later versions have neither the type of a tool nor a fence.
+    _Signs("deepseek_v31", ("<｜tool▁sep｜>",)),
+    _Signs("glm47", ("</arg_key><arg_value>",)),
+    _Signs("glm45", ("<arg_key>",)),
     _Signs("functionary_v3_2", (">>>all",)),
     _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
-    # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.
-    _Signs(
-        "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")
-    ),
+    # Apriel has a list of all calls, others a tag for a function.
+    _Signs("hermes", ("<tool_call>",), foreign=("<tool_calls>", "<seed:", "<function=")),
     _Signs("pythonic", ("func_name1(", "<|python_start|>")),
     _Signs(
         "llama3_json",
         ("<|python_tag|>", '"parameters": '),
-        foreign=('"tool_name"', "<function=", "<arg_key>", "<tool_calls>", "<seed:"),
+        foreign=('"tool_name"', "<function=", "<tool_calls>", "<seed:"),
     ),
 )
 
