@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +24,8 @@ from minisgl.grammar.source import (
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
+from minisgl.text.parsing.gemma_format import CALL as GEMMA_CALL
+from minisgl.text.parsing.gemma_format import QUOTE
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
@@ -31,7 +33,9 @@ from minisgl.text.parsing.xml_format import FUNCTION, types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS)
+OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS, GEMMA_CALL)
+PLAIN_KEY = re.compile(r"[^<>{}\[\]:,\"\s\/]+")
+SCALAR = r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null"
 ANY_TEXT = r"/(.|\n)*/"
 # The escapes that mean the same in JSON and in Python.
 PYTHON_ESCAPES = 'nrbtf\\"'
@@ -252,6 +256,7 @@ class _Arguments:
         write = {
             ArgumentStyle.JSON: self._json,
             ArgumentStyle.TAGS: self._tagged,
+            ArgumentStyle.QUOTED: self._quoted,
             ArgumentStyle.PYTHON: self._python,
         }[grammar.style]
         self.rule = write()
@@ -307,9 +312,7 @@ class _Arguments:
         self._grammar.rule(f"{name}[suffix={string(end)}]", regex)
         return name
 
-    # -- Python ------------------------------------------------------------------------------------
-
-    def _python(self) -> str:
+    def _listed(self, assign: str, separator: str, value: Callable[[str], str]) -> str:
         """`first_i`: the arguments from i on, the first of the call; `next_i`: others precede."""
         keys = [*self._properties]
         name, rule = self._name, self._grammar.rule
@@ -317,6 +320,56 @@ class _Arguments:
         rule(f"{name}_next_{len(keys)}", '""')
         for index in reversed(range(len(keys))):
             key = keys[index]
+            argument = rule(f"{name}_{index}", string(f"{key}{assign}"), value(key))
+            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
+            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
+            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
+            rule(
+                f"{name}_next_{index}",
+                f'"{separator}" {argument} {name}_next_{index + 1}{skip_next}',
+            )
+        return f"{name}_first_0"
+
+    # -- Gemma -------------------------------------------------------------------------------------
+
+    def _quoted(self) -> str:
+        for key in self._properties:
+            if not PLAIN_KEY.fullmatch(key):
+                raise InvalidRequestError(
+                    self._tool.field,
+                    f"at /properties/{escaped(key)}: the model writes names without quotes, where "
+                    "blanks, quotes, brackets, commas and colons cannot be read; rename it.",
+                )
+        return self._listed(":", ",", self._quoted_value)
+
+    def _quoted_value(self, key: str) -> str:
+        tool, schema, quote = self._tool, self._properties[key], self._grammar.text(QUOTE)
+        if tool.regex is not None:
+            return f"{quote} {inline_regex(tool.regex)} {quote}"
+        types = types_of(self._root, key)
+        if types and not types & {"string", "array", "object"}:
+            return self._schema_of(key, {})
+        if types == {"string"}:
+            texts = " | ".join(string(value) for value in _constants(schema))
+            return f"{quote} {f'({texts})' if texts else _text_regex(schema)} {quote}"
+        if tool.strict:
+            raise InvalidRequestError(
+                tool.field,
+                f"at /properties/{escaped(key)}: cannot be enforced, for the model does not write "
+                "lists and objects in calls as JSON; do without strict.",
+            )
+        name = f"{self._name}_{[*self._properties].index(key)}_value"
+        rule = self._grammar.rule
+        rule(f"{name}_pair", f'/{PLAIN_KEY.pattern}/ ":" {name}')
+        rule(f"{name}_list", f'"[" ({name} ("," {name})*)? "]"')
+        rule(f"{name}_object", f'"{{" ({name}_pair ("," {name}_pair)*)? "}}"')
+        text = f"{quote} {ANY_TEXT} {quote}"
+        return rule(name, f"{text} | {name}_list | {name}_object | /{SCALAR}/")
+
+    # -- Python ------------------------------------------------------------------------------------
+
+    def _python(self) -> str:
+        for key in self._properties:
             if not is_key(key):
                 raise InvalidRequestError(
                     self._tool.field,
@@ -324,12 +377,7 @@ class _Arguments:
                     "where a name with quotes, brackets or any of = , : * cannot be read; rename "
                     "it.",
                 )
-            argument = rule(f"{name}_{index}", string(f"{key}="), self._python_value(key))
-            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
-            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
-            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
-            rule(f"{name}_next_{index}", f'", " {argument} {name}_next_{index + 1}{skip_next}')
-        return f"{name}_first_0"
+        return self._listed("=", ", ", self._python_value)
 
     def _python_value(self, key: str) -> str:
         if types_of(self._root, key) == {"boolean"}:

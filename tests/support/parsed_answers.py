@@ -39,6 +39,8 @@ DEEPSEEK_TOKENS = [
 DEEPSEEK = with_tokens("<think>", "</think>", *DEEPSEEK_TOKENS)
 GLM_TOKENS = [f"<{slash}arg_{name}>" for name in ("key", "value") for slash in ("", "/")]
 GLM = with_tokens(*TAGS, *GLM_TOKENS, special=("<|user|>", "<|assistant|>"))
+GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+GEMMA = with_tokens(special=(*GEMMA_TOKENS, "<|turn>", "<turn|>"))
 HARMONY = with_tokens(special=harmony.MARKERS)
 PLAIN = with_tokens(special=("<|im_start|>", "<|im_end|>"))  # every marker is several tokens
 

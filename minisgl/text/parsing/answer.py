@@ -71,8 +71,9 @@ class AnswerParser:
         markers = {text: marks.get(text, text) for text in spelled}
         self._context = CallContext(self._reader, self._emitter, markers, tools or {})
 
-        self._open = self._close = ""
+        self._open = self._close = self._title = ""
         if reasoning is not None:
+            self._title = reasoning.title
             self._open = marks.get(reasoning.open, reasoning.open)
             self._close = marks.get(reasoning.close, reasoning.close)
         blocks = [text for text in (self._open, self._close) if text]
@@ -154,6 +155,7 @@ class AnswerParser:
                     emitter.text(found)  # the answer speaks of the marker
             elif found == self._open:
                 if emitter.at_line_start:
+                    yield from self._reader.skip(self._title)
                     yield from self._block()
                     yield from self._bare_call()
                 else:

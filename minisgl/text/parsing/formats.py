@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from minisgl.text.parsing import harmony
+from minisgl.text.parsing import gemma_format, harmony
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.glm_format import END_KEY, END_VALUE, KEY, VALUE, read_glm
 from minisgl.text.parsing.harmony import AnswerSide, read_harmony
@@ -59,6 +59,7 @@ class ArgumentStyle(Enum):
 
     JSON = "json"  # an object
     TAGS = "tags"  # the name and the value of each between tags, strings as plain text
+    QUOTED = "quoted"  # NAME:VALUE for each, with `,` between them and a token around strings
     PYTHON = "python"  # NAME=LITERAL for each, with `, ` between them
 
 
@@ -112,6 +113,7 @@ class ReasoningFormat:
     open: str
     close: str
     after: str = ""
+    title: str = ""  # what the model writes behind the opening one, which is markup
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class MessageFormat:
 
 THINK = ReasoningFormat("<think>", "</think>")
 MAGISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+THOUGHT = ReasoningFormat("<|channel>", "<channel|>", title="thought\n")
 
 HERMES = CallFormat(
     "hermes",
@@ -262,6 +265,20 @@ GLM47 = replace(
     spelling=replace(
         GLM45.spelling, middle="", between="", tags=(KEY, f"{END_KEY}{VALUE}", END_VALUE)
     ),
+)
+GEMMA4 = CallFormat(
+    "gemma4",
+    CallSpelling(
+        head=f"{gemma_format.CALL}{gemma_format.PREFIX}",
+        middle="{",
+        tail="}" + gemma_format.END_CALL,
+        between="",
+        arguments=ArgumentStyle.QUOTED,
+    ),
+    markers=(gemma_format.CALL, gemma_format.END_CALL, gemma_format.QUOTE),
+    openings=(gemma_format.CALL,),
+    read=gemma_format.read_gemma,
+    closing=gemma_format.END_CALL,
 )
 MISTRAL = CallFormat(
     "mistral",

@@ -15,6 +15,7 @@ TOOL_PARSERS = (
     "deepseek_v31",
     "glm45",
     "glm47",
+    "gemma4",
     "harmony",
     NONE,
 )

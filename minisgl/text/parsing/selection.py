@@ -14,6 +14,7 @@ from minisgl.text.parsing.formats import (
     DEEPSEEK_V31,
     FUNCTIONARY_V3_1,
     FUNCTIONARY_V3_2,
+    GEMMA4,
     GLM45,
     GLM47,
     HARMONY,
@@ -26,6 +27,7 @@ from minisgl.text.parsing.formats import (
     PYTHONIC,
     QWEN3_CODER,
     THINK,
+    THOUGHT,
     XLAM,
     CallFormat,
     MessageFormat,
@@ -48,6 +50,7 @@ _BY_NAME = {
         DEEPSEEK_V31,
         GLM45,
         GLM47,
+        GEMMA4,
         HARMONY,
     )
 }
@@ -80,6 +83,7 @@ _SIGNS = (
     _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
     # Later versions have neither the type of a tool nor a fence.
     _Signs("deepseek_v31", ("<｜tool▁sep｜>",)),
+    _Signs("gemma4", ("<|tool_call>",)),
     _Signs("glm47", ("</arg_key><arg_value>",)),
     _Signs("glm45", ("<arg_key>",)),
     _Signs("functionary_v3_2", (">>>all",)),
@@ -253,10 +257,14 @@ def _reasoning_format(
         return None
     if messages is not None:
         return ANALYSIS
-    for form in (THINK, MAGISTRAL):
+    for form in (THINK, MAGISTRAL, THOUGHT):
         if form.open in template or form.close in template:
             return form
     if name == AUTO:
         return None
-    known = (form for form in (THINK, MAGISTRAL) if tokenizer.added_token_id(form.open) is not None)
+    known = (
+        form
+        for form in (THINK, MAGISTRAL, THOUGHT)
+        if tokenizer.added_token_id(form.open) is not None
+    )
     return next(known, THINK)

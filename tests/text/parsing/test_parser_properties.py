@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parsed_answers import (
     DEEPSEEK,
+    GEMMA,
     GLM,
     HARMONY,
     LLAMA,
@@ -183,7 +184,8 @@ MARKUP = st.sampled_from(
      "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", ">>>", "f\n", "all\n", ">>>f\n{",
      "[f(a=",
      '{"name": "f", "parameters": ', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-     "<tool_call>f", "</arg_", "<|start|>", "assistant", "<|channel|>", "analysis", "final",
+     "<tool_call>f", "</arg_", "<|tool_call>", "call:f{", "<tool_call|>",
+     '<|"|>', "a:", "<|too", "<|start|>", "assistant", "<|channel|>", "analysis", "final",
      "commentary", " to=functions.f", " to=g", "<|constrain|>", "json", "<|message|>", "<|end|>",
      "<|call|>", "<|return|>", "<|chan", "<|channel|>final<|message|>", "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
@@ -202,7 +204,7 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     tool_parser: str, parts: list[str], natural: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     answer = "".join(parts)
-    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK, GLM, HARMONY]))
+    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK, GEMMA, GLM, HARMONY]))
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))

@@ -59,6 +59,7 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
             formats.GLM45,
             formats.THINK,
         ),
+        ("{{ tools }}<|tool_call>call:<|channel>thought", formats.GEMMA4, formats.THOUGHT),
         ("{{ tools }}<tool_call>{{ n }}<arg_key></arg_key><arg_value>", formats.GLM47, None),
         # Formats of other families, which are not read.
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
