@@ -79,9 +79,8 @@ class ServerConfig:
     )
     tool_parser: str = server_option(
         AUTO,
-        "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
-        "llama3_json, pythonic, mistral, xlam, functionary_v3_1, functionary_v3_2, "
-        "deepseek_v3 or none.",
+        "Format of the model's tool calls: auto (by its chat template), "
+        f"{', '.join(TOOL_PARSERS[1:-1])} or none.",
     )
     reasoning_parser: str = server_option(
         AUTO, "Format of the model's reasoning: auto (by its chat template), think or none."

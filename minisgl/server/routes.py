@@ -106,12 +106,17 @@ class Routes:
         self._state = state
         self._metrics = metrics
         self._store = ResponseStore(state.config.response_store * MEGABYTE)
-        self._reading = Reading(
-            control_tokens_in_text=state.config.control_tokens_in_text,
-            images=cast("Images", state.config.images),  # which checks it
-        )
         self._since = int(time.time())
         self._clamps = state.config.clamp_max_tokens
+
+    @property
+    def _reading(self) -> Reading:
+        config = self._state.config
+        return Reading(
+            control_tokens_in_text=config.control_tokens_in_text,
+            images=cast("Images", config.images),  # which checks it
+            form=self._state.answer_format().messages,
+        )
 
     @while_waited_for
     async def chat_completions(self, request: Request) -> ASGIApp:

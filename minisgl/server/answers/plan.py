@@ -8,9 +8,9 @@ from functools import partial
 from typing import TypeAlias
 
 from minisgl.errors import InvalidRequestError
-from minisgl.events import Event, joined
+from minisgl.events import ContentText, Event, ReasoningText, joined
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.grammar.tool_grammars import calls_or
+from minisgl.grammar.tool_grammars import calls_or, headed
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 from minisgl.server.config import ServerConfig
@@ -41,6 +41,8 @@ class AnswerStyle:
     echo: tuple[Event, ...] = ()  # what the answer begins with
     reasoning_end: str = ""  # the closing markers
     call_end: str = ""
+    body: str = ""  # of messages: the marker before the text of each
+    begun: type[Event] | None = None  # what the prompt has begun of them
 
     def call_id(self) -> str:
         """An id for a call, unlike all others."""
@@ -134,8 +136,11 @@ async def plan_chat(
             "are not supported: the chat template does not show in which format this model "
             "writes calls. Start the server with --tool-parser.",
         )
+    prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
+    is_open = tokenizer is not None and model_form.opens_reasoning(tokenizer, prompt)
+    in_text = tokenizer is not None and model_form.opens_text(tokenizer, prompt)
     wanted = constraint_of(body)
-    constraint = _constraint(wanted, tools, model_form)
+    constraint = _constraint(wanted, tools, model_form, in_text=in_text)
     budget = body.thinking_token_budget
     if budget is not None and model_form.reasoning is None:
         raise InvalidRequestError(
@@ -153,13 +158,14 @@ async def plan_chat(
     parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
     if not parsed and grammar is None:
         return FREE
-    prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
-    is_open = tokenizer is not None and model_form.opens_reasoning(tokenizer, prompt)
     gate = None
-    if grammar is not None:
+    if grammar is not None and not in_text:
         gate = await reasoning_gate(model_form, engine.encode, is_open=is_open, budget=budget)
     if not parsed:
         return AnswerPlan(grammar=grammar, gate=gate)
+    begun: type[Event] | None = ContentText if is_open or in_text else None
+    if is_open and form.reasoning is not None:
+        begun = ReasoningText
     facts = conversation.facts
     shows_reasoning = form.reasoning is not None and body.wants_reasoning
     return AnswerPlan(
@@ -167,7 +173,8 @@ async def plan_chat(
         gate=gate,
         parser=partial(
             form.parser,
-            in_reasoning=is_open and form.reasoning is not None,
+            in_reasoning=is_open and (form.reasoning is not None or form.messages is not None),
+            in_text=in_text,
             tools=tools.schemas if tools is not None and parses_calls else None,
             parse_calls=parses_calls,
             only_calls=tools is not None and tools.required,
@@ -182,29 +189,35 @@ async def plan_chat(
             echo=_events_of(body.echoed, form),
             reasoning_end=form.reasoning.close if form.reasoning else "",
             call_end=form.calls.closing if form.calls else "",
+            body=form.messages.body if form.messages else "",
+            begun=begun,
         ),
     )
 
 
 def _constraint(
-    wanted: StructuredOutput | None, tools: ToolUse | None, form: AnswerFormat
+    wanted: StructuredOutput | None, tools: ToolUse | None, form: AnswerFormat, *, in_text: bool
 ) -> StructuredOutput | None:
     """What the answer is held to: the tools, the constraint of the request, or either.
 
     Where a call must be made, it is the tools: the constraint is one of content, and there is
-    none.
+    none. in_text: the prompt has begun the message with the content.
     """
-    if tools is None:
-        return wanted
-    if wanted is None or tools.required:
+    if tools is not None and (wanted is None or tools.required):
         return tools.grammar(form)
-    calls = tools.grammar(form, only_calls=True)
-    return wanted if calls is None else calls_or(calls, wanted)
+    if wanted is None:
+        return None
+    header = form.messages.text if form.messages is not None and not in_text else ""
+    calls = None if tools is None else tools.grammar(form, only_calls=True)
+    if calls is not None:
+        return calls_or(calls, wanted, header, form.marker_ids)
+    return headed(wanted, header, form.marker_ids) if header else wanted
 
 
 def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:
     """What a text is that the answer goes on with: reasoning too, if it has a block."""
     if not text:
         return ()
-    parser = AnswerParser(None, form.reasoning, marker_ids={})
+    reasoning = form.reasoning if form.messages is None else None
+    parser = AnswerParser(None, reasoning, marker_ids={})
     return (*joined([*parser.feed([(NO_TOKEN, text)]), *parser.finish(natural=False)]),)
