@@ -225,6 +225,7 @@ class Routes:
         asked = await self._read(request, CountTokensRequest)
         chat = await self._translated(asked, asked.body)
         with chat.fields_named():
+            chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
             conversation = await read_conversation(
                 asked.engine, chat.body, self._reading, any_length=True
             )
