@@ -22,6 +22,7 @@ from minisgl.kernels.linear.select_product import fp8_product, int4_product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.quantized_experts import InputScales
+from minisgl.kernels.moe.reference import Clamped
 from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts
 from minisgl.shards import Shard, whole
 
@@ -49,7 +50,15 @@ class WeightFormat(Protocol):
         side by side."""
         ...
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
         """The products of the experts of which this module is the list."""
         ...
 
@@ -66,8 +75,18 @@ class DenseFormat:
     def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
         return DenseProduct.allocate(num_rows(parts), inputs.size, bias=bias, dtype=self.dtype)
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
-        return DenseExperts.allocate(num_experts, hidden_size, inner.size, dtype=self.dtype)
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
+        return DenseExperts.allocate(
+            num_experts, hidden_size, inner.size, dtype=self.dtype, bias=bias, clamped=clamped
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +122,25 @@ class QuantizedFormat:
             input_scale=torch.zeros((), dtype=torch.float32) if static else None,
         )
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
         names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
         if not self._all_quantized(names):
-            return DenseFormat(self.dtype).experts(num_experts, hidden_size, inner)
+            return DenseFormat(self.dtype).experts(
+                num_experts, hidden_size, inner, bias=bias, clamped=clamped
+            )
+        if bias or clamped is not None:
+            raise UnsupportedModelError(
+                f"{names[0]} is of experts with biases or a clamped activation, which are not "
+                f"supported in {self.scheme}; use the checkpoint in MXFP4 or bfloat16 as it is."
+            )
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
             return int4_experts(

@@ -14,6 +14,7 @@ from minisgl.config import (
     Quantized,
     QuantScheme,
 )
+from minisgl.kernels.moe.reference import Clamped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class ExpertsConfig:
     size: int  # inner dimension of one expert's MLP
     normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
     layers: frozenset[int]  # indices of the layers with experts
+    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class NativeConfig(ModelConfig):
     qk_norm: bool
     tie_word_embeddings: bool
     experts: ExpertsConfig | None = None
+    sinks: bool = False  # whether each head has a logit of attention to nothing
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -91,6 +94,7 @@ class NativeConfig(ModelConfig):
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
+            sinks=self.sinks,
         )
 
     def facts(self) -> ModelFacts:

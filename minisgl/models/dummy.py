@@ -36,7 +36,7 @@ def fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
                 weight.fill_(_INPUT_SCALE)
             elif quantized and name != "bias":
                 continue
-            elif weight.dim() < 2:  # of a norm, or a bias of whatever kind
+            elif weight.dim() < 2 or name.endswith("_bias"):  # of a norm, or a bias of any kind
                 adds_one = getattr(module, "adds_one", False)
                 weight.fill_(1.0 if name == "weight" and not adds_one else 0.0)
             else:

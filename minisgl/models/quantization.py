@@ -398,7 +398,7 @@ _SIGNS = {
 
 def is_quantizable(name: str) -> bool:
     """Whether a linear map, by its name without 'model.', is one of a layer's, and no router."""
-    return name.startswith("layers.") and not name.endswith(".mlp.gate")
+    return name.startswith("layers.") and not name.endswith((".mlp.gate", ".mlp.router"))
 
 
 def quantized_maps(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from minisgl.models import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
@@ -25,6 +25,7 @@ class Family:
 
 
 FAMILIES = {
+    gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
     llama.ARCHITECTURE: Family(llama.read_config),
     mistral.ARCHITECTURE: Family(mistral.read_config),
     qwen2.ARCHITECTURE: Family(qwen2.read_config),

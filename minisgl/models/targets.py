@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from minisgl.config import QuantScheme, Storage
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.layers.attention import SelfAttention
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding
-from minisgl.models import packing
+from minisgl.models import interleaved_experts, packing
 from minisgl.models.quantized_matrix import QuantizedMatrix
 from minisgl.models.target import Target
 from minisgl.shards import Shard, whole
@@ -60,6 +61,9 @@ def checkpoint_targets(
         path = full_path.removeprefix(prefix)
         if isinstance(module, FusedExperts):
             targets |= _expert_targets(path, module, scheme)
+        elif isinstance(module, SelfAttention):
+            if module.sinks is not None:
+                targets[f"{path}.sinks"] = Target(module.sinks, (module.heads,))
         elif isinstance(module, Linear):
             targets |= _linear_targets(path, module, scheme)
         else:
@@ -107,7 +111,9 @@ def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> di
 def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantScheme | None
 ) -> dict[str, Target]:
-    """The tensors of each matrix of each expert."""
+    """The tensors of each matrix of each expert, or those of all of them."""
+    if module.interleaved:
+        return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
     inner, hidden, product = module.inner, module.hidden, module.product
     for expert in range(module.num_experts):
@@ -155,7 +161,7 @@ def checkpoint_stacks(
     if scheme is not None and scheme.storage != Storage.FLOAT:
         return stacks
     for full_path, module in model.named_modules():
-        if not isinstance(module, FusedExperts):
+        if not isinstance(module, FusedExperts) or module.interleaved:
             continue
         path = full_path.removeprefix(prefix)
         names = [f"{path}.{expert}" for expert in range(module.num_experts)]
