@@ -192,6 +192,15 @@ class DeviceTuning:
             ManyTiles(ExpertTiles(64, 64, 128, 4, 3, 4), ExpertTiles(128, 64, 128, 8, 3, 4)),
         ),
     )
+    # The same with MXFP4 weights, where the k of a tile is 64. Not measured yet.
+    mxfp4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
+        (8, ManyTiles(ExpertTiles(64, 16, 64, 4, 6), ExpertTiles(64, 16, 64, 4, 8))),
+        (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
+        (
+            NO_LIMIT,
+            ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 4), ExpertTiles(128, 64, 64, 8, 4, 4)),
+        ),
+    )
     # In float32, for tests.
     float32_tiles: ManyTiles = ManyTiles(
         ExpertTiles(32, 16, 32, num_warps=4, num_stages=2, places=2),

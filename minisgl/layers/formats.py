@@ -21,9 +21,10 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.linear.select_product import fp8_product, int4_product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.mxfp4 import Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import InputScales
-from minisgl.kernels.moe.reference import Clamped
-from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts
+from minisgl.kernels.moe.reference import Clamped, ExpertBiases
+from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts, mxfp4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -132,10 +133,17 @@ class QuantizedFormat:
         clamped: Clamped | None = None,
     ) -> ExpertsProduct:
         names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
+        if self.scheme.only_experts:
+            names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
             return DenseFormat(self.dtype).experts(
                 num_experts, hidden_size, inner, bias=bias, clamped=clamped
             )
+        if self.scheme.only_experts:
+            biases = None
+            if bias:
+                biases = ExpertBiases.allocate(num_experts, hidden_size, inner.size, self.dtype)
+            return self._mxfp4(num_experts, hidden_size, inner, biases, clamped)
         if bias or clamped is not None:
             raise UnsupportedModelError(
                 f"{names[0]} is of experts with biases or a clamped activation, which are not "
@@ -154,6 +162,26 @@ class QuantizedFormat:
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,
             input_scales=InputScales(*scales) if static else None,
+        )
+
+    def _mxfp4(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        biases: ExpertBiases | None,
+        clamped: Clamped | None,
+    ) -> ExpertsProduct:
+        if hidden_size % CHUNK or inner.whole % self.scheme.group_size:
+            raise UnsupportedModelError(
+                f"{self.path}: MXFP4 experts need a multiple of {CHUNK} inputs and of "
+                f"{self.scheme.group_size} inner ones, not {hidden_size} and {inner.whole}."
+            )
+        return mxfp4_experts(
+            Mxfp4Weights.allocate(num_experts, 2 * inner.size, hidden_size),
+            Mxfp4Weights.allocate(num_experts, hidden_size, inner.size),
+            biases,
+            clamped,
         )
 
     def _all_quantized(self, names: Sequence[str]) -> bool:

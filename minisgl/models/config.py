@@ -107,7 +107,7 @@ class NativeConfig(ModelConfig):
         maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
         num_layer_weights = sum(n * k for n, k in maps)
         quantized = None
-        if scheme is not None:
+        if scheme is not None and not scheme.only_experts:
             quantized = Quantized.of(scheme, maps)
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts = None

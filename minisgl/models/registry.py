@@ -64,6 +64,11 @@ def read_model_config(
     else:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
     scheme = with_option(read_quantization(fields, folder), quantization)
+    if scheme is not None and scheme.only_experts and not isinstance(config, NativeConfig):
+        raise UnsupportedModelError(
+            f"{scheme} are not supported in an adopted model; leave --model-impl {model_impl} out, "
+            "if minisgl has code of its own for this one, or use a checkpoint in bfloat16."
+        )
     return replace(config, quantization=scheme)
 
 

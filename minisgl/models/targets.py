@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minisgl.config import QuantScheme, Storage
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.experts import FusedExperts
@@ -116,6 +117,7 @@ def _expert_targets(
         return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
     inner, hidden, product = module.inner, module.hidden, module.product
+    assert not isinstance(product, Mxfp4Experts), "stacks of others are no MXFP4"
     for expert in range(module.num_experts):
         names = [f"{path}.{expert}.{part}" for part in EXPERT_MAPS]
         cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]

@@ -11,6 +11,7 @@ With --quantization it is that of a quantised checkpoint, as the tools that make
 | int4 | compressed-tensors, W4A16: symmetric, in groups of 128 |
 | awq | AutoAWQ: with zero points, in groups of 128 |
 | gptq | GPTQModel: symmetric, in groups of 128 |
+| none | not quantised, where it is published quantised |
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LLAMA3 = QWEN3 | {
 }
 
 
-# As published, but for the quantisation.
+# As published.
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -62,6 +63,15 @@ GPT_OSS: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "num_experts_per_tok": 4,
     "num_key_value_heads": 8,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
     "rms_norm_eps": 1e-5,
     "rope_scaling": {
         "beta_fast": 32.0,
@@ -185,6 +195,7 @@ def number(num_bits: int, type: str, strategy: str, *, dynamic: bool = False) ->
 
 
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
     "fp8-block": {
         "quant_method": "fp8",
         "fmt": "e4m3",
