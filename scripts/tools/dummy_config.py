@@ -51,7 +51,7 @@ LLAMA3 = QWEN3 | {
 }
 
 
-# As published.
+# As published, without the kinds of layers, which alternate by default.
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -99,10 +99,6 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, 
     }
 
 
-def alternating(layers: int) -> list[str]:
-    return ["sliding_attention", "full_attention"] * (layers // 2)
-
-
 MODELS = {
     "Qwen3-0.6B": QWEN3 | sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
     "Qwen3-8B": QWEN3 | sizes(4096, 12288, 36, 32),
@@ -122,12 +118,8 @@ MODELS = {
         "mlp_only_layers": [],
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
-    "gpt-oss-20b": GPT_OSS
-    | sizes(2880, 2880, 24, 64)
-    | {"num_local_experts": 32, "layer_types": alternating(24)},
-    "gpt-oss-120b": GPT_OSS
-    | sizes(2880, 2880, 36, 64)
-    | {"num_local_experts": 128, "layer_types": alternating(36)},
+    "gpt-oss-20b": GPT_OSS | sizes(2880, 2880, 24, 64) | {"num_local_experts": 32},
+    "gpt-oss-120b": GPT_OSS | sizes(2880, 2880, 36, 64) | {"num_local_experts": 128},
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {
         "architectures": ["Gemma3ForCausalLM"],

@@ -177,7 +177,8 @@ def _write(source: Path, target: Path, weights: dict[str, torch.Tensor]) -> None
 
 
 def read(folder: Path, **changes: Any) -> NativeConfig:
-    values = MODELS["gpt-oss-20b"] | changes
+    kinds = ["sliding_attention", "full_attention"] * 12
+    values = MODELS["gpt-oss-20b"] | {"layer_types": kinds} | changes
     (folder / "config.json").write_text(
         json.dumps({name: value for name, value in values.items() if value is not None})
     )
