@@ -64,7 +64,7 @@ def check(
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
     wanted = experts(x, choice)
-    for rows_of_tiles in (num_rows, 5000):
+    for rows_of_tiles in (1, num_rows, 5000):
         how = choose_mxfp4_tiles(rows_of_tiles, experts, top_k, dtype, tuning_of(device))
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype

@@ -16,6 +16,7 @@ from minisgl.kernels.tuning import (
     ExpertTiles,
     FewTiles,
     ManyTiles,
+    PairTiles,
     fitting_stages,
 )
 
@@ -109,8 +110,14 @@ def choose_mxfp4_tiles(
     top_k: int,
     dtype: torch.dtype,
     tuning: DeviceTuning,
-) -> ManyTiles:
+) -> PairTiles | ManyTiles:
     """By the number of pairs that an expert has, if they spread evenly. dtype: of x."""
+    if num_rows * top_k <= tuning.few_pairs:
+        few = tuning.mxfp4_pair_tiles
+        return PairTiles(
+            inner=_fitting_mxfp4(few.inner, 2, dtype, tuning),
+            outer=_fitting_mxfp4(few.outer, 1, dtype, tuning),
+        )
     pairs = num_rows * top_k / len(experts.down.data)
     many = next(tiles for most, tiles in tuning.mxfp4_many_tiles if pairs <= most)
     return ManyTiles(

@@ -202,23 +202,45 @@ def store_outputs(
     limit: tl.constexpr = None,
     alpha: tl.constexpr = None,
 ):
-    """Writes columns `output` of the pairs that are `inside`: silu(total) · up_total if gated, or
-    what `activated` makes of them with a limit, else the weighted total. total, up_total: [outputs,
-    pairs] float32, to which the bias of the expert is added."""
-    kind = target.dtype.element_ty
-    if bias is not None:
-        total += tl.load(bias + output, mask=output < num_outputs, other=0.0)[:, None]
-        if gated:
-            bias += num_outputs
-            up_total += tl.load(bias + output, mask=output < num_outputs, other=0.0)[:, None]
-    if gated:
-        result = activated(total, up_total, limit, alpha, kind)
-    else:
-        pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-        result = total.to(kind).to(tl.float32) * pair_weight[None, :]
+    """Writes columns `output` of the pairs that are `inside`, as `finished` makes them. total,
+    up_total: [outputs, pairs] float32."""
+    pair_weight = total  # a placeholder unless it is used
+    if not gated:
+        pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
+    kind: tl.constexpr = target.dtype.element_ty
+    result = finished(
+        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, kind
+    )
     target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
     mask = (output < num_outputs)[:, None] & inside[None, :]
-    tl.store(target_at, result.to(kind), mask=mask)
+    tl.store(target_at, result, mask=mask)
+
+
+@triton.jit
+def finished(
+    total,
+    up_total,
+    pair_weight,
+    output,
+    num_outputs: tl.constexpr,
+    gated: tl.constexpr,
+    bias,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """silu(total) · up_total if gated, or what `activated` makes of them with a limit, else total
+    times the weight of its pair; with the bias of the expert, and in the dtype `kind`."""
+    if bias is not None:
+        is_output = output < num_outputs
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if gated:
+            up_bias = tl.load(bias + num_outputs + output, mask=is_output, other=0.0)
+            up_total += up_bias.to(tl.float32)[:, None]
+    if gated:
+        return activated(total, up_total, limit, alpha, kind)
+    else:
+        return (total.to(kind).to(tl.float32) * pair_weight).to(kind)
 
 
 @triton.jit
