@@ -18,11 +18,9 @@ from minisgl.kernels.elementwise.reference import NormRope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The sizes that a host-planned backend needs before the first layer runs."""
+    """What a host-planned backend needs to know before the first layer runs."""
 
-    num_heads: int  # on this rank
-    num_kv_heads: int  # on this rank
-    head_dim: int
+    layers: frozenset[AttentionSpec]  # of this rank
     page_size: int
     dtype: torch.dtype  # of queries
     kv_dtype: torch.dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend, is_installed
 from minisgl.attention.state import PagedKV
-from minisgl.config import AttentionSpec, BackendFacts
+from minisgl.config import SOFT_CAPS, WINDOWS, AttentionSpec, BackendFacts
 from minisgl.kernels.hardware import ComputeCapability
 
 _LARGEST_HEAD_DIM = 256
@@ -132,9 +132,7 @@ class _Kernels:
     def decode(self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         names = self.generation
         arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
-        out = self.decode_function(
-            q.unsqueeze(1), kv.k, kv.v, **arguments, softmax_scale=spec.scale, causal=True
-        )
+        out = self.decode_function(q.unsqueeze(1), kv.k, kv.v, **arguments, **_options(spec))
         return _result(out).squeeze(1)
 
     def prefill(self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
@@ -149,10 +147,17 @@ class _Kernels:
         }
         if names.takes_longest:
             arguments["max_seqlen_k"] = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
-        out = self.prefill_function(
-            q, kv.k, kv.v, **arguments, softmax_scale=spec.scale, causal=True
-        )
-        return _result(out)
+        return _result(self.prefill_function(q, kv.k, kv.v, **arguments, **_options(spec)))
+
+
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    """Those that all generations have by the same names."""
+    options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}
+    if spec.window is not None:
+        options["window_size"] = (spec.window - 1, 0)
+    if spec.softcap is not None:
+        options["softcap"] = spec.softcap
+    return options
 
 
 def _result(out: Any) -> Tensor:
@@ -187,7 +192,13 @@ def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> s
 
 FLASH = Backend(
     # Last, since this adapter has only met stand-ins of flash-attn and has not run on a GPU.
-    facts=BackendFacts(name="fa", prefill_rank=9, decode_rank=9, captures_decode=True),
+    facts=BackendFacts(
+        name="fa",
+        prefill_rank=9,
+        decode_rank=9,
+        extras=(WINDOWS, SOFT_CAPS),
+        captures_decode=True,
+    ),
     make=lambda shape: FlashAttention(),
     why_missing=_why_missing,
     page_multiple=lambda: load_kernels().generation.page_multiple,

@@ -10,8 +10,8 @@ import itertools
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend, is_installed, why_not_importable
 from minisgl.attention.state import PagedKV
-from minisgl.config import AttentionSpec, BackendFacts
+from minisgl.config import SOFT_CAPS, WINDOWS, AttentionSpec, BackendFacts
 from minisgl.kernels.hardware import ComputeCapability
 
 _HEAD_DIMS = (64, 128, 256)
@@ -46,8 +46,9 @@ class FlashInferAttention:
     """Implements AttentionBackend and HostPlanned, in float16 and bfloat16.
 
     A plan is made on the host and copied asynchronously from pinned memory. The copy may wait for
-    earlier steps on the stream, so each step uses a wrapper of its own, which is reused after
-    `steps_in_flight` steps. By then the caller must have collected the earlier step.
+    earlier steps on the stream, so each step uses wrappers of its own, which are reused after
+    `steps_in_flight` steps. By then the caller must have collected the earlier step. Layers share a
+    plan unless they differ in their heads, window or soft cap.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
@@ -55,8 +56,9 @@ class FlashInferAttention:
 
         self._shape = shape
         self._flashinfer = flashinfer
-        self._decodes = _Rotation(self._make_decode_wrapper, steps_in_flight)
-        self._chunks = _Rotation(self._make_prefill_wrapper, steps_in_flight)
+        plans = {layer: replace(layer, scale=1.0) for layer in shape.layers}
+        self._decodes = _Rotation(self._make_decode_wrapper, plans, steps_in_flight)
+        self._chunks = _Rotation(self._make_prefill_wrapper, plans, steps_in_flight)
         # Partial results within one kernel, so all wrappers can share it.
         self._scratch: Tensor | None = None
 
@@ -64,43 +66,51 @@ class FlashInferAttention:
         """Plan the decode rows of a step. Raises ValueError without `lengths_host`."""
         if batch.lengths_host is None:
             raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
-        shape = self._shape
-        pages = list_pages(batch.page_table, batch.lengths_host, shape.page_size)
-        self._decodes.next(batch).plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_lengths,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
-            sm_scale=1.0,
-            seq_lens=pages.lengths,
-        )
+        page_size = self._shape.page_size
+        pages = list_pages(batch.page_table, batch.lengths_host, page_size)
+        for layer, wrapper in self._decodes.next(batch).items():
+            wrapper.plan(
+                pages.indptr,
+                pages.indices,
+                pages.last_lengths,
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                page_size,
+                **self._options(layer),
+                seq_lens=pages.lengths,
+            )
 
     def plan_prefill(self, batch: PrefillBatch) -> None:
         """Queue the plan of a step's chunks."""
-        shape = self._shape
+        page_size = self._shape.page_size
         ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
-        pages = list_pages(batch.page_table, ends, shape.page_size, batch.lengths)
-        self._chunks.next(batch).plan(
-            pages.query_indptr,
-            pages.indptr,
-            pages.indices,
-            pages.last_lengths,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            causal=True,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
-            sm_scale=1.0,
-            seq_lens=pages.lengths,
-            max_token_per_sequence=max(batch.lengths),
-        )
+        pages = list_pages(batch.page_table, ends, page_size, batch.lengths)
+        for layer, wrapper in self._chunks.next(batch).items():
+            wrapper.plan(
+                pages.query_indptr,
+                pages.indptr,
+                pages.indices,
+                pages.last_lengths,
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                page_size,
+                causal=True,
+                **self._options(layer),
+                seq_lens=pages.lengths,
+                max_token_per_sequence=max(batch.lengths),
+            )
+
+    def _options(self, layer: AttentionSpec) -> dict[str, Any]:
+        """Those that both kinds of plans have."""
+        return {
+            "q_data_type": self._shape.dtype,
+            "kv_data_type": self._shape.kv_dtype,
+            "sm_scale": 1.0,
+            "window_left": _window_left(layer),
+            "logits_soft_cap": layer.softcap,
+        }
 
     def decode(
         self,
@@ -111,7 +121,7 @@ class FlashInferAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._decodes.planned(batch), q, kv, spec)
+        return _run(self._decodes.planned(batch, spec), q, kv, spec)
 
     def prefill(
         self,
@@ -122,15 +132,15 @@ class FlashInferAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._chunks.planned(batch), q, kv, spec)
+        return _run(self._chunks.planned(batch, spec), q, kv, spec)
 
-    def _make_decode_wrapper(self, device: torch.device) -> Any:
-        group = self._shape.num_heads // self._shape.num_kv_heads
+    def _make_decode_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
+        group = layer.num_heads // layer.num_kv_heads
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._scratch_on(device), "NHD", use_tensor_cores=group not in CUDA_CORE_GROUPS
         )
 
-    def _make_prefill_wrapper(self, device: torch.device) -> Any:
+    def _make_prefill_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
         # auto: fa3 on sm_90, fa2 elsewhere. fa3 reads FP8 only with queries in FP8.
         fp8 = self._shape.kv_dtype != self._shape.dtype
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -139,7 +149,7 @@ class FlashInferAttention:
 
     def _scratch_on(self, device: torch.device) -> Tensor:
         if self._scratch is None:
-            num_bytes = _scratch_bytes(self._shape, device)
+            num_bytes = max(_scratch_bytes(layer, device) for layer in self._shape.layers)
             self._scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return self._scratch
 
@@ -194,6 +204,7 @@ class TrtllmAttention:
             max_seq_len=batch.page_table.shape[1] * kv.page_size,
             bmm1_scale=spec.scale * kv.scales.k,
             bmm2_scale=kv.scales.v,
+            window_left=_window_left(spec),
             kv_layout="NHD",
         )
         return out
@@ -265,29 +276,40 @@ def list_pages(
 
 
 class _Rotation:
-    """FlashInfer wrappers used in rotation, each with its own pinned and device buffers."""
+    """FlashInfer wrappers used in rotation, each with its own pinned and device buffers: for each
+    step one of each plan."""
 
-    def __init__(self, make: Callable[[torch.device], Any], size: int) -> None:
+    def __init__(
+        self,
+        make: Callable[[AttentionSpec, torch.device], Any],
+        plans: Mapping[AttentionSpec, AttentionSpec],
+        size: int,
+    ) -> None:
+        """plans: of each layer, the one that all of its plan share."""
         self._make = make
+        self._plans = plans
         self._size = size
-        self._wrappers: deque[Any] = deque()
+        self._steps: deque[dict[AttentionSpec, Any]] = deque()
         self._batch: DecodeBatch | PrefillBatch | None = None
 
-    def next(self, batch: DecodeBatch | PrefillBatch) -> Any:
-        """Assign the least recently used wrapper to `batch`, for its plan."""
+    def next(self, batch: DecodeBatch | PrefillBatch) -> dict[AttentionSpec, Any]:
+        """Assign the least recently used wrappers to `batch`, for its plans."""
         self._batch = batch
-        if len(self._wrappers) < self._size:
-            self._wrappers.append(self._make(batch.page_table.device))
+        if len(self._steps) < self._size:
+            device = batch.page_table.device
+            self._steps.append(
+                {plan: self._make(plan, device) for plan in set(self._plans.values())}
+            )
         else:
-            self._wrappers.rotate(-1)
-        return self._wrappers[-1]
+            self._steps.rotate(-1)
+        return self._steps[-1]
 
-    def planned(self, batch: DecodeBatch | PrefillBatch) -> Any:
-        """The wrapper that `batch` was planned with. Raises RuntimeError if another batch was
-        planned since."""
+    def planned(self, batch: DecodeBatch | PrefillBatch, layer: AttentionSpec) -> Any:
+        """The wrapper of a layer that `batch` was planned with. Raises RuntimeError if another
+        batch was planned since."""
         if batch is not self._batch:
             raise RuntimeError("Attention.prepare must plan a step's rows before its first layer")
-        return self._wrappers[-1]
+        return self._steps[-1][self._plans[layer]]
 
 
 def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
@@ -297,14 +319,19 @@ def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
     return out if kv.scales.v == 1 else out.mul_(kv.scales.v)
 
 
-def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:
+def _window_left(layer: AttentionSpec) -> int:
+    """The number of tokens before a query that it sees, in FlashInfer's form."""
+    return -1 if layer.window is None else layer.window - 1
+
+
+def _scratch_bytes(layer: AttentionSpec, device: torch.device) -> int:
     """Bytes of the largest partial results, those of fa2 prefill with split keys."""
     if device.type != "cuda":
         return WORKSPACE_BYTES
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    group = shape.num_heads // shape.num_kv_heads
+    group = layer.num_heads // layer.num_kv_heads
     num_queries = group * _BLOCKS_PER_SM * num_sms * _QUERY_TILE
-    return max(WORKSPACE_BYTES, num_queries * (shape.head_dim + 1) * 4 + 256)
+    return max(WORKSPACE_BYTES, num_queries * (layer.head_dim + 1) * 4 + 256)
 
 
 def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
@@ -321,8 +348,6 @@ def _why_no_kernels(layers: Set[AttentionSpec]) -> str | None:
     for head_dim in sorted({spec.head_dim for spec in layers}):
         if head_dim not in _HEAD_DIMS:
             return f"FlashInfer has no kernels for head_dim {head_dim}"
-    if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) > 1:
-        return "FlashInfer plans a step once, for layers with the same heads"
     return None
 
 
@@ -355,6 +380,7 @@ FLASHINFER = Backend(
         # It has not read such a cache on a GPU.
         fp8_rank=2,
         fp8_note=_FP8_NOTE,
+        extras=(WINDOWS, SOFT_CAPS),
         best_page_size=_BEST_PAGE_SIZE,
         pages_are_powers_of_two=True,
     ),
@@ -368,6 +394,7 @@ TRTLLM = Backend(
         decode_rank=2,
         fp8_rank=2,
         fp8_note=_FP8_NOTE,
+        extras=(WINDOWS,),
         captures_decode=True,
         best_page_size=_BEST_PAGE_SIZE,
         page_sizes=(16, 32, 64),

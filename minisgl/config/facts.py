@@ -86,7 +86,8 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
     return sum(spec.bytes_per_slot for spec in layers if isinstance(spec, StateSpec))
 
 
-ATTENTION_EXTRAS = ("sliding windows", "soft caps", "attention sinks", "values of another width")
+WINDOWS, SOFT_CAPS = "sliding windows", "soft caps"
+ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, "attention sinks", "values of another width")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,12 +201,8 @@ class _Builder:
         self._facts = facts
         self._model = model
         self._lanes = lanes
-        # A host-planned backend is refused if the layers differ in their heads.
-        layer = self._facts.attention[0]
         shape = AttentionShape(
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
+            layers=frozenset(self._facts.attention),
             page_size=config.page_size,
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, config.kv_dtype),

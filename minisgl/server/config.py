@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, fields
 from functools import partial
 
-from minisgl.config import check_at_least, check_types, option, refuse
-from minisgl.errors import ConfigError, one_of
+from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.errors import ConfigError
 from minisgl.keys import check_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
@@ -129,14 +129,10 @@ class ServerConfig:
 
         if self.open and self.no_ui:
             refuse(self, "open", "cannot be combined with --no-ui")
-        for name, values in (
-            ("images", IMAGES),
-            ("tool_parser", TOOL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-            ("reasoning_field", (*REASONING_FIELDS, BOTH)),
-        ):
-            if getattr(self, name) not in values:
-                refuse(self, name, one_of(values))
+        check_choice(self, "images", IMAGES)
+        check_choice(self, "tool_parser", TOOL_PARSERS)
+        check_choice(self, "reasoning_parser", REASONING_PARSERS)
+        check_choice(self, "reasoning_field", (*REASONING_FIELDS, BOTH))
 
     @property
     def reasoning_fields(self) -> tuple[str, ...]:

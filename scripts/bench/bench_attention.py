@@ -72,16 +72,6 @@ class Heads:
         kind = "bf16" if self.kv_dtype == DTYPE else "fp8"
         return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim} {kind}"
 
-    def shape(self, page_size: int) -> AttentionShape:
-        return AttentionShape(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=page_size,
-            dtype=DTYPE,
-            kv_dtype=self.kv_dtype,
-        )
-
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -111,6 +101,15 @@ class AttentionCase:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             scale=heads.head_dim**-0.5,
+        )
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            layers=frozenset((self.spec,)),
+            page_size=self.page_size,
+            dtype=DTYPE,
+            kv_dtype=self.heads.kv_dtype,
         )
 
 
@@ -318,7 +317,7 @@ def report(
 ) -> None:
     for case, name in itertools.product(cases, names):
         try:
-            attention = make_attention(name, name, case.heads.shape(case.page_size))
+            attention = make_attention(name, name, case.shape)
             result = measure(attention, case)
         except (ImportError, RuntimeError, ValueError) as error:  # not all backends take all pages
             result = str(error).partition("\n")[0]

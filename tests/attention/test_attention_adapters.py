@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from support.attention_packages import (
     PagedWrapper,
     PrefillWrapper,
 )
-from support.paged import page_table, spec_of
+from support.paged import page_table
 from torch import Tensor
 
 from minisgl.attention.backends import make_attention
@@ -46,6 +47,7 @@ from minisgl.kernels.elementwise.reference import to_stored
 class Case:
     """One layer of one step: rows of either kind over one cache."""
 
+    spec: AttentionSpec
     kv: PagedKV
     shape: AttentionShape
     decode_q: Tensor
@@ -60,6 +62,8 @@ class Case:
         page_size: int,
         heads: tuple[int, int, int],
         slack: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Case:
         """lengths: of the decode rows; chunks: (tokens before it, tokens in it)."""
         torch.manual_seed(len(lengths) + 10 * len(chunks))
@@ -68,12 +72,19 @@ class Case:
         sums = [sum(chunk) for chunk in chunks]
         cache = Cache(lengths + sums, page_size, num_kv_heads, head_dim, torch.float32)
         num_queries = tuple(length for _, length in chunks)
+        spec = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=SCALE,
+            window=window,
+            softcap=softcap,
+        )
         return Case(
+            spec=spec,
             kv=cache.kv,
             shape=AttentionShape(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
+                layers=frozenset((spec,)),
                 page_size=page_size,
                 dtype=torch.float32,
                 kv_dtype=torch.float32,
@@ -92,10 +103,6 @@ class Case:
                 num_queries,
             ),
         )
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return spec_of(self.decode_q, self.kv, SCALE)
 
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
@@ -188,6 +195,41 @@ def test_flash_attn_adapters_match_the_reference(
         check("fa", Case.of(lengths, chunks, page_size, heads))
 
     run()
+
+
+@pytest.mark.parametrize("name", ["fi", "trtllm", "fa2", "fa3", "fa4"])
+def test_windows_and_soft_caps_match_the_reference(
+    packages: Callable[..., None], name: str
+) -> None:
+    size = 256 if name == "fa2" else 16
+    lengths, chunks = [1, 6, 7, 8, 40, 300], [(0, 20), (30, 3), (280, 9)]
+    softcaps = (None,) if name == "trtllm" else (None, 1.5)
+    if name.startswith("fa"):
+        packages(name)
+    for window, softcap in itertools.product((None, 1, 7, 1000), softcaps):
+        case = Case.of(lengths, chunks, size, (2, 2, 16), window=window, softcap=softcap)
+        check("fa" if name.startswith("fa") else name, case)
+
+
+def test_layers_that_differ_in_more_than_their_scale_have_plans_of_their_own(
+    packages: Callable[..., None],
+) -> None:
+    plain = Case.of([5, 40], [(3, 20)], 16, (2, 2, 16))
+    specs = [
+        plain.spec,
+        dataclasses.replace(plain.spec, scale=0.1),
+        dataclasses.replace(plain.spec, window=4),
+        dataclasses.replace(plain.spec, window=4, softcap=2.0),
+    ]
+    shape = dataclasses.replace(plain.shape, layers=frozenset(specs))
+    attention, reference = make_attention("fi", "fi", shape), TorchAttention()
+    attention.prepare(plain.inputs())
+    assert len(DecodeWrapper.made) == len(PrefillWrapper.made) == 3
+    for spec in specs:
+        layer = dataclasses.replace(plain, spec=spec)
+        expected = layer.attend(Attention(reference, reference))
+        for out, right in zip(layer.attend(attention), expected, strict=True):
+            torch.testing.assert_close(out, right, atol=2e-6, rtol=2e-6)
 
 
 # Page boundaries, one row, cached prefixes, a chunk of one token, and many rows.

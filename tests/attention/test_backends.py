@@ -120,27 +120,31 @@ def test_odd_head_dims_and_group_sizes_exclude_backends(everything: None) -> Non
     )
 
 
+SINKS, VALUES = "attention sinks", "values of another width"
+
+
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    ("extra", "refused"),
     [
-        ({"window": 4096}, "sliding windows"),
-        ({"softcap": 50.0, "sinks": True}, "soft caps and no attention sinks"),
+        ({"window": 4096}, {}),
+        ({"softcap": 50.0}, {"trtllm": "soft caps"}),
+        ({"sinks": True}, dict.fromkeys(("fa", "fi", "trtllm"), SINKS)),
+        (
+            {"softcap": 50.0, "sinks": True, "value_dim": 64},
+            {"fa": f"{SINKS} and no {VALUES}", "fi": f"{SINKS} and no {VALUES}"}
+            | {"trtllm": f"soft caps and no {SINKS} and no {VALUES}"},
+        ),
     ],
 )
-@pytest.mark.parametrize("compute_capability", [None, (9, 0)])
 def test_backends_refuse_unsupported_attention_specs(
-    everything: None,
-    compute_capability: tuple[int, int] | None,
-    extra: dict[str, Any],
-    words: str,
+    everything: None, extra: dict[str, Any], refused: dict[str, str]
 ) -> None:
     """It is enough that one layer asks for it."""
-    found = available_backends(compute_capability, layers(128, 2) + layers(128, 2, **extra))
-    ours = ("triton", "torch") if compute_capability else ("torch",)
-    assert found.best_first("prefill") == found.best_first("decode") == ours
-    refused = {name: f"{name} computes no {words}" for name in ("fa", "fi", "trtllm")}
-    needs_gpu = {} if compute_capability else {"triton": "triton needs a GPU"}
-    assert found.missing == refused | needs_gpu
+    mixed = layers(128, 2) + layers(128, 2, **extra)
+    found = available_backends((9, 0), mixed)
+    assert found.missing == {name: f"{name} computes no {what}" for name, what in refused.items()}
+    assert not {*found.best_first("prefill")} & refused.keys()
+    assert available_backends(None, mixed).best_first("decode") == ("torch",)
 
 
 def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(
@@ -156,10 +160,11 @@ def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(
     assert found.missing["torch"] == f"torch computes no {words}"
 
 
-def test_flashinfer_refuses_layers_with_different_heads(everything: None) -> None:
-    found = available_backends((9, 0), layers(128, 2) + layers(128, 4))
-    assert found.best_first("prefill") == found.best_first("decode") == ("triton", "torch", "fa")
-    assert "layers with the same heads" in found.missing["fi"]
+def test_flashinfer_plans_for_layers_with_different_heads(everything: None) -> None:
+    assert available_backends((9, 0), layers(128, 2) + layers(256, 4)).missing == {}
+    found = available_backends((9, 0), layers(256, 2) + layers(512, 4))
+    assert found.best_first("prefill") == found.best_first("decode") == ("triton", "torch")
+    assert "head_dim 512" in found.missing["fi"]
 
 
 @pytest.mark.parametrize("compute_capability", [(8, 9), (9, 0), (12, 0)])

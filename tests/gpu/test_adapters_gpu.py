@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from support.paged import page_table, spec_of
+from support.paged import page_table
 from torch import Tensor
 
 from minisgl.attention.backends import available_backends, make_attention
@@ -37,6 +38,7 @@ class Step:
     """One layer of one step. Slots that no request wrote hold large numbers."""
 
     kv: PagedKV
+    spec: AttentionSpec
     shape: AttentionShape
     q: Tensor
     inputs: ForwardBatch
@@ -48,10 +50,19 @@ class Step:
         page_size: int,
         heads: tuple[int, int, int],
         dtype: torch.dtype,
+        **extras: Any,
     ) -> Step:
-        """lengths: of the decode rows; chunks: (tokens before it, tokens in it)."""
+        """lengths: of the decode rows; chunks: (tokens before it, tokens in it); extras: of the
+        attention."""
         torch.manual_seed(0)
         num_heads, num_kv_heads, head_dim = heads
+        spec = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=1.5 * head_dim**-0.5,  # peaked, and not the packages' default
+            **extras,
+        )
         device = torch.device("cuda")
         sums = lengths + [sum(chunk) for chunk in chunks]
         counts = [math.ceil(length / page_size) for length in sums]
@@ -74,10 +85,9 @@ class Step:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Step(
             kv=PagedKV(*caches),
+            spec=spec,
             shape=AttentionShape(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
+                layers=frozenset((spec,)),
                 page_size=page_size,
                 dtype=dtype,
                 kv_dtype=dtype,
@@ -90,15 +100,13 @@ class Step:
 
     def attend(self, attention: Attention, kv: PagedKV, q: Tensor) -> Tensor:
         num_decodes = self.inputs.decodes.num_rows
-        # Peaked, and not the packages' default.
-        spec = spec_of(q, kv, 1.5 * self.shape.head_dim**-0.5)
         parts = []
         if num_decodes:
             decode = attention.decode_backend.decode
-            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, spec))
+            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, self.spec))
         if num_decodes < len(q):
             prefill = attention.prefill_backend.prefill
-            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, spec))
+            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, self.spec))
         return torch.cat(parts)
 
     def expected(self) -> Tensor:
@@ -108,9 +116,8 @@ class Step:
         return self.attend(Attention(reference, reference), kv, self.q.float())
 
 
-def require(name: str, heads: tuple[int, int, int], page_size: int) -> None:
-    layer = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=heads[2], scale=1.0)
-    found = available_backends(torch.cuda.get_device_capability(), (layer,))
+def require(name: str, spec: AttentionSpec, page_size: int) -> None:
+    found = available_backends(torch.cuda.get_device_capability(), (spec,))
     for part in name.split(","):
         if part in found.missing:
             pytest.skip(found.missing[part])
@@ -129,7 +136,7 @@ def check_close(out: Tensor, expected: Tensor) -> None:
 
 
 def check(name: str, step: Step) -> None:
-    require(name, (0, 0, step.shape.head_dim), step.shape.page_size)
+    require(name, step.spec, step.shape.page_size)
     prefill, *decode = name.split(",")
     attention = make_attention(prefill, decode[0] if decode else prefill, step.shape)
     attention.prepare(step.inputs)
@@ -160,6 +167,36 @@ def test_every_supported_head_dim_matches_the_reference(
 
 
 @NAMES
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 64, 100, 2000])
+def test_windows_and_soft_caps_match_the_reference(
+    name: str, window: int | None, softcap: float | None, head_dim: int
+) -> None:
+    page_size = 256 if name == "fa" else 16
+    lengths, chunks = [1, 64, 65, 101, 3000], [(0, 300), (700, 90), (2500, 1)]
+    heads, extras = (16, 8, head_dim), {"window": window, "softcap": softcap}
+    check(name, Step.of(lengths, chunks, page_size, heads, torch.bfloat16, **extras))
+
+
+def test_layers_with_plans_of_their_own_match_the_reference() -> None:
+    """And which of them runs first does not matter."""
+    lengths, chunks = [65, 1000], [(0, 300), (700, 90)]
+    make: Callable[[int | None], Step] = lambda window: Step.of(  # noqa: E731
+        lengths, chunks, 16, (16, 8, 128), torch.bfloat16, window=window
+    )
+    steps = [make(None), make(100), make(33)]
+    for step in steps:
+        require("fi", step.spec, 16)
+    shape = replace(steps[0].shape, layers=frozenset(step.spec for step in steps))
+    attention = make_attention("fi", "fi", shape)
+    attention.prepare(steps[0].inputs)
+    for step in (*steps, *reversed(steps)):
+        layer = replace(step, inputs=steps[0].inputs)
+        check_close(layer.attend(attention, step.kv, step.q), step.expected())
+
+
+@NAMES
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [20_000], [3 * i + 1 for i in range(256)]])
 def test_decode_steps_match_the_reference(name: str, lengths: list[int]) -> None:
     page_size = 256 if name == "fa" else 64
@@ -186,13 +223,13 @@ def busy(seconds: float = 0.3) -> None:
 @pytest.mark.parametrize("heads", [(16, 8), (40, 8)], ids=str)
 def test_host_plans_neither_synchronize_nor_overwrite_each_other(heads: tuple[int, int]) -> None:
     """Three steps are planned and queued while the stream is held up."""
-    require("fi", (*heads, 128), 64)
     lengths = [[700, 5], [64, 1300], [1, 2000]]
     chunks = [[(0, 100)], [(640, 7)], [(5, 64)]]
     steps = [
         Step.of(n, c, 64, (*heads, 128), torch.bfloat16)
         for n, c in zip(lengths, chunks, strict=True)
     ]
+    require("fi", steps[0].spec, 64)
     attention = make_attention("fi", "fi", steps[0].shape)
     for step in steps:  # compile, and make every wrapper
         attention.prepare(step.inputs)
@@ -216,12 +253,12 @@ def test_a_captured_decode_matches_the_reference_at_other_lengths(name: str, num
     """Captured once over the widest table, replayed for short and long rows."""
     page_size = 256 if name == "fa" else 64
     heads = (16, 8, 128)
-    require(name, heads, page_size)
     longest = 4096
     make: Callable[[int], list[int]] = lambda length: [  # noqa: E731
         max(1, length - 3 * row) for row in range(num_rows)
     ]
     step = Step.of(make(longest), [], page_size, heads, torch.bfloat16)
+    require(name, step.spec, page_size)
     attention = make_attention(name, name, step.shape)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

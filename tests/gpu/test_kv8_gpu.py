@@ -141,9 +141,7 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
         bits = cache.view(torch.uint8)
         bits[bits & 0x7F == 0x7F] = 0x70
     heads = AttentionShape(
-        num_heads=4 * group,
-        num_kv_heads=4,
-        head_dim=128,
+        layers=frozenset((shape.spec,)),
         page_size=page_size,
         dtype=shape.dtype,
         kv_dtype=kv.k.dtype,

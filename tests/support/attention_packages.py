@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,14 +20,30 @@ from minisgl.attention import flashinfer_backend
 SCALE = 0.3
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:
+class Seen(NamedTuple):
+    """What a query sees, in the packages' form."""
+
+    causal: bool = True
+    left: int = -1  # the number of tokens before it; all if negative
+    soft_cap: float | None = None
+
+
+CAUSAL = Seen()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = CAUSAL) -> Tensor:
     """q: [n, heads, d], the last n of the len(k) positions; k, v: [m, kv heads, d]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.to(q.dtype), v.to(q.dtype)  # from FP8
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    if causal:
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+    if seen.soft_cap is not None:
+        scores = seen.soft_cap * torch.tanh(scores / seen.soft_cap)
+    if seen.causal or seen.left >= 0:
+        ones, shift = torch.ones(len(q), len(k), dtype=torch.bool), len(k) - len(q)
+        hidden = ones.triu(1 + shift) if seen.causal else ~ones
+        if seen.left >= 0:
+            hidden = hidden | ones.tril(shift - seen.left - 1)
         scores.masked_fill_(hidden, -torch.inf)
     return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
 
@@ -91,7 +107,7 @@ class PagedWrapper:
                 tokens_of(k, pages, length),
                 tokens_of(v, pages, length),
                 plan["sm_scale"] * scale,
-                causal=plan["causal"],
+                Seen(plan["causal"], plan["window_left"], plan["logits_soft_cap"]),
             )
 
 
@@ -122,6 +138,8 @@ class DecodeWrapper(PagedWrapper):
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
         sm_scale: float,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         seq_lens: Tensor,
     ) -> None:
         group = num_qo_heads // num_kv_heads
@@ -139,6 +157,8 @@ class DecodeWrapper(PagedWrapper):
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
             seq_lens=seq_lens,
         )
 
@@ -168,6 +188,8 @@ class PrefillWrapper(PagedWrapper):
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
         sm_scale: float,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         seq_lens: Tensor,
         max_token_per_sequence: int,
     ) -> None:
@@ -185,12 +207,21 @@ class PrefillWrapper(PagedWrapper):
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
             seq_lens=seq_lens,
         )
 
 
 def attend_by_table(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    scale: float,
+    seen: Seen = CAUSAL,
 ) -> Tensor:
     """Row i of `table` and `lengths` serves the queries from starts[i] to starts[i + 1]."""
     check_ints(lengths, starts)
@@ -200,7 +231,7 @@ def attend_by_table(
         pages = table[row, : -(-length // k.shape[1])]
         part = slice(*starts[row : row + 2].tolist())
         keys, values = tokens_of(k, pages, length), tokens_of(v, pages, length)
-        out[part] = attend(q[part], keys, values, scale, causal=True)
+        out[part] = attend(q[part], keys, values, scale, seen)
     return out
 
 
@@ -213,6 +244,7 @@ def trtllm_batch_decode_with_kv_cache(
     max_seq_len: int,
     bmm1_scale: float = 1.0,
     bmm2_scale: float = 1.0,
+    window_left: int = -1,
     *,
     kv_layout: str = "HND",
 ) -> Tensor:
@@ -222,16 +254,24 @@ def trtllm_batch_decode_with_kv_cache(
     assert query.is_contiguous() and block_tables.is_contiguous()
     assert max_seq_len == block_tables.shape[1] * kv_cache[0].shape[1] >= seq_lens.max()
     starts = torch.arange(len(query) + 1, dtype=torch.int32)
-    out = attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale)
+    seen = Seen(left=window_left)
+    out = attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale, seen)
     return out * bmm2_scale
 
 
 def decode_by_table(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scale: float, seen: Seen
 ) -> Tensor:
     """q: [num_rows, 1, num_heads, head_dim]."""
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return attend_by_table(q.squeeze(1), k, v, table, lengths, starts, scale).unsqueeze(1)
+    return attend_by_table(q.squeeze(1), k, v, table, lengths, starts, scale, seen).unsqueeze(1)
+
+
+def seen_by(window_size: tuple[int, int], softcap: float) -> Seen:
+    """As the generations of flash-attn take it: (-1, -1) and 0.0 if there are none."""
+    left, right = window_size
+    assert right == (0 if left >= 0 else -1)
+    return Seen(left=left, soft_cap=softcap or None)
 
 
 def flash_2() -> ModuleType:
@@ -244,9 +284,12 @@ def flash_2() -> ModuleType:
         block_table: Tensor,
         softmax_scale: float,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
     ) -> Tensor:
         assert k_cache.shape[1] % 256 == 0 and causal
-        return decode_by_table(q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale)
+        seen = seen_by(window_size, softcap)
+        return decode_by_table(q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale, seen)
 
     def flash_attn_varlen_func(
         q: Tensor,
@@ -259,12 +302,15 @@ def flash_2() -> ModuleType:
         *,
         softmax_scale: float,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
         block_table: Tensor,
     ) -> Tensor:
         assert k.shape[1] % 256 == 0 and causal
+        seen = seen_by(window_size, softcap)
         lengths = cu_seqlens_k.diff()
         assert max_seqlen_k == lengths.max() and max_seqlen_q == cu_seqlens_q.diff().max()
-        return attend_by_table(q, k, v, block_table, lengths, cu_seqlens_q, softmax_scale)
+        return attend_by_table(q, k, v, block_table, lengths, cu_seqlens_q, softmax_scale, seen)
 
     return module(
         "flash_attn",
@@ -285,13 +331,18 @@ def flash_3() -> ModuleType:
         max_seqlen_q: int | None = None,
         softmax_scale: float,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
     ) -> Tensor:
         assert causal
+        seen = seen_by(window_size, softcap)
         if cu_seqlens_q is None:
-            return decode_by_table(q, k_cache, v_cache, page_table, cache_seqlens, softmax_scale)
+            return decode_by_table(
+                q, k_cache, v_cache, page_table, cache_seqlens, softmax_scale, seen
+            )
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         return attend_by_table(
-            q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, softmax_scale
+            q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, softmax_scale, seen
         )
 
     return module("flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
@@ -310,12 +361,16 @@ def flash_4() -> ModuleType:
         page_table: Tensor,
         softmax_scale: float,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
     ) -> tuple[Tensor, None]:
         assert causal
+        seen = seen_by(window_size, softcap)
         if cu_seqlens_q is None:
-            return decode_by_table(q, k, v, page_table, seqused_k, softmax_scale), None
+            return decode_by_table(q, k, v, page_table, seqused_k, softmax_scale, seen), None
         assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == seqused_k.max()
-        return attend_by_table(q, k, v, page_table, seqused_k, cu_seqlens_q, softmax_scale), None
+        starts = cu_seqlens_q
+        return attend_by_table(q, k, v, page_table, seqused_k, starts, softmax_scale, seen), None
 
     return module("flash_attn.cute", flash_attn_varlen_func=flash_attn_varlen_func)
 

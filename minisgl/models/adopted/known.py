@@ -40,8 +40,9 @@ def recognised(model: nn.Module) -> Known:
 def has_plain_experts(module: Any) -> bool:
     """Whether this is a module of experts that minisgl's kernels compute: gates first, silu of
     them, and no bias."""
+    # Not every release has each of them.
     flags = ("has_bias", "has_post_expert_norm", "is_transposed")
-    if not getattr(module, "has_gate", False) or any(getattr(module, flag) for flag in flags):
+    if not getattr(module, "has_gate", False) or any(getattr(module, f, False) for f in flags):
         return False
     if not module.is_concatenated:
         return False
