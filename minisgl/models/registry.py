@@ -64,12 +64,18 @@ def read_model_config(
     else:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
     scheme = with_option(read_quantization(fields, folder), quantization)
-    if scheme is not None and scheme.only_experts and not isinstance(config, NativeConfig):
+    if scheme is not None and scheme.only_experts and not _stacks_experts(config):
         raise UnsupportedModelError(
-            f"{scheme} are not supported in an adopted model; leave --model-impl {model_impl} out, "
-            "if minisgl has code of its own for this one, or use a checkpoint in bfloat16."
+            f"{scheme} are supported in minisgl's own code of gpt-oss alone; leave --model-impl "
+            f"{model_impl} out, or use a checkpoint in bfloat16."
         )
     return replace(config, quantization=scheme)
+
+
+def _stacks_experts(config: ModelConfig) -> bool:
+    """Whether a checkpoint has one tensor of all experts, in minisgl's own code."""
+    experts = config.experts if isinstance(config, NativeConfig) else None
+    return experts is not None and experts.clamped is not None
 
 
 def _why_unsupported(name: str, model_impl: str) -> str:

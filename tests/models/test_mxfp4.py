@@ -211,7 +211,9 @@ def test_the_scheme_is_of_experts_alone(made: Made) -> None:
     assert facts.experts.weight_bytes("bfloat16") * 16 == facts.experts.num_weights * 9
     with pytest.raises(ConfigError, match="quantised already: MXFP4 experts in blocks of 32"):
         read_model_config(made.folder, quantization="fp8")
-    with pytest.raises(UnsupportedModelError, match="not supported in an adopted model"):
+    with pytest.raises(
+        UnsupportedModelError, match="own code of gpt-oss alone; leave --model-impl adopted"
+    ):
         read_model_config(made.folder, model_impl="adopted")
 
 
