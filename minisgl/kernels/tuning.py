@@ -211,7 +211,7 @@ class DeviceTuning:
         (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
         (
             NO_LIMIT,
-            ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 4), ExpertTiles(64, 64, 64, 4, 4, 4)),
+            ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 4), ExpertTiles(64, 64, 64, 8, 4, 4)),
         ),
     )
     # In float32, for tests.
