@@ -44,6 +44,12 @@ def even_shard(size: int, rank: int, num_ranks: int) -> Shard:
     return Shard(rank * part, part, size)
 
 
+def block_shard(size: int, block: int, rank: int, num_ranks: int) -> Shard:
+    """Parts of one size, each of whole blocks; the last ones may be padded."""
+    part = -(-size // (block * num_ranks)) * block
+    return Shard(rank * part, part, size)
+
+
 def kv_head_shard(num_kv_heads: int, rank: int, num_ranks: int) -> Shard:
     """Where there are fewer than ranks, several hold the same one."""
     if num_ranks <= num_kv_heads:

@@ -16,6 +16,7 @@ class Storage(StrEnum):
     AWQ = "awq"
     GPTQ = "gptq"
     GPTQ_V2 = "gptq_v2"
+    MXFP4 = "mxfp4"  # gpt-oss: experts alone
     FLOAT = "float"  # no one: minisgl quantises while it loads
 
 
@@ -33,7 +34,7 @@ class QuantScheme:
     """How the linear maps of a model's layers are quantised. Embedding, head, router and norms are
     not."""
 
-    bits: int  # 8: e4m3 numbers; 4: integers
+    bits: int  # 8: e4m3 numbers; 4: integers, or of MXFP4 e2m1 numbers
     storage: Storage
     # What shares a scale of weights: tensor, channel (a row), block (BLOCK²), or group (of a row).
     strategy: str
@@ -41,8 +42,15 @@ class QuantScheme:
     group_size: int = 0  # weights in a group
     symmetric: bool = True  # False: groups have zero points
 
+    @property
+    def only_experts(self) -> bool:
+        """Whether no other linear maps are quantised."""
+        return self.storage == Storage.MXFP4
+
     def matrix_bytes(self, n: int, k: int) -> int:
         """The bytes of a matrix of n rows and k columns, with its scales and zero points."""
+        if self.storage == Storage.MXFP4:
+            return n * k // 2 + 2 * n * k // self.group_size
         if self.bits == 4:
             scales = n * k // self.group_size
             return n * k // 2 + 2 * scales + (0 if self.symmetric else scales)
@@ -52,6 +60,8 @@ class QuantScheme:
 
     def __str__(self) -> str:
         """A description for people."""
+        if self.storage == Storage.MXFP4:
+            return f"MXFP4 experts in blocks of {self.group_size}"
         if self.bits == 4:
             zeros = "" if self.symmetric else " with zero points"
             return f"INT4 in groups of {self.group_size}{zeros} ({self.storage})"

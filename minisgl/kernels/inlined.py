@@ -43,6 +43,16 @@ def silu_mul(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def clamped_mul(gate, up, limit: tl.constexpr, alpha: tl.constexpr, dtype: tl.constexpr):
+    """The activation of experts that are clamped, with gate, up and the result rounded to `dtype`,
+    as activated of moe/reference.py is."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return (gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)).to(dtype)
+
+
+@triton.jit
 def to_stored(x, inverse_scale, dtype: tl.constexpr):
     """A key or value as the cache stores it: x without a scale; with one, as reference.to_stored
     rounds it to e4m3."""

@@ -54,6 +54,15 @@ class ManyTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class PairTiles:
+    """How the experts' GEMMs of few rows are tiled where both have a program for each pair: the
+    gated one and the second one."""
+
+    inner: ExpertTiles
+    outer: ExpertTiles
+
+
+@dataclass(frozen=True, slots=True)
 class WeightOnlyTiles:
     """How a linear map with quantised weights and plain x is tiled, and over how many programs its
     k is split."""
@@ -190,6 +199,19 @@ class DeviceTuning:
         (
             NO_LIMIT,
             ManyTiles(ExpertTiles(64, 64, 128, 4, 3, 4), ExpertTiles(128, 64, 128, 8, 3, 4)),
+        ),
+    )
+    # The same with MXFP4 weights, where the k of a tile is 64, and up to `few_pairs`. Not measured
+    # yet.
+    mxfp4_pair_tiles: PairTiles = PairTiles(
+        ExpertTiles(32, 16, 64, 4, 8), ExpertTiles(32, 16, 64, 4, 8)
+    )
+    mxfp4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
+        (8, ManyTiles(ExpertTiles(64, 16, 64, 4, 6), ExpertTiles(64, 16, 64, 4, 8))),
+        (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
+        (
+            NO_LIMIT,
+            ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 4), ExpertTiles(64, 64, 64, 8, 4, 4)),
         ),
     )
     # In float32, for tests.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from minisgl.config import AttentionSpec
@@ -9,7 +10,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear
+from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.shards import even_shard, kv_head_shard, whole
@@ -45,7 +46,8 @@ class SelfAttention(nn.Module):
         self._layer = layer
         self.spec = spec.on_rank(comm.size)
         head_dim = spec.head_dim
-        heads = even_shard(spec.num_heads, comm.rank, comm.size).times(head_dim)
+        self.heads = even_shard(spec.num_heads, comm.rank, comm.size)
+        heads = self.heads.times(head_dim)
         kv_heads = kv_head_shard(spec.num_kv_heads, comm.rank, comm.size).times(head_dim)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self.has_gate, merged = has_gate, list[MergedMap]()
@@ -54,6 +56,9 @@ class SelfAttention(nn.Module):
             merged.append(MergedMap("q_proj", ("q_proj", _GATE), spec.num_heads))
         self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias, merged=merged)
         self.o_proj = RowParallelLinear("o_proj", heads, hidden_size, format, comm, bias=o_bias)
+        self.sinks: nn.Parameter | None = None
+        if spec.sinks:
+            self.sinks = parameter(torch.empty(self.heads.size, dtype=torch.float32))
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
@@ -65,10 +70,10 @@ class SelfAttention(nn.Module):
         qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
         kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_table)
         if not self.has_gate:
-            out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
+            out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
             return self.o_proj.add_to(out.flatten(1), rows)
         qkv, gate = qkv.tensor_split((-self.spec.num_heads * self.spec.head_dim,), dim=1)
-        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
+        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
         return self.o_proj.add_to(out.flatten(1).mul_(gate.sigmoid()), rows)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:

@@ -7,18 +7,25 @@ from functools import partial
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels.moe.reference import ByRouter, Choice, Routing
+from minisgl.kernels.linear.quantized import CHUNK
+from minisgl.kernels.moe.reference import ByRouter, Choice, Clamped, Routing
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.shards import even_shard, whole
+from minisgl.shards import block_shard, even_shard, whole
 
 
 class FusedExperts(nn.Module):
     """The gated MLPs of all experts, stacked. A rank holds a part of each one's inner dimension,
-    `inner`, and computes a summand of their results."""
+    `inner`, and computes a summand of their results. Biases of the results are part of rank 0's;
+    the other ranks' are zero.
+
+    `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
+    (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
+    they can be quantised, and padded with zeros.
+    """
 
     def __init__(
         self,
@@ -27,12 +34,22 @@ class FusedExperts(nn.Module):
         expert_size: int,
         format: WeightFormat,
         comm: Communicator,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.inner = even_shard(expert_size, comm.rank, comm.size)
+        if interleaved:
+            self.inner = block_shard(expert_size, CHUNK, comm.rank, comm.size)
         self.hidden = whole(hidden_size)
         self.num_experts = num_experts
-        self.product = format.experts(num_experts, hidden_size, self.inner)
+        self.interleaved = interleaved
+        self.holds_bias = comm.rank == 0
+        self.product = format.experts(
+            num_experts, hidden_size, self.inner, bias=bias, clamped=clamped
+        )
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
         self._comm = comm
@@ -57,7 +74,9 @@ class FusedExperts(nn.Module):
 class SparseMoeBlock(nn.Module):
     """A router chooses `top_k` experts for each row; their weighted sum is added to the stream.
 
-    `normalize`: the weights of a row's experts are made to add up to 1.
+    `normalize`: the weights of a row's experts are made to add up to 1. `router`: its name in a
+    checkpoint. `bias`: of the router and of the experts, whose activation `clamped` is, and which
+    are `interleaved` in a checkpoint.
     """
 
     def __init__(
@@ -70,11 +89,22 @@ class SparseMoeBlock(nn.Module):
         top_k: int,
         expert_size: int,
         normalize: bool,
+        router: str = "gate",
+        bias: bool = False,
+        clamped: Clamped | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
+        self.gate = Linear(whole(hidden_size), {router: whole(num_experts)}, format, bias=bias)
         self.experts = FusedExperts(
-            num_experts, hidden_size, expert_size, format.within("experts"), comm
+            num_experts,
+            hidden_size,
+            expert_size,
+            format.within("experts"),
+            comm,
+            bias=bias,
+            clamped=clamped,
+            interleaved=interleaved,
         )
         self._routing = Routing(top_k, normalize)
 

@@ -21,8 +21,10 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.linear.select_product import fp8_product, int4_product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.mxfp4 import Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import InputScales
-from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts
+from minisgl.kernels.moe.reference import Clamped, ExpertBiases
+from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts, mxfp4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -51,7 +53,15 @@ class WeightFormat(Protocol):
         of the maps in a checkpoint."""
         ...
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
         """The products of the experts of which this module is the list."""
         ...
 
@@ -70,8 +80,18 @@ class DenseFormat:
     ) -> Product:
         return DenseProduct.allocate(num_rows(parts), inputs.size, bias=bias, dtype=self.dtype)
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
-        return DenseExperts.allocate(num_experts, hidden_size, inner.size, dtype=self.dtype)
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
+        return DenseExperts.allocate(
+            num_experts, hidden_size, inner.size, dtype=self.dtype, bias=bias, clamped=clamped
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +129,32 @@ class QuantizedFormat:
             input_scale=torch.zeros((), dtype=torch.float32) if static else None,
         )
 
-    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+    def experts(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        *,
+        bias: bool = False,
+        clamped: Clamped | None = None,
+    ) -> ExpertsProduct:
         names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
+        if self.scheme.only_experts:
+            names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
-            return DenseFormat(self.dtype).experts(num_experts, hidden_size, inner)
+            return DenseFormat(self.dtype).experts(
+                num_experts, hidden_size, inner, bias=bias, clamped=clamped
+            )
+        if self.scheme.only_experts:
+            biases = None
+            if bias:
+                biases = ExpertBiases.allocate(num_experts, hidden_size, inner.size, self.dtype)
+            return self._mxfp4(num_experts, hidden_size, inner, biases, clamped)
+        if bias or clamped is not None:
+            raise UnsupportedModelError(
+                f"{names[0]} is of experts with biases or a clamped activation, which are not "
+                f"supported in {self.scheme}; use the checkpoint in MXFP4 or bfloat16 as it is."
+            )
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
             return int4_experts(
@@ -126,6 +168,26 @@ class QuantizedFormat:
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,
             input_scales=InputScales(*scales) if static else None,
+        )
+
+    def _mxfp4(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner: Shard,
+        biases: ExpertBiases | None,
+        clamped: Clamped | None,
+    ) -> ExpertsProduct:
+        if hidden_size % CHUNK or inner.whole % self.scheme.group_size:
+            raise UnsupportedModelError(
+                f"{self.path}: MXFP4 experts need a multiple of {CHUNK} inputs and of "
+                f"{self.scheme.group_size} inner ones, not {hidden_size} and {inner.whole}."
+            )
+        return mxfp4_experts(
+            Mxfp4Weights.allocate(num_experts, 2 * inner.size, hidden_size),
+            Mxfp4Weights.allocate(num_experts, hidden_size, inner.size),
+            biases,
+            clamped,
         )
 
     def _all_quantized(self, names: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
+from minisgl.kernels.moe.reference import Clamped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class ExpertsConfig:
     normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
     layers: frozenset[int]  # indices of the layers with experts
     shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
+    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class NativeConfig(ModelConfig):
     norm_adds_one: bool = False  # of all norms but that behind a state: 1 + weight multiplies
     has_gate: bool = False  # attention multiplies its result by the sigmoid of another map
     rotary_dim: int | None = None  # numbers of a head that are rotated, the first; None: all
+    sinks: bool = False  # whether each head has a logit of attention to nothing
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
         """What layer `layer` attends to, or keeps instead."""
@@ -100,6 +103,7 @@ class NativeConfig(ModelConfig):
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
+            sinks=self.sinks,
         )
 
     def attention_maps(self) -> list[tuple[int, int]]:
@@ -126,7 +130,7 @@ class NativeConfig(ModelConfig):
             maps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)
         num_layer_weights = sum(n * k for n, k in maps)
         quantized = None
-        if scheme is not None:
+        if scheme is not None and not scheme.only_experts:
             quantized = Quantized.of(scheme, maps)
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Callable
 
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
@@ -61,6 +62,7 @@ def read_decoder(
     qk_norm: bool = False,
     windows: Windows | None = None,
     experts: ExpertsConfig | None = None,
+    sinks: bool = False,
 ) -> NativeConfig:
     """The config of a decoder, given what its family adds.
 
@@ -111,6 +113,7 @@ def read_decoder(
         max_seq_len_reason=reason,
         notes=notes,
         experts=experts,
+        sinks=sinks,
     )
 
 
@@ -133,17 +136,23 @@ def switched_windows(fields: Fields, default: int) -> Windows:
 
 def switched_windows_of_some(fields: Fields, default: int) -> Windows:
     """As `switched_windows`, where only some layers have the window."""
-    windows, num_layers = switched_windows(fields, default), fields.count("num_hidden_layers")
+    # transformers 4 wrote no layer_types
+    num_full = fields.number("max_window_layers", 28)
+    return windows_of_kinds(
+        fields, switched_windows(fields, default), lambda layer: layer >= num_full
+    )
+
+
+def windows_of_kinds(
+    fields: Fields, windows: Windows, is_sliding: Callable[[int], bool]
+) -> Windows:
+    """`windows` of the layers that have one by layer_types, or without it by `is_sliding`."""
     kinds = _layer_kinds(fields)
-    if not kinds:  # transformers 4 wrote no layer_types
-        num_full = fields.number("max_window_layers", 28)
-        kinds = [
-            "full_attention" if layer < num_full else "sliding_attention"
-            for layer in range(num_layers)
-        ]
+    sliding = [kind == "sliding_attention" for kind in kinds] or map(
+        is_sliding, range(len(windows))
+    )
     return tuple(
-        window if kind == "sliding_attention" else None
-        for window, kind in zip(windows, kinds, strict=True)
+        window if slides else None for window, slides in zip(windows, sliding, strict=True)
     )
 
 

@@ -13,11 +13,13 @@ from minisgl.kernels.linear.quantized import (
     QuantizedWeights,
     pack_int4,
 )
+from minisgl.kernels.moe.mxfp4 import E2M1, EXPONENT_BIAS, Mxfp4Weights, packed_scales
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models.quantized_matrix import quantized_weights
 
 _FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
+_E2M1_STD = (sum(number**2 for number in E2M1) / len(E2M1)) ** 0.5
 _INPUT_SCALE = 1 / 32  # inputs up to 14
 
 
@@ -34,9 +36,9 @@ def fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
         for name, weight in module.named_parameters(recurse=False):
             if name.endswith("input_scale"):
                 weight.fill_(_INPUT_SCALE)
-            elif quantized and name != "bias":
+            elif quantized and not name.endswith("bias"):
                 continue
-            elif weight.dim() < 2:  # of a norm, or a bias of whatever kind
+            elif weight.dim() < 2 or name.endswith("_bias"):  # of a norm, or a bias of any kind
                 adds_one = getattr(module, "adds_one", False)
                 weight.fill_(1.0 if name == "weight" and not adds_one else 0.0)
             else:
@@ -52,9 +54,16 @@ def _num_inputs(module: nn.Module, name: str, weight: Tensor) -> int:
     return weight.shape[-1]
 
 
-def _draw(weights: QuantizedWeights, std: float, generator: torch.Generator) -> None:
+def _draw(weights: QuantizedWeights | Mxfp4Weights, std: float, generator: torch.Generator) -> None:
     """Random numbers with a standard deviation of `std`, or nearly."""
     device = weights.data.device
+    if isinstance(weights, Mxfp4Weights):
+        for words in weights.data:
+            words.random_(-(1 << 15), 1 << 15, generator=generator)
+        exponent = EXPONENT_BIAS + round(math.log2(std / _E2M1_STD))
+        blocks = torch.full((weights.scale.shape[2], 2 * weights.scale.shape[1]), exponent)
+        weights.scale.copy_(packed_scales(blocks).to(device))
+        return
     if isinstance(weights, Fp8Weights):
         for matrix in weights.data if weights.data.dim() == 3 else [weights.data]:
             numbers = torch.randn(matrix.shape, generator=generator, device=device)

@@ -29,6 +29,7 @@ from minisgl.models.hub import safetensors_files
 from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.quantization import (
     StoredTensor,
+    are_experts,
     is_quantizable,
     quantized_maps,
     scale_dtype,
@@ -155,6 +156,8 @@ def _weight_format(
     """files: of the weights; none: they are made up, and quantised as the config says."""
     scheme, scales = config.quantization, dtype
     is_quantized = names.is_quantizable
+    if scheme is not None and scheme.only_experts:
+        is_quantized = are_experts
     if files:
         stored = _headers(files, names)
         maps = quantized_maps(stored, scheme, folder)

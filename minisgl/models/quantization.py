@@ -37,13 +37,14 @@ _GROUP_SIZES = (32, 64, 128)
 _INSTEAD = (
     "supported are FP8 (quant_method fp8 or compressed-tensors) and INT4 (compressed-tensors "
     "pack-quantized, AWQ, GPTQ, AutoRound) checkpoints, and --quantization fp8 with unquantised "
-    "ones"
+    "ones; MXFP4 of gpt-oss"
 )
 
 _COMMON = "quant_method ignore ignored_layers modules_to_not_convert"
 _FP8_FIELDS = field_names(
     f"{_COMMON} activation_scheme fmt weight_block_size dequantize kv_cache_scheme"
 )
+_MXFP4_FIELDS = field_names(f"{_COMMON} dequantize")
 _AWQ_FIELDS = field_names(
     f"""{_COMMON} bits w_bit group_size q_group_size zero_point version backend
     do_fuse modules_to_fuse fuse_max_seq_len exllama_config
@@ -164,6 +165,15 @@ def _read_fp8(fields: Fields) -> QuantScheme:
     if static:
         raise _refused(fields, "activation_scheme", "with weight_block_size only dynamic is")
     return QuantScheme(bits=8, storage=Storage.FP8, strategy="block", activations=Activations.GROUP)
+
+
+# -- quant_method mxfp4 ---------------------------------------------------------------------------
+
+
+def _read_mxfp4(fields: Fields) -> QuantScheme:
+    fields.refuse_others(_MXFP4_FIELDS)
+    _require(fields, "dequantize", (None, False))
+    return QuantScheme(bits=4, storage=Storage.MXFP4, strategy="group", group_size=32)
 
 
 # -- AWQ and GPTQ ---------------------------------------------------------------------------------
@@ -370,6 +380,7 @@ def _object(values: object, where: str) -> dict[str, Any]:
 
 _READERS = {
     "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "auto-round": _read_auto_round,
@@ -388,18 +399,25 @@ class StoredTensor(NamedTuple):
     file: Path
 
 
-# The tensor that shows that a linear map is quantised, and its dtype.
+# The tensor that shows that a linear map is quantised, and its dtype; of MXFP4, one that shows that
+# the experts are.
 _SIGNS = {
     Storage.FP8: ("weight", "F8_E4M3"),
     Storage.COMPRESSED: ("weight_packed", "I32"),
     Storage.AWQ: ("qweight", "I32"),
+    Storage.MXFP4: ("gate_up_proj_blocks", "U8"),
 }
 
 
 _TO_GATES = (
-    *(".mlp.gate", ".mlp.shared_expert_gate"),
+    *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
     *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
 )
+
+
+def are_experts(name: str) -> bool:
+    """Whether a module is the experts of a layer: those that MXFP4 quantises all at once."""
+    return name.startswith("layers.") and name.endswith(".experts")
 
 
 def is_quantizable(name: str) -> bool:
@@ -447,6 +465,8 @@ def quantized_maps(
 def _sign(scheme: QuantScheme) -> tuple[str, str] | None:
     if scheme.storage == Storage.FLOAT:
         return None
+    if scheme.storage == Storage.MXFP4:
+        return _SIGNS[Storage.MXFP4]
     if scheme.bits == 8:
         return _SIGNS[Storage.FP8]
     compressed = scheme.storage == Storage.COMPRESSED

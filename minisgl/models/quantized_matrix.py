@@ -19,6 +19,7 @@ from minisgl.kernels.linear.quantized import (
     QuantizedWeights,
     pack_int4,
 )
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
@@ -32,12 +33,13 @@ _INTEGERS = ("I8", "U8", "I32", "I64")
 _SYMMETRIC_ZEROS = -0x77777778  # eight numbers of 8 in an int32
 
 
-def quantized_weights(module: nn.Module) -> list[tuple[QuantizedWeights, int]]:
+def quantized_weights(module: nn.Module) -> list[tuple[QuantizedWeights | Mxfp4Weights, int]]:
     """The quantised matrices of a layer, and the number of inputs of each whole one."""
     product = getattr(module, "product", None)
     if isinstance(module, Linear) and isinstance(product, Fp8Product | Int4Product):
         return [(product.weight, module.inputs.whole)]
-    if isinstance(module, FusedExperts) and isinstance(product, Fp8Experts | Int4Experts):
+    kinds = Fp8Experts | Int4Experts | Mxfp4Experts
+    if isinstance(module, FusedExperts) and isinstance(product, kinds):
         return [(product.gate_up, module.hidden.whole), (product.down, module.inner.whole)]
     return []
 

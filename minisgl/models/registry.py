@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from minisgl.models import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
@@ -31,6 +31,7 @@ class Family:
 
 
 FAMILIES = {
+    gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
     llama.ARCHITECTURE: Family(llama.read_config),
     mistral.ARCHITECTURE: Family(mistral.read_config),
     qwen2.ARCHITECTURE: Family(qwen2.read_config),
@@ -73,7 +74,18 @@ def read_model_config(
     else:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
     scheme = with_option(read_quantization(fields, folder), quantization)
+    if scheme is not None and scheme.only_experts and not _stacks_experts(config):
+        raise UnsupportedModelError(
+            f"{scheme} are supported in minisgl's own code of gpt-oss alone; leave --model-impl "
+            f"{model_impl} out, or use a checkpoint in bfloat16."
+        )
     return replace(config, quantization=scheme)
+
+
+def _stacks_experts(config: ModelConfig) -> bool:
+    """Whether a checkpoint has one tensor of all experts, in minisgl's own code."""
+    experts = config.experts if isinstance(config, NativeConfig) else None
+    return experts is not None and experts.clamped is not None
 
 
 def _why_unsupported(name: str, model_impl: str) -> str:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from minisgl.config import QuantScheme, Storage
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.layers.attention import SelfAttention
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.gated_delta import GatedDeltaNet
 from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding
 from minisgl.layers.norm import RMSNorm
-from minisgl.models import packing
+from minisgl.models import interleaved_experts, packing
 from minisgl.models.quantized_matrix import QuantizedMatrix
 from minisgl.models.target import Target, copy
 from minisgl.shards import Shard, whole
@@ -64,6 +66,9 @@ def checkpoint_targets(
         path = full_path.removeprefix(prefix)
         if isinstance(module, FusedExperts):
             targets |= _expert_targets(path, module, scheme)
+        elif isinstance(module, SelfAttention):
+            if module.sinks is not None:
+                targets[f"{path}.sinks"] = Target(module.sinks, (module.heads,))
         elif isinstance(module, Linear):
             targets |= _linear_targets(path, module, scheme)
         else:
@@ -193,9 +198,12 @@ def part_size(part: slice) -> int:
 def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantScheme | None
 ) -> dict[str, Target]:
-    """The tensors of each matrix of each expert."""
+    """The tensors of each matrix of each expert, or those of all of them."""
+    if module.interleaved:
+        return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
     inner, hidden, product = module.inner, module.hidden, module.product
+    assert not isinstance(product, Mxfp4Experts), "stacks of others are no MXFP4"
     for expert in range(module.num_experts):
         names = [f"{path}.{expert}.{part}" for part in EXPERT_MAPS]
         cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
@@ -245,7 +253,7 @@ def checkpoint_stacks(
             stacks |= _merged_maps(path, module, scheme)
         elif isinstance(module, GatedDeltaNet):
             stacks |= _convolution(path, module)
-        if not isinstance(module, FusedExperts):
+        if not isinstance(module, FusedExperts) or module.interleaved:
             continue
         if scheme is not None and scheme.storage != Storage.FLOAT:
             continue

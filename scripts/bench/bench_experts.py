@@ -25,19 +25,20 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
+from minisgl.kernels.moe.mxfp4 import EXPONENT_BIAS, Mxfp4Experts, Mxfp4Weights, packed_scales
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, PairTiles
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(top_k=8, normalize=True)
 MAX_FEW_ROWS = 8
 NUM_CALLS = 12
 GROUP = 128  # of INT4
-FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4")
-Weights = ExpertWeights | Fp8Experts | Int4Experts
+FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4", "mxfp4")
+Weights = ExpertWeights | Fp8Experts | Int4Experts | Mxfp4Experts
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,22 @@ class ExpertsProblem:
         num_weights = 3 * HIDDEN_SIZE * SIZE
         chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
         is_fp8 = isinstance(self.weights, Fp8Experts)
-        weight_bytes = {Fp8Experts: 1, Int4Experts: 0.5 + 2 / GROUP}.get(type(self.weights), 2)
+        sizes = {Fp8Experts: 1, Int4Experts: 0.5 + 2 / GROUP, Mxfp4Experts: 0.5 + 2 / 32}
+        weight_bytes = sizes.get(type(self.weights), 2)
         num_bytes = sum(chosen) / len(chosen) * num_weights * weight_bytes
         num_bytes += 4 * self.num_rows * HIDDEN_SIZE
         operations = 2 * self.num_rows * ROUTING.top_k * num_weights
         rate = OPERATIONS_PER_S * (2 if is_fp8 else 1)
         return max(num_bytes / BYTES_PER_S, operations / rate)
 
-    def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
-        from minisgl.kernels.moe import fp8_experts, fused_experts, int4_experts
+    def fused_experts(
+        self, x: Tensor, logits: Tensor, how: FewTiles | PairTiles | ManyTiles | None
+    ) -> Tensor:
+        from minisgl.kernels.moe import fp8_experts, fused_experts, int4_experts, mxfp4_experts
 
         choice = ByRouter(logits, ROUTING)
+        if isinstance(self.weights, Mxfp4Experts):
+            return mxfp4_experts.fused_experts(x, choice, self.weights, tiles=how)[0]
         if isinstance(self.weights, Int4Experts):
             return int4_experts.fused_experts(x, choice, self.weights, tiles=how)[0]
         if isinstance(self.weights, Fp8Experts):
@@ -82,10 +88,10 @@ class ExpertsProblem:
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return graph_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
-    def time_of(self, how: FewTiles | ManyTiles | None) -> float:
+    def time_of(self, how: FewTiles | PairTiles | ManyTiles | None) -> float:
         return self.time_s(partial(self.fused_experts, how=how))
 
-    def is_right(self, how: FewTiles | ManyTiles) -> bool:
+    def is_right(self, how: FewTiles | PairTiles | ManyTiles) -> bool:
         out, wanted = (
             self.fused_experts(self.rows[0], self.logits[0], tiles) for tiles in (how, None)
         )
@@ -95,6 +101,8 @@ class ExpertsProblem:
 def make_weights(format: str) -> Weights:
     if format == "int4":
         return Int4Experts(int4_weights(2 * SIZE, HIDDEN_SIZE), int4_weights(HIDDEN_SIZE, SIZE))
+    if format == "mxfp4":
+        return Mxfp4Experts(mxfp4_weights(2 * SIZE, HIDDEN_SIZE), mxfp4_weights(HIDDEN_SIZE, SIZE))
     if format != "bf16":
         blocks = format == "fp8-block"
         return Fp8Experts(
@@ -121,13 +129,27 @@ def int4_weights(n: int, k: int) -> Int4Weights:
     return Int4Weights(data.to(torch.int16), scale.half(), None)
 
 
-def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
-    from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles, choose_int4_tiles, choose_tiles
+def mxfp4_weights(n: int, k: int) -> Mxfp4Weights:
+    data = torch.randint(-(1 << 15), 1 << 15, (NUM_EXPERTS, n, k // 4), device=DEVICE)
+    exponents = torch.randint(-4, 1, (NUM_EXPERTS, n, k // 32), device=DEVICE)
+    exponents += EXPONENT_BIAS - k.bit_length() // 2
+    return Mxfp4Weights(data.to(torch.int16), packed_scales(exponents))
+
+
+def choose(num_rows: int, weights: Weights) -> FewTiles | PairTiles | ManyTiles:
+    from minisgl.kernels.moe.expert_tiles import (
+        choose_fp8_tiles,
+        choose_int4_tiles,
+        choose_mxfp4_tiles,
+        choose_tiles,
+    )
     from minisgl.kernels.tuning import tuning_of
 
     tuning = tuning_of(DEVICE)
     if isinstance(weights, Fp8Experts):
         return choose_fp8_tiles(num_rows, weights, ROUTING.top_k, tuning)
+    if isinstance(weights, Mxfp4Experts):
+        return choose_mxfp4_tiles(num_rows, weights, ROUTING.top_k, torch.bfloat16, tuning)
     if isinstance(weights, Int4Experts):
         return choose_int4_tiles(num_rows, weights, ROUTING.top_k, torch.bfloat16, tuning)
     return choose_tiles(num_rows, weights, ROUTING.top_k, tuning)
@@ -154,7 +176,9 @@ def many_candidates(num_rows: int, format: str) -> list[ExpertTiles]:
 
     itemsize = 2 if format == "bf16" else 1
     depths = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4))
-    if format != "bf16":
+    if format == "mxfp4":  # whose k of a tile is 64
+        depths = ((64, 4), (64, 6), (64, 8), (64, 10))
+    elif format != "bf16":
         depths = ((128, 3), (128, 4), (128, 6))
 
     pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
@@ -182,14 +206,14 @@ def many_variants(num_rows: int, weights: Weights, format: str) -> list[ManyTile
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
 
 
-def launch(how: FewTiles | ManyTiles, format: str) -> None:
+def launch(how: FewTiles | PairTiles | ManyTiles, format: str) -> None:
     x, logits = random(2, HIDDEN_SIZE), random(2, NUM_EXPERTS)
     ExpertsProblem(make_weights(format), [x], [logits]).fused_experts(x, logits, how)
 
 
 def tune(all_rows: list[int], format: str) -> None:
     weights = make_weights(format)
-    choices: dict[int, list[FewTiles | ManyTiles]] = {
+    choices: dict[int, list[FewTiles | PairTiles | ManyTiles]] = {
         num_rows: [
             *(few_candidates() if format == "bf16" and num_rows <= MAX_FEW_ROWS else []),
             *many_variants(num_rows, weights, format),
@@ -216,7 +240,7 @@ def tune(all_rows: list[int], format: str) -> None:
                 print(f"  {kind} {took_s * 1e6:7.1f} {spelled(how, kind)}", flush=True)
 
 
-Timed = list[tuple[float, "FewTiles | ManyTiles"]]
+Timed = list[tuple[float, "FewTiles | PairTiles | ManyTiles"]]
 
 
 def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
@@ -234,7 +258,7 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
         yield "outer", [(t, how) for t, how in many if how.inner == now.inner]
 
 
-def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
+def spelled(how: FewTiles | PairTiles | ManyTiles, kind: str) -> str:
     from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     t = how.inner

@@ -11,6 +11,7 @@ With --quantization it is that of a quantised checkpoint, as the tools that make
 | int4 | compressed-tensors, W4A16: symmetric, in groups of 128 |
 | awq | AutoAWQ: with zero points, in groups of 128 |
 | gptq | GPTQModel: symmetric, in groups of 128 |
+| none | not quantised, where it is published quantised |
 """
 
 from __future__ import annotations
@@ -50,6 +51,45 @@ LLAMA3 = QWEN3 | {
 }
 
 
+# As published, without the kinds of layers, which alternate by default.
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
 def sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -78,6 +118,8 @@ MODELS = {
         "mlp_only_layers": [],
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
+    "gpt-oss-20b": GPT_OSS | sizes(2880, 2880, 24, 64) | {"num_local_experts": 32},
+    "gpt-oss-120b": GPT_OSS | sizes(2880, 2880, 36, 64) | {"num_local_experts": 128},
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -145,6 +187,7 @@ def number(num_bits: int, type: str, strategy: str, *, dynamic: bool = False) ->
 
 
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
     "fp8-block": {
         "quant_method": "fp8",
         "fmt": "e4m3",

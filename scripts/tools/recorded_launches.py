@@ -80,6 +80,10 @@ SERVED = (
     Served("Qwen3-30B-A3B", "fp8-channel", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "int4"),
+    Served("gpt-oss-20b"),
+    Served("gpt-oss-20b", "none"),
+    Served("gpt-oss-20b", tp=2),
+    Served("gpt-oss-120b"),
 )
 
 

@@ -21,7 +21,7 @@ from minisgl.kernels.moe.reference import ByRouter, Routing
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
-NAMES = [spec.name for spec in EXPERT_SPECS]
+NAMES = [*(spec.name for spec in EXPERT_SPECS), "gpt-oss"]
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -56,6 +56,14 @@ def test_fused_experts_match_the_reference(
     if dtype == torch.float32 and sizes[0] == 128 and num_rows > 40:
         pytest.skip("slow, and the small sizes show it")
     check_mix(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40, 600])
+def test_experts_with_biases_and_a_clamped_activation_match_the_reference(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    check_mix(num_rows, 32, 4, 2880, 2880, dtype=dtype, device=GPU, pdl=True, clamped=True)
 
 
 def test_routing_prefers_the_lower_expert_among_equal_logits() -> None:

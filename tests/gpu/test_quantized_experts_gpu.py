@@ -1,4 +1,5 @@
-"""Experts with quantised weights on a GPU, at the sizes of Qwen3-30B-A3B and at others."""
+"""Experts with quantised weights on a GPU, at the sizes of Qwen3-30B-A3B, of gpt-oss and at
+others."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 from support.expert_cases import random_logits
 from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 from support.int4_expert_cases import check as check_int4
+from support.mxfp4_expert_cases import check as check_mxfp4
 
 from minisgl.config import Activations
 from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
@@ -114,3 +116,14 @@ def test_int4_experts_match_the_reference(
         device=GPU,
         pdl=True,
     )
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40, 256, 3000])
+@pytest.mark.parametrize(
+    "sizes", [(32, 4, 2880, 2880), (32, 4, 2880, 1472), (128, 4, 2880, 128), (60, 4, 320, 192)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mxfp4_experts_match_the_reference(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], num_rows: int
+) -> None:
+    check_mxfp4(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)

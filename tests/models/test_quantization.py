@@ -133,8 +133,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"quant_method": method},
             f"quant_method '{method}'.*are FP8.*--quantization fp8",
         )
-        for method in ("bitsandbytes", "gguf", "mxfp4", "modelopt", "hqq", "torchao")
+        for method in ("bitsandbytes", "gguf", "modelopt", "hqq", "torchao")
     ],
+    ({"quant_method": "mxfp4"}, "MXFP4 experts .*gpt-oss alone"),
+    ({"quant_method": "mxfp4", "dequantize": True}, "dequantize True"),
     ({**FP8_BLOCK, "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\].*128"),
     ({**FP8_BLOCK, "activation_scheme": "static"}, "activation_scheme 'static'.*dynamic"),
     ({**FP8_BLOCK, "fmt": "e5m2"}, "fmt 'e5m2'.*e4m3"),

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 disable_progress_bar()
 
 MODEL_TYPES = {
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -129,12 +130,30 @@ EXPERT_SPECS = [
     ),
 ]
 
+# Windows end within every prompt, gates and ups exceed the limit, and the last chunk of an expert's
+# inner dimension is half padding.
+GPT_OSS = Spec(
+    "gpt-oss",
+    "GptOssForCausalLM",
+    num_layers=3,
+    rope={**YARN_ROPE, "original_max_position_embeddings": 64, "truncate": False},
+    extra={
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 96,
+        "sliding_window": 20,
+        "swiglu_limit": 1.5,
+    },
+)
+
 # Not of every test: a Qwen2 whose heads divide by 4.
 QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden_size=96, tied=True)
 
 
 def spec_named(name: str) -> Spec:
-    return next(spec for spec in (*SPECS, *EXPERT_SPECS, QWEN2_12_HEADS) if spec.name == name)
+    return next(
+        spec for spec in (*SPECS, *EXPERT_SPECS, GPT_OSS, QWEN2_12_HEADS) if spec.name == name
+    )
 
 
 def make_checkpoint(spec: Spec, folder: Path) -> Path:
@@ -143,7 +162,6 @@ def make_checkpoint(spec: Spec, folder: Path) -> Path:
         MODEL_TYPES[spec.architecture],
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=2 * spec.hidden_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
@@ -153,7 +171,7 @@ def make_checkpoint(spec: Spec, folder: Path) -> Path:
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, **spec.rope},
         bos_token_id=None,
         eos_token_id=None,
-        **spec.extra,
+        **{"intermediate_size": 2 * spec.hidden_size, **spec.extra},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _sharpen(model, torch.Generator().manual_seed(spec.seed))
@@ -182,7 +200,9 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.copy_(2.5 * noise / fan_in**0.5)
             elif "o_proj" in name:
                 weight.copy_(8 * noise / fan_in**0.5)
-            elif "down_proj" in name or name.endswith("mlp.gate.weight"):  # MLPs, routers
+            elif name.endswith("sinks"):
+                weight.copy_(2 * noise)
+            elif "down_proj" in name or name.endswith(("mlp.gate.weight", "router.weight")):
                 weight.copy_(3 * noise / fan_in**0.5)
             else:
                 weight.copy_(noise / fan_in**0.5)

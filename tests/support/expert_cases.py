@@ -8,11 +8,19 @@ from torch import Tensor
 from minisgl.kernels.moe import reference as experts
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.fused_experts import fused_experts
-from minisgl.kernels.moe.reference import ByRouter, Chosen, ExpertWeights, Routing
+from minisgl.kernels.moe.reference import (
+    ByRouter,
+    Chosen,
+    Clamped,
+    ExpertBiases,
+    ExpertWeights,
+    Routing,
+)
 from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, tuning_of
 
 MAX_FEW_ROWS = 16
+CLAMPED = Clamped(limit=0.8, alpha=1.702)  # many gates and ups exceed it
 
 TOLERANCES = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
@@ -22,11 +30,28 @@ TOLERANCES = {
 
 
 def random_experts(
-    num_experts: int, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device
+    num_experts: int,
+    hidden_size: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    clamped: bool = False,
 ) -> ExpertWeights:
     gate_up = torch.randn(num_experts, 2 * size, hidden_size, device=device) / hidden_size**0.5
     down = torch.randn(num_experts, hidden_size, size, device=device) / size**0.5
-    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
+    weights = ExpertWeights(gate_up.to(dtype), down.to(dtype))
+    return with_biases(weights) if clamped else weights
+
+
+def with_biases(weights: ExpertWeights) -> ExpertWeights:
+    """As gpt-oss has them."""
+    num_experts, hidden_size, size = weights.down.shape
+    biases = ExpertBiases(
+        torch.randn(num_experts, 2 * size).to(weights.down),
+        torch.randn(num_experts, hidden_size).to(weights.down),
+    )
+    return weights._replace(biases=biases, clamped=CLAMPED)
 
 
 def random_logits(
@@ -103,10 +128,11 @@ def check_mix(
     device: torch.device,
     pdl: bool,
     crowded: bool = False,
+    clamped: bool = False,
 ) -> None:
-    """crowded: whether all rows choose the same experts."""
+    """crowded: whether all rows choose the same experts. clamped: as in gpt-oss, with biases."""
     routing = Routing(top_k, normalize=True)
-    weights = random_experts(num_experts, hidden_size, size, dtype, device)
+    weights = random_experts(num_experts, hidden_size, size, dtype, device, clamped=clamped)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     if crowded:

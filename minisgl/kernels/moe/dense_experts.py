@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import Choice, ExpertWeights
+from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, ExpertWeights
 from minisgl.kernels.residual import Residual
 
 
@@ -22,16 +22,24 @@ class DenseExperts(ExpertsProduct):
 
     @staticmethod
     def allocate(
-        num_experts: int, hidden_size: int, size: int, *, dtype: torch.dtype
+        num_experts: int,
+        hidden_size: int,
+        size: int,
+        *,
+        dtype: torch.dtype,
+        bias: bool = False,
+        clamped: Clamped | None = None,
     ) -> DenseExperts:
         """Uninitialised weights, on torch's default device."""
         gate_up = torch.empty((num_experts, 2 * size, hidden_size), dtype=dtype)
         down = torch.empty((num_experts, hidden_size, size), dtype=dtype)
-        return DenseExperts(ExpertWeights(gate_up, down))
+        biases = ExpertBiases.allocate(num_experts, hidden_size, size, dtype) if bias else None
+        return DenseExperts(ExpertWeights(gate_up, down, biases, clamped))
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        return {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
+        named = {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
+        return named if self.experts.biases is None else named | self.experts.biases.named
 
     def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         if runs_triton(x.device):

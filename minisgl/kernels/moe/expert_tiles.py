@@ -8,6 +8,7 @@ import torch
 import triton
 
 from minisgl.kernels.linear.quantized import CHUNK, Fp8Weights, Int4Weights
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ExpertWeights
 from minisgl.kernels.tuning import (
@@ -15,6 +16,7 @@ from minisgl.kernels.tuning import (
     ExpertTiles,
     FewTiles,
     ManyTiles,
+    PairTiles,
     fitting_stages,
 )
 
@@ -100,3 +102,35 @@ def _fitting_int4(
     stage_bytes = tiles.block_n * halves * block_k // 2 + tiles.block_m * block_k * dtype.itemsize
     num_stages = fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - 1024)
     return replace(tiles, block_k=block_k, num_stages=num_stages)
+
+
+def choose_mxfp4_tiles(
+    num_rows: int,
+    experts: Mxfp4Experts,
+    top_k: int,
+    dtype: torch.dtype,
+    tuning: DeviceTuning,
+) -> PairTiles | ManyTiles:
+    """By the number of pairs that an expert has, if they spread evenly. dtype: of x."""
+    if num_rows * top_k <= tuning.few_pairs:
+        few = tuning.mxfp4_pair_tiles
+        return PairTiles(
+            inner=_fitting_mxfp4(few.inner, 2, dtype, tuning),
+            outer=_fitting_mxfp4(few.outer, 1, dtype, tuning),
+        )
+    pairs = num_rows * top_k / len(experts.down.data)
+    many = next(tiles for most, tiles in tuning.mxfp4_many_tiles if pairs <= most)
+    return ManyTiles(
+        inner=_fitting_mxfp4(many.inner, 2, dtype, tuning),
+        outer=_fitting_mxfp4(many.outer, 1, dtype, tuning),
+    )
+
+
+def _fitting_mxfp4(
+    tiles: ExpertTiles, halves: int, dtype: torch.dtype, tuning: DeviceTuning
+) -> ExpertTiles:
+    """With as many tiles in flight as there is room for. halves: 2 of the gated GEMM, else 1."""
+    w_bytes = tiles.block_n * halves * (CHUNK // 2 + 4)  # with the scales
+    stage_bytes = w_bytes + tiles.block_m * CHUNK * dtype.itemsize
+    num_stages = fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - 1024)
+    return replace(tiles, num_stages=num_stages)

@@ -7,10 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import from_here, silu_mul
+from minisgl.kernels.inlined import from_here
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights
-from minisgl.kernels.moe.routing import expert_places, multiply, place_for_sum, weights_of
+from minisgl.kernels.moe.routing import (
+    activated,
+    clamp_options,
+    expert_places,
+    multiply,
+    place_for_sum,
+    weights_of,
+)
 from minisgl.kernels.tuning import FewTiles
 
 
@@ -30,6 +37,7 @@ def few_rows_experts(
         logits, normalize = choice.logits, choice.routing.normalize
     else:
         chosen, weights = choice
+    up_bias, down_bias = experts.biases or (None, None)
     numbers = {
         "hidden_size": hidden_size,
         "size": size,
@@ -45,7 +53,9 @@ def few_rows_experts(
         logits,
         chosen,
         experts.gate_up,
+        up_bias,
         exact=x.dtype == torch.float32,
+        **clamp_options(experts.clamped),
         block_n=tiles.inner.block_n,
         block_m=tiles.inner.block_m,
         block_k=tiles.inner.block_k,
@@ -63,6 +73,7 @@ def few_rows_experts(
         chosen,
         weights,
         experts.down,
+        down_bias,
         normalize=normalize,
         places=triton.next_power_of_2(choice.top_k),
         block_n=tiles.block_n,
@@ -81,12 +92,15 @@ def _few_inner(
     logits,
     chosen,
     weight,
+    bias,
     hidden_size: tl.constexpr,
     size: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     experts_block: tl.constexpr,
     exact: tl.constexpr,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -111,7 +125,11 @@ def _few_inner(
     gate, up = multiply(
         weight, x, output, rows, inside, size, hidden_size, True, exact, block_n, block_m, block_k
     )
-    result = silu_mul(gate, up, inner.dtype.element_ty)
+    if bias is not None:
+        bias += expert * (2 * size) + output
+        gate += tl.load(bias, mask=output < size, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + size, mask=output < size, other=0.0).to(tl.float32)[:, None]
+    result = activated(gate, up, limit, alpha, inner.dtype.element_ty)
     place = inner + pair * size + output[:, None] + tl.zeros([1, block_m], tl.int32)
     tl.store(place, result, mask=(output < size)[:, None] & inside[None, :])
 
@@ -125,6 +143,7 @@ def _few_outer(
     chosen,
     weights,
     weight,
+    bias,
     hidden_size: tl.constexpr,
     size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -176,9 +195,12 @@ def _few_outer(
     for i in tl.static_range(pieces):
         product += from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
     kind = out.dtype.element_ty
-    result = (
-        tl.sum(product, 2).to(kind).to(tl.float32) * expert_weight.to(kind).to(tl.float32)[:, None]
-    )
+    result = tl.sum(product, 2)
+    if bias is not None:
+        b_at = bias + expert[:, None] * hidden_size + output[None, :]
+        b_mask = (place < top_k)[:, None] & (output < hidden_size)[None, :]
+        result += tl.load(b_at, mask=b_mask, other=0.0).to(tl.float32)
+    result = result.to(kind).to(tl.float32) * expert_weight.to(kind).to(tl.float32)[:, None]
     result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)
     if squares is not None:
         result = (residual + result.to(tl.float32)).to(kind)

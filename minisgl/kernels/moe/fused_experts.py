@@ -48,7 +48,7 @@ def fused_experts(
     chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
     `pdl`: overlap launches where the device can, by the rule of launch_options.py.
     """
-    tensors = (x, *experts) if residual is None else (x, *experts, residual)
+    tensors = (x, *experts.tensors, *(() if residual is None else (residual,)))
     assert all(tensor.is_contiguous() for tensor in tensors)
     if tiles is None:
         tiles = choose_tiles(len(x), experts, choice.top_k, tuning_of(x.device))

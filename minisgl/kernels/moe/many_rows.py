@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import silu_mul
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.moe.reference import Choice, ExpertWeights
-from minisgl.kernels.moe.routing import choose, multiply, place_for_sum
+from minisgl.kernels.moe.routing import (
+    activated,
+    choose,
+    clamp_options,
+    multiply,
+    place_for_sum,
+)
 from minisgl.kernels.tuning import ManyTiles
 
 _MAX_LISTED = 4096  # pairs that a program scans at a time
@@ -31,15 +36,17 @@ def many_rows_experts(
     counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
     inner = x.new_empty((chosen.numel(), size))
     outputs = x.new_empty((chosen.numel(), hidden_size))
-    for source, weight, target, product in (
-        (x, experts.gate_up, inner, tiles.inner),
-        (inner, experts.down, outputs, tiles.outer),
+    up_bias, down_bias = experts.biases or (None, None)
+    for source, weight, bias, target, product in (
+        (x, experts.gate_up, up_bias, inner, tiles.inner),
+        (inner, experts.down, down_bias, outputs, tiles.outer),
     ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
         across = triton.cdiv(num_outputs, product.block_n) * product.places
         _expert_product[(across, num_experts)](
             source,
             weight,
+            bias,
             target,
             counts,
             lists,
@@ -51,6 +58,7 @@ def many_rows_experts(
             places=product.places,
             gated=source is x,
             exact=x.dtype == torch.float32,
+            **clamp_options(experts.clamped),
             block_n=product.block_n,
             block_m=product.block_m,
             block_k=product.block_k,
@@ -127,6 +135,7 @@ def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr,
 def _expert_product(
     source,
     weight,
+    bias,
     target,
     counts,
     lists,
@@ -138,6 +147,8 @@ def _expert_product(
     places: tl.constexpr,
     gated: tl.constexpr,
     exact: tl.constexpr,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -159,6 +170,8 @@ def _expert_product(
     count = tl.load(counts + expert)
     lists += expert.to(tl.int64) * num_rows
     weight += expert.to(tl.int64) * ((2 if gated else 1) * num_outputs * num_inputs)
+    if bias is not None:
+        bias += expert * ((2 if gated else 1) * num_outputs)
     for first in range(place * block_m, count, places * block_m):
         member = first + tl.arange(0, block_m)
         inside = member < count
@@ -168,7 +181,10 @@ def _expert_product(
             weight, source, output, row, inside, num_outputs, num_inputs, gated, exact,
             block_n, block_m, block_k,
         )  # fmt: skip
-        store_outputs(target, weights, total, up_total, pair, inside, output, num_outputs, gated)
+        store_outputs(
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
+            bias, limit, alpha,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -182,18 +198,49 @@ def store_outputs(
     output,
     num_outputs: tl.constexpr,
     gated: tl.constexpr,
+    bias=None,
+    limit: tl.constexpr = None,
+    alpha: tl.constexpr = None,
 ):
-    """Writes columns `output` of the pairs that are `inside`: silu(total) · up_total if gated, else
-    the weighted total. total, up_total: [outputs, pairs] float32."""
-    kind = target.dtype.element_ty
-    if gated:
-        result = silu_mul(total, up_total, kind)
-    else:
-        pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-        result = total.to(kind).to(tl.float32) * pair_weight[None, :]
+    """Writes columns `output` of the pairs that are `inside`, as `finished` makes them. total,
+    up_total: [outputs, pairs] float32."""
+    pair_weight = total  # a placeholder unless it is used
+    if not gated:
+        pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
+    kind: tl.constexpr = target.dtype.element_ty
+    result = finished(
+        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, kind
+    )
     target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
     mask = (output < num_outputs)[:, None] & inside[None, :]
-    tl.store(target_at, result.to(kind), mask=mask)
+    tl.store(target_at, result, mask=mask)
+
+
+@triton.jit
+def finished(
+    total,
+    up_total,
+    pair_weight,
+    output,
+    num_outputs: tl.constexpr,
+    gated: tl.constexpr,
+    bias,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """silu(total) · up_total if gated, or what `activated` makes of them with a limit, else total
+    times the weight of its pair; with the bias of the expert, and in the dtype `kind`."""
+    if bias is not None:
+        is_output = output < num_outputs
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if gated:
+            up_bias = tl.load(bias + num_outputs + output, mask=is_output, other=0.0)
+            up_total += up_bias.to(tl.float32)[:, None]
+    if gated:
+        return activated(total, up_total, limit, alpha, kind)
+    else:
+        return (total.to(kind).to(tl.float32) * pair_weight).to(kind)
 
 
 @triton.jit

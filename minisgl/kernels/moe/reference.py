@@ -44,9 +44,52 @@ class Chosen(NamedTuple):
 Choice = ByRouter | Chosen
 
 
+class Clamped(NamedTuple):
+    """The activation of gpt-oss in the place of silu(gate) · up: gate · sigmoid(alpha · gate) ·
+    (up + 1), where the gate is at most `limit`, and up between -`limit` and `limit`."""
+
+    limit: float
+    alpha: float
+
+
+class ExpertBiases(NamedTuple):
+    gate_up: Tensor  # [num_experts, 2 · size], an expert's gates first
+    down: Tensor  # [num_experts, hidden_size]
+
+    @staticmethod
+    def allocate(num_experts: int, hidden_size: int, size: int, dtype: torch.dtype) -> ExpertBiases:
+        """Uninitialised, on torch's default device."""
+        return ExpertBiases(
+            torch.empty((num_experts, 2 * size), dtype=dtype),
+            torch.empty((num_experts, hidden_size), dtype=dtype),
+        )
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """By the names of a layer's parameters."""
+        return {"gate_up_proj_bias": self.gate_up, "down_proj_bias": self.down}
+
+
 class ExpertWeights(NamedTuple):
     gate_up: Tensor  # [num_experts, 2 · size, hidden_size], an expert's gates first
     down: Tensor  # [num_experts, hidden_size, size]
+    biases: ExpertBiases | None = None
+    clamped: Clamped | None = None  # None: silu(gate) · up
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.gate_up, self.down, *(self.biases or ())
+
+
+def activated(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
+    """What the second product of an expert multiplies. gate_up: [num_rows, 2 · size], the gates
+    first; of the clamped kind only the result is rounded."""
+    if clamped is None:
+        return silu_mul(gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    product: Tensor = gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
+    return product.to(gate_up.dtype)
 
 
 def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -69,13 +112,17 @@ def choose(choice: Choice) -> Chosen:
 
 
 def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
-    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
+    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x), with
+    their biases and activation where they have others.
 
     x: [num_rows, hidden_size]. Returns a new tensor like x.
     """
+    biases = experts.biases
 
     def output(expert: int, rows: Tensor) -> Tensor:
-        return F.linear(silu_mul(F.linear(rows, experts.gate_up[expert])), experts.down[expert])
+        up_bias, down_bias = (None, None) if biases is None else (bias[expert] for bias in biases)
+        gate_up = F.linear(rows, experts.gate_up[expert], up_bias)
+        return F.linear(activated(gate_up, experts.clamped), experts.down[expert], down_bias)
 
     return weighted_sum(x, output, choice)
 

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import clamped_mul, silu_mul
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import Choice, Chosen, Routing
+from minisgl.kernels.moe.reference import Choice, Chosen, Clamped, Routing
 
 
 def place_for_sum(
@@ -44,6 +45,20 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     """As choose of reference.py; the tensors of a choice contiguous. pdl: as in topk_softmax."""
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
+
+
+def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
+    """The launch arguments for `activated`."""
+    return {"limit": clamped and clamped.limit, "alpha": clamped and clamped.alpha}
+
+
+@triton.jit
+def activated(gate, up, limit: tl.constexpr, alpha: tl.constexpr, dtype: tl.constexpr):
+    """As activated of reference.py; silu(gate) · up without a limit."""
+    if limit is None:
+        return silu_mul(gate, up, dtype)
+    else:
+        return clamped_mul(gate, up, limit, alpha, dtype)
 
 
 @triton.jit

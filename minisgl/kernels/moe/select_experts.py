@@ -5,7 +5,9 @@ from __future__ import annotations
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
+from minisgl.kernels.moe.reference import Clamped, ExpertBiases
 
 
 def fp8_experts(
@@ -32,3 +34,18 @@ def int4_experts(gate_up: Int4Weights, down: Int4Weights) -> Int4Experts:
 
         kind = WeightOnlyExperts
     return kind(gate_up, down)
+
+
+def mxfp4_experts(
+    gate_up: Mxfp4Weights,
+    down: Mxfp4Weights,
+    biases: ExpertBiases | None = None,
+    clamped: Clamped | None = None,
+) -> Mxfp4Experts:
+    """Experts in MXFP4; the arguments are those of Mxfp4Experts."""
+    kind = Mxfp4Experts
+    if runs_triton(gate_up.data.device):
+        from minisgl.kernels.moe.mxfp4_experts import WeightOnlyExperts
+
+        kind = WeightOnlyExperts
+    return kind(gate_up, down, biases, clamped)

@@ -74,6 +74,27 @@ def test_fused_experts_match_the_reference(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k", "hidden_size", "size"),
+    [(1, 8, 4, 64, 32), (5, 60, 4, 48, 24), (40, 6, 2, 40, 72)],
+)
+def test_experts_with_biases_and_a_clamped_activation_match_the_reference(
+    num_rows: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
+) -> None:
+    check_mix(
+        num_rows,
+        num_experts,
+        top_k,
+        hidden_size,
+        size,
+        dtype=dtype,
+        device=DEVICE,
+        pdl=False,
+        clamped=True,
+    )
+
+
 # Of Qwen3-30B-A3B
 ROUTING, NUM_EXPERTS, HIDDEN_SIZE, SIZE = Routing(8, normalize=True), 128, 2048, 768
 

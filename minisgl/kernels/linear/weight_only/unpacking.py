@@ -265,3 +265,17 @@ def planes_of(
             next_scale = half_of(found, 0, dtype)[:, None]
             next_offset = half_of(found, 1, dtype)[:, None]
         return int4_planes(words, scale, offset, next_scale, next_offset, dtype, packed, centred)
+
+
+@triton.jit
+def joined_planes(planes, bits: tl.constexpr):
+    """A tile of W [rows, span] from its planes."""
+    n: tl.constexpr = planes[0].shape[0]
+    words: tl.constexpr = planes[0].shape[1]
+    if bits == 4:
+        w = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        w = tl.reshape(w, (n, words // 16, 16, 2, 2))
+        w = tl.permute(w, (0, 1, 4, 3, 2))
+        return tl.reshape(w, (n, words * 4))
+    else:
+        return tl.reshape(tl.join(planes[0], planes[1]), (n, words * 2))

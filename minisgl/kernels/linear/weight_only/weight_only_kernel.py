@@ -13,7 +13,7 @@ from minisgl.kernels.linear.gemm_parts import (
     load_squares,
     next_exchange,
 )
-from minisgl.kernels.linear.weight_only.unpacking import planes_of
+from minisgl.kernels.linear.weight_only.unpacking import joined_planes, planes_of
 
 
 @triton.jit
@@ -24,20 +24,6 @@ def _rows_of_x(x, norm_weight, scale, columns, row_place, real):
         there = tl.broadcast_to(columns, rows.shape)
         rows = apply_norm(rows, scale, tl.load(norm_weight + there))
     return rows
-
-
-@triton.jit
-def _joined(planes, bits: tl.constexpr):
-    """A tile of W [block_n, span] from its planes."""
-    n: tl.constexpr = planes[0].shape[0]
-    words: tl.constexpr = planes[0].shape[1]
-    if bits == 4:
-        w = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
-        w = tl.reshape(w, (n, words // 16, 16, 2, 2))
-        w = tl.permute(w, (0, 1, 4, 3, 2))
-        return tl.reshape(w, (n, words * 4))
-    else:
-        return tl.reshape(tl.join(planes[0], planes[1]), (n, words * 2))
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
@@ -130,13 +116,13 @@ def weight_only_kernel(
             planes = planes_of(
                 tile, scales, at, scale_stride, span, group, bits, dtype, packed, centred
             )
-            acc = tl.dot(_joined(planes, bits), tl.trans(rows), acc)
+            acc = tl.dot(joined_planes(planes, bits), tl.trans(rows), acc)
             if gated:
                 tile = tl.load(up_words + at_word + w_place)
                 planes = planes_of(
                     tile, scales + n, at, scale_stride, span, group, bits, dtype, packed, centred
                 )
-                up = tl.dot(_joined(planes, bits), tl.trans(rows), up)
+                up = tl.dot(joined_planes(planes, bits), tl.trans(rows), up)
 
     if centred:
         acc *= 65536.0

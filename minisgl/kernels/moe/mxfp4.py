@@ -1,0 +1,105 @@
+"""Experts in MXFP4, the format of the OCP microscaling specification (v1.0): e2m1 numbers in blocks
+of 32 columns, which share a power of two.
+
+A weight is its number times the power of its block, rounded to the dtype of x: exact but in
+float16. x is never rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernels.linear.quantized import CHUNK, unpack_int4
+from minisgl.kernels.moe import reference
+from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, activated
+
+BLOCK = 32  # columns that share a power of two
+EXPONENT_BIAS = 127
+# Powers of two that a scale may be. The kernels multiply with them in bfloat16, and with others on
+# the way; smaller ones count as 0.
+LEAST_EXPONENT, LARGEST_EXPONENT = -68, 65
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+
+
+class Mxfp4Weights(NamedTuple):
+    """The matrices of all experts. k is a multiple of CHUNK."""
+
+    data: Tensor  # [num_experts, n, k / 4] int16: the bits of four numbers, as from pack_int4
+    # [num_experts, k / CHUNK, n] int32: two bfloat16 numbers, the first block's in the lower half
+    scale: Tensor
+
+    @staticmethod
+    def allocate(num_experts: int, n: int, k: int) -> Mxfp4Weights:
+        """Uninitialised weights, on torch's default device."""
+        return Mxfp4Weights(
+            torch.empty((num_experts, n, k // 4), dtype=torch.int16),
+            torch.empty((num_experts, k // CHUNK, n), dtype=torch.int32),
+        )
+
+    def values(self, expert: int) -> Tensor:
+        """The matrix of an expert: [n, k] float32."""
+        codes = unpack_int4(self.data[expert]).long()
+        signed = torch.tensor([*E2M1, *(-number for number in E2M1)], device=codes.device)
+        both = self.scale[expert][..., None].view(torch.bfloat16)  # [k / CHUNK, n, 2]
+        scale = both.float().transpose(0, 1).flatten(1)
+        return signed[codes] * scale.repeat_interleave(BLOCK, dim=1)
+
+
+def packed_scales(exponents: Tensor) -> Tensor:
+    """The scales of Mxfp4Weights [..., k / CHUNK, n], from exponents [..., n, k / BLOCK] as they
+    are stored: uint8, EXPONENT_BIAS more than those of the powers of two."""
+    exponent = exponents.to(torch.int32) - EXPONENT_BIAS
+    assert int(exponent.max()) <= LARGEST_EXPONENT
+    power = torch.exp2(exponent.float()).to(torch.bfloat16)
+    power = torch.where(exponent < LEAST_EXPONENT, 0.0, power)
+    pairs = power.contiguous().view(torch.int32)
+    return pairs.mT.contiguous()
+
+
+class Mxfp4Experts(ExpertsProduct):
+    """Experts whose matrices are in MXFP4, and their biases in the dtype of x."""
+
+    def __init__(
+        self,
+        gate_up: Mxfp4Weights,
+        down: Mxfp4Weights,
+        biases: ExpertBiases | None = None,
+        clamped: Clamped | None = None,
+    ) -> None:
+        """gate_up: n is 2 · size, an expert's gates first, and k hidden_size; down: n is
+        hidden_size, and k size."""
+        self.gate_up = gate_up
+        self.down = down
+        self.biases = biases
+        self.clamped = clamped
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        named = {
+            "gate_up_proj": self.gate_up.data,
+            "gate_up_proj_scale": self.gate_up.scale,
+            "down_proj": self.down.data,
+            "down_proj_scale": self.down.scale,
+        }
+        return named if self.biases is None else named | self.biases.named
+
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        up_bias, down_bias = self.biases or (None, None)
+
+        def output(expert: int, rows: Tensor) -> Tensor:
+            gate_up = _product(rows, self.gate_up, up_bias, expert)
+            return _product(activated(gate_up, self.clamped), self.down, down_bias, expert)
+
+        return reference.weighted_sum(x, output, choice)
+
+
+def _product(x: Tensor, weights: Mxfp4Weights, bias: Tensor | None, expert: int) -> Tensor:
+    matrix = weights.values(expert).to(x.dtype).float()
+    added = None if bias is None else bias[expert].float()
+    return F.linear(x.float(), matrix, added).to(x.dtype)

@@ -1,0 +1,110 @@
+"""gpt-oss (arXiv 2508.10925): experts in every layer, with biases and a clamped activation, and
+attention with sinks, in every other layer within a window."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import CheckpointError
+from minisgl.kernels.moe.reference import Clamped
+from minisgl.layers.experts import SparseMoeBlock
+from minisgl.layers.formats import WeightFormat
+from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.decoder_reader import (
+    DECODER_FIELDS,
+    read_decoder,
+    windows_of_all,
+    windows_of_kinds,
+)
+from minisgl.models.transformer import CausalLM, DecoderLayer
+
+ARCHITECTURE = "GptOssForCausalLM"
+
+# transformers does not read experts_per_token and initial_context_length, which repeat others.
+_FIELDS = DECODER_FIELDS | field_names(
+    """attention_bias num_local_experts num_experts_per_tok experts_per_token
+    initial_context_length swiglu_limit swiglu_alpha output_router_logits router_aux_loss_coef"""
+)
+# That of transformers, where the config says nothing.
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read_config(fields: Fields) -> NativeConfig:
+    """The intermediate size is that of an expert."""
+    fields.refuse_others(_FIELDS)
+    attention_bias = fields.flag("attention_bias", True)
+    if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
+        rope = _ROPE | {"rope_theta": fields.number("rope_theta", 150_000.0)}
+        fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
+    if not (fields.values.get("dtype") or fields.values.get("torch_dtype")):
+        fields = Fields({**fields.values, "dtype": "bfloat16"}, fields.where)  # as published
+    return read_decoder(
+        fields,
+        ARCHITECTURE,
+        head_dim=64,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        windows=windows_of_kinds(fields, windows_of_all(fields, 128), lambda layer: layer % 2 == 0),
+        experts=_read_experts(fields),
+        sinks=True,
+    )
+
+
+def _read_experts(fields: Fields) -> ExpertsConfig:
+    num_experts = fields.count("num_local_experts")
+    num_chosen = fields.count("num_experts_per_tok", 4)
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than num_local_experts "
+            f"{num_experts}."
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=fields.count("intermediate_size"),
+        normalize=True,  # the softmax is that of the chosen logits
+        layers=frozenset(range(fields.count("num_hidden_layers"))),
+        clamped=Clamped(
+            limit=fields.number_above(0, "swiglu_limit", 7.0),
+            alpha=fields.number("swiglu_alpha", 1.702),
+        ),
+    )
+
+
+class GptOssDecoderLayer(DecoderLayer):
+    """A layer with experts."""
+
+    def make_mlp(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        experts = config.experts
+        assert experts is not None
+        return SparseMoeBlock(
+            config.hidden_size,
+            format,
+            comm,
+            num_experts=experts.num_experts,
+            top_k=experts.num_chosen,
+            expert_size=experts.size,
+            normalize=experts.normalize,
+            router="router",
+            bias=True,
+            clamped=experts.clamped,
+            interleaved=True,
+        )
+
+
+class GptOssForCausalLM(CausalLM):
+    """gpt-oss."""
+
+    layer_type = GptOssDecoderLayer

@@ -1,0 +1,125 @@
+"""The kernels for experts in MXFP4 at awkward sizes: on a GPU if there is one, or else in the
+interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+from inspect import getsource
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
+
+from support.mxfp4_expert_cases import check, random_experts
+
+from minisgl.kernels.moe import mxfp4_experts, select_experts
+from minisgl.kernels.moe.mxfp4 import E2M1
+from minisgl.kernels.moe.mxfp4_experts import WeightOnlyExperts, fused_experts
+from minisgl.kernels.moe.reference import ByRouter, Routing
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k", "hidden_size", "size", "dtype", "plain"),
+    [
+        (1, 4, 4, 64, 128, torch.float32, False),
+        (3, 4, 2, 192, 64, torch.float16, False),
+        (20, 3, 2, 64, 192, torch.float32, True),
+    ],
+)
+def test_fused_experts_match_the_reference(
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    size: int,
+    dtype: torch.dtype,
+    plain: bool,
+) -> None:
+    check(
+        num_rows,
+        num_experts,
+        top_k,
+        hidden_size,
+        size,
+        dtype=dtype,
+        device=DEVICE,
+        pdl=False,
+        plain=plain,
+    )
+
+
+def test_a_nan_row_harms_no_other_row() -> None:
+    experts = random_experts(4, 64, 64, dtype=torch.float32, device=DEVICE)
+    routing = Routing(2, normalize=True)
+    x, logits = torch.randn(3, 64, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    clean, _ = fused_experts(x, ByRouter(logits, routing), experts, pdl=False)
+    x[1, 40], logits[2] = torch.nan, torch.nan
+    out, _ = fused_experts(x, ByRouter(logits, routing), experts, pdl=False)
+    assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_kernels_are_selected_where_they_run(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
+    made = random_experts(4, 64, 64, dtype=torch.float32, device=DEVICE)
+    chosen = select_experts.mxfp4_experts(made.gate_up, made.down, made.biases, made.clamped)
+    assert isinstance(chosen, WeightOnlyExperts) == on_gpu
+
+
+def test_no_rows() -> None:
+    experts = random_experts(4, 64, 64, dtype=torch.float32, device=DEVICE)
+    x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
+    out, _ = fused_experts(x, ByRouter(logits, Routing(2, normalize=True)), experts, pdl=False)
+    assert out.shape == (0, 64)
+
+
+def test_the_instructions_for_a_gpu_make_every_number() -> None:
+    """Those of two words at a time, which the interpreter cannot run, carried out one by one."""
+    source = getsource(mxfp4_experts._numbers.fn)
+    [text] = re.findall(r'"""\{(.*?)\}"""', source, re.DOTALL)
+    for first in range(16):
+        low = sum(((first + i) % 16) << 4 * i for i in range(4))
+        high = sum(((first + 5 * i + 3) % 16) << 4 * i for i in range(4))
+        found = run_ptx(text, low | high << 16)
+        for plane in range(4):
+            for word, half in ((low, 0), (high, 16)):
+                code = word >> 4 * plane & 15
+                bits = torch.tensor(found[plane] >> half & 0xFFFF, dtype=torch.int32)
+                number = bits.to(torch.int16).view(torch.bfloat16).double() * 2.0**126
+                wanted = E2M1[code & 7] * (-1 if code & 8 else 1)
+                assert float(number) == wanted, (code, plane)
+
+
+def run_ptx(text: str, word: int) -> list[int]:
+    """The first four registers, after all but the products, of which the factors are checked."""
+    registers = {"$4": word}
+    factors: list[str] = []
+    for line in filter(None, map(str.strip, text.split(";"))):
+        name, _, rest = line.partition(" ")
+        if name in (".reg", "mov.b32"):
+            continue
+        target, *operands = (operand.strip() for operand in rest.split(","))
+        if name == "fma.rn.bf16x2":
+            assert operands[0] == target and operands[2] == "nought"
+            factors.append(operands[1])
+            continue
+        values = [registers[one] if one in registers else int(one, 0) for one in operands]
+        if name == "lop3.b32":
+            assert values[3] == 0xEA  # (a & b) | c
+            registers[target] = values[0] & values[1] | values[2]
+        else:
+            a, b = values
+            made = {"shl.b32": a << b, "shr.u32": a >> b, "and.b32": a & b}[name]
+            registers[target] = made & 0xFFFFFFFF
+    assert factors == ["$5", "$5", "$6", "$6"]
+    return [registers[f"${plane}"] for plane in range(4)]
