@@ -276,9 +276,9 @@ class DeviceTuning:
     )
 
     # -- gated delta net -----------------------------------------------------------------------
-    # Not measured yet (bench_delta_net.py --tune). A decode program has 16 KiB of state in flight,
-    # and an SM seven of them; a part of 32 values is a line of memory for each key. The tiles of
-    # prefill keep their registers on sm_90, and with 32 values do not.
+    # Not measured yet. A decode program has 16 KiB of state in flight, and an SM seven of them; a
+    # part of 32 values is a line of memory for each key. The tiles of prefill keep their registers
+    # on sm_90, and with 32 values do not.
     delta_decode: DeltaDecodeTiles = DeltaDecodeTiles(block_v=32, num_warps=4)
     delta_prefill: DeltaPrefillTiles = DeltaPrefillTiles(
         prepare_warps=4, block_v=16, num_warps=4, num_stages=2
@@ -297,8 +297,8 @@ class DeviceTuning:
 H200 = DeviceTuning()
 
 # cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention and
-# of gated delta nets keep their registers on sm_80 and sm_100, and fit into 99 KiB of shared
-# memory.
+# of gated delta nets keep their registers on sm_80 and sm_100, except that preparing a chunk spills
+# 112 bytes on sm_80, and fit into 99 KiB of shared memory.
 UNTRIED = replace(
     H200,
     linear_weights=(),
