@@ -100,6 +100,25 @@ class PrefillTiles:
     min_split: int = 256  # keys; a chunk is not split into fewer
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaDecodeTiles:
+    """How a program of the gated delta rule works on a row of a slot."""
+
+    block_v: int  # values of a head; all keys
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPrefillTiles:
+    """How programs of the gated delta rule work on chunks of 64 rows: those that prepare one, and
+    those that go through them with a part of the state."""
+
+    prepare_warps: int
+    block_v: int  # values of a head; all keys
+    num_warps: int
+    num_stages: int  # chunks in flight, the one at work included
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTuning:
     """Tables are read from the top: the first entry whose limit is not exceeded counts."""
@@ -278,6 +297,15 @@ class DeviceTuning:
         (NO_LIMIT, PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)),
     )
 
+    # -- gated delta net -----------------------------------------------------------------------
+    # Not measured yet. A decode program has 16 KiB of state in flight, and an SM seven of them; a
+    # part of 32 values is a line of memory for each key. The tiles of prefill keep their registers
+    # on sm_90, and with 32 values do not.
+    delta_decode: DeltaDecodeTiles = DeltaDecodeTiles(block_v=32, num_warps=4)
+    delta_prefill: DeltaPrefillTiles = DeltaPrefillTiles(
+        prepare_warps=4, block_v=16, num_warps=4, num_stages=2
+    )
+
     # -- sampling ------------------------------------------------------------------------------
     sampling_programs: int = 1056  # that the rows of logits are split over: about eight on each SM
 
@@ -290,8 +318,9 @@ class DeviceTuning:
 
 H200 = DeviceTuning()
 
-# cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention keep
-# their registers on sm_80 and sm_100, and fit into 99 KiB of shared memory.
+# cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention and
+# of gated delta nets keep their registers on sm_80 and sm_100, except that preparing a chunk spills
+# 112 bytes on sm_80, and fit into 99 KiB of shared memory.
 UNTRIED = replace(
     H200,
     linear_weights=(),
@@ -308,6 +337,7 @@ UNTRIED = replace(
         (256, PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2)),
         (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     ),
+    delta_prefill=DeltaPrefillTiles(prepare_warps=8, block_v=16, num_warps=8, num_stages=1),
 )
 
 

@@ -1,6 +1,6 @@
 """Records which Triton kernels the engine launches on a GPU, with their types, constants and
-options, on a machine without one: those of the models that are served, and the attention of layers
-that none of these has (ATTENDED).
+options, on a machine without one: those of the models that are served, and of layers that none of
+these has, attention (ATTENDED) and gated delta nets (DELTA_NETS).
 
 The engine itself runs on a pretended GPU: it loads models with its own options, captures its steps
 and runs the largest. A launch ends where Triton would compile its kernel. So no list of arguments
@@ -33,6 +33,11 @@ from minisgl.config import AttentionSpec, EngineConfig, ResolvedConfig, resolve
 from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_decode
+from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
+from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
+from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
+from minisgl.kernels.gated_delta.reference import Gates, Segments
 from minisgl.kernels.hardware import has_fp8_products
 from minisgl.kernels.tuning import H200, UNTRIED, DeviceTuning
 from minisgl.models.config import ModelConfig
@@ -107,6 +112,12 @@ ATTENDED = (
     (_attention(16, 8, 256, window=1024), 256, torch.float8_e4m3fn),
     (_attention(32, 4, 512), 512, torch.bfloat16),  # Gemma 4
     (_attention(64, 8, 192, window=128, sinks=True), 128, torch.bfloat16),  # MiMo-V2-Flash
+)
+
+# The heads of keys and of values of gated delta nets. All have 128 dimensions.
+DELTA_NETS = (
+    (16, 48),  # Qwen3.8-27B
+    (16, 32),  # Qwen3.5-35B-A3B, Qwen3-Next-80B-A3B
 )
 
 
@@ -189,11 +200,13 @@ def record(device: Device) -> list[Launch]:
         for served in SERVED:
             if served.runs_on(device):
                 _serve(served)
+        # As on a real device: the pretended ones take the kernels of all as measured.
+        tuning = H200 if device.capability[0] == 9 else UNTRIED
         for spec, v_head_dim, kv_dtype in ATTENDED:
             if kv_dtype != torch.float8_e4m3fn or has_fp8_products(device.capability):
-                # As on a real device: the pretended ones take the kernels of all as measured.
-                tuning = H200 if device.capability[0] == 9 else UNTRIED
                 _attend(spec, v_head_dim, kv_dtype, tuning)
+        for k_heads, v_heads in DELTA_NETS:
+            _keep_states(k_heads, v_heads, tuning)
     return list(found.values())
 
 
@@ -252,6 +265,31 @@ def _attend(
     for num_rows in (64, 8192):
         chunks = PrefillBatch(table[:16], bounds[:17], bounds[17:33], num_rows, (), ())
         backend.prefill(heads(num_rows, spec.num_heads), kv, chunks, spec, sinks)
+
+
+def _keep_states(k_heads: int, v_heads: int, tuning: DeviceTuning) -> None:
+    """A gated delta net of rows of slots, and of segments."""
+    dim, num_slots, num_rows = 128, 65, 64
+    channels = (2 * k_heads + v_heads) * dim
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=GPU)
+
+    gates = Gates(*half(num_rows, 2 * v_heads).chunk(2, dim=1), half(v_heads), half(v_heads))
+    state = torch.empty((num_slots, v_heads, dim, dim), device=GPU)
+    past, weight = half(num_slots, channels, 3), half(channels, 4)
+    slots = torch.empty(num_rows, dtype=torch.int64, device=GPU)
+    segments = Segments(slots, slots, torch.empty(num_rows + 1, dtype=torch.int32, device=GPU))
+    x = half(num_rows, channels + v_heads * dim)[:, :channels]
+    causal_conv_decode(x, weight, None, past, slots)
+    mixed = causal_conv(x, weight, None, past, segments)
+    parts = mixed.split((k_heads * dim, k_heads * dim, v_heads * dim), dim=1)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
+    gated_delta_decode(q, k, v, gates, state, slots, tiles=tuning.delta_decode)
+    gated_delta_prefill(q, k, v, gates, state, segments, tiles=tuning.delta_prefill)
+    for rows in (num_rows, 8192):
+        gate = half(rows, channels + v_heads * dim)[:, channels:].unflatten(1, (v_heads, dim))
+        gated_rms_norm(half(rows, v_heads, dim), gate, half(dim), 1e-6)
 
 
 def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:

@@ -46,6 +46,13 @@ def _fma_kernel(x, y, z, out):
 
 
 @triton.jit
+def _dot_kernel(x, y, out):
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    place = row * 16 + column
+    tl.store(out + place, tl.dot(tl.load(x + place), tl.load(y + place)))
+
+
+@triton.jit
 def _silent_kernel(x, out):
     value = tl.load(x)
     tl.store(out, (value - value).to(tl.int32))
@@ -99,6 +106,12 @@ def test_a_kernel_fuses_its_products() -> None:
     _fma_kernel[(1,)](x, y, z, out := torch.empty(1))
     assert out.item() == 1 + 2.0**-23
     assert (x.double() * y + z).float() == 1 + 2.0**-22
+
+
+def test_matrices_of_bfloat16_are_multiplied_as_numbers() -> None:
+    x, y = torch.randn(2, 16, 16).bfloat16()
+    _dot_kernel[(1,)](x, y, out := torch.empty(16, 16))
+    torch.testing.assert_close(out, x.float() @ y.float())
 
 
 def test_products_of_other_types_are_refused() -> None:

@@ -1,7 +1,8 @@
 """Triton's interpreter, mended: it computes as a GPU does, and faster.
 
 Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480; those to
-bfloat16 cut off what it does not hold. Its fused products are rounded before the sum. It warns of
+bfloat16 cut off what it does not hold. It multiplies matrices of bfloat16 as if their bits were
+integers. Its fused products are rounded before the sum. It warns of
 values that a GPU passes over, such as infinity less itself. It wraps every function of
 triton.language anew whenever a kernel calls a function, and looks for overflows of integers without
 reporting any.
@@ -32,6 +33,8 @@ def mend(setattr: Callable[[object, str, object], None]) -> None:
 
     setattr(interpreter, "_convert_float", _converting(interpreter._convert_float))
     setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
+    plain = interpreter.InterpreterBuilder.create_dot
+    setattr(interpreter.InterpreterBuilder, "create_dot", _multiplying(plain))
     setattr(interpreter, "_patch_lang", OncePerLaunch(interpreter._patch_lang))
     builder = interpreter.interpreter_builder
     setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
@@ -75,6 +78,25 @@ def _converting(plain: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         return found.view(bits).numpy()
 
     return convert
+
+
+def _multiplying(plain: Callable[..., object]) -> Callable[..., object]:
+    """Multiplies matrices of bfloat16 as float32, which is exact, and others as `plain` does."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def multiply(builder: object, x: Any, y: Any, *others: object) -> object:
+        x, y = (
+            interpreter.TensorHandle(
+                interpreter._convert_float(each.data, tl.bfloat16, tl.float32, None), tl.float32
+            )
+            if each.dtype.scalar == tl.bfloat16
+            else each
+            for each in (x, y)
+        )
+        return plain(builder, x, y, *others)
+
+    return multiply
 
 
 class OncePerLaunch:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.gated_delta.reference import Gates, Segments
 
@@ -27,6 +28,10 @@ def causal_conv(
     slot, oldest first, contiguous. All have one dtype. 2 <= width <= 4. Returns a new
     [num_rows, channels].
     """
+    if runs_triton(x.device):
+        from minisgl.kernels.gated_delta import causal_conv
+
+        return causal_conv.causal_conv(x, weight, bias, state, segments)
     return reference.causal_conv(x, weight, bias, state, segments)
 
 
@@ -34,6 +39,10 @@ def causal_conv_decode(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
 ) -> Tensor:
     """As causal_conv, for one row of each of `slots` [num_rows] int64."""
+    if runs_triton(x.device):
+        from minisgl.kernels.gated_delta import causal_conv
+
+        return causal_conv.causal_conv_decode(x, weight, bias, state, slots)
     return reference.causal_conv_decode(x, weight, bias, state, slots)
 
 
@@ -50,6 +59,10 @@ def gated_delta_prefill(
     h // (v_heads // k_heads). state: [num_slots + 1, v_heads, key_dim, value_dim] float32,
     contiguous. Returns a new tensor like v.
     """
+    if runs_triton(v.device):
+        from minisgl.kernels.gated_delta import delta_prefill
+
+        return delta_prefill.gated_delta_prefill(q, k, v, gates, state, segments)
     return reference.gated_delta_prefill(q, k, v, gates, state, segments)
 
 
@@ -58,6 +71,10 @@ def gated_delta_decode(
 ) -> Tensor:
     """As gated_delta_prefill, for one row of each of `slots` [num_rows] int64. The state is read
     and written once."""
+    if runs_triton(v.device):
+        from minisgl.kernels.gated_delta import delta_decode
+
+        return delta_decode.gated_delta_decode(q, k, v, gates, state, slots)
     return reference.gated_delta_decode(q, k, v, gates, state, slots)
 
 
@@ -67,4 +84,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     x: [..., size], contiguous; gate: as x, or [num_rows, ...] of the columns of a wider tensor;
     weight: [size], of x's dtype or float32. Returns a new tensor like x.
     """
+    if runs_triton(x.device):
+        from minisgl.kernels.gated_delta import gated_norm
+
+        return gated_norm.gated_rms_norm(x, gate, weight, eps)
     return reference.gated_rms_norm(x, gate, weight, eps)

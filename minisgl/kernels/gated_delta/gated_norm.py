@@ -1,0 +1,79 @@
+"""The gated RMS norm in Triton, with the rounding of `gated_rms_norm` in reference.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
+) -> Tensor:
+    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
+    launch_options.py."""
+    assert x.is_contiguous() and gate.shape == x.shape and gate[:1].is_contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    num_norms = x.numel() // size
+    if num_norms == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    many = num_norms >= 8 * tuning_of(x.device).many_rows
+    tile, per_thread = (2048, 16) if many else (1024, 8)
+    rows = max(tile // block, 1)
+    _gated_norms[(triton.cdiv(num_norms, rows),)](
+        out,
+        x,
+        gate,
+        weight,
+        num_norms,
+        gate.stride(0),
+        eps,
+        heads=num_norms // x.shape[0],
+        size=size,
+        block=block,
+        rows=rows,
+        num_warps=warps_for(rows * block, per_thread),
+        **pdl_options(x.device, pdl),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_norms"])
+def _gated_norms(
+    out,
+    x,
+    gate,
+    weight,
+    num_norms,
+    gate_stride,
+    eps,
+    heads: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """`rows` heads a program."""
+    column = tl.arange(0, block)
+    factor = tl.load(weight + column, mask=column < size, other=0.0)
+    if pdl:  # for x and the gate
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    norm = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    inside = (norm < num_norms)[:, None] & (column < size)[None, :]
+    place = norm[:, None] * size + column[None, :]
+    gate_place = (norm // heads * gate_stride + norm % heads * size)[:, None] + column[None, :]
+    values = tl.load(x + place, mask=inside, other=0.0)
+    gates = tl.load(gate + gate_place, mask=inside, other=0.0).to(tl.float32)
+    wide = values.to(tl.float32)
+    scale = rms_scale(tl.sum(wide * wide, axis=1), size, eps)
+    normed = apply_norm(values, scale[:, None], factor[None, :]).to(tl.float32)
+    tl.store(out + place, normed * (gates / (1.0 + tl.exp(-gates))), mask=inside)
