@@ -1,0 +1,70 @@
+"""The operations of a gated delta net, which keeps a state for each request instead of keys and
+values of its tokens (Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv 2412.06464).
+
+On a GPU that Triton compiles for each is one kernel, and prefill two; elsewhere it is a function of
+reference.py, which also defines the rounding. States are indexed by slot and updated in place; the
+last slot is scratch, for padded rows. Decode takes a row of each slot, in which only the scratch
+slot may occur more than once.
+
+On Hopper and later, slots, segments and states must have been written at least two launches before.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minisgl.kernels.gated_delta import reference
+from minisgl.kernels.gated_delta.reference import Gates, Segments
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, segments: Segments
+) -> Tensor:
+    """silu of the convolution of each channel with the rows of its segment, up to each row.
+
+    x: [num_rows, channels], channels contiguous; weight: [channels, width], the newest row's last;
+    bias: [channels] or None; state: [num_slots + 1, channels, width - 1], the last inputs of each
+    slot, oldest first, contiguous. All have one dtype. 2 <= width <= 4. Returns a new
+    [num_rows, channels].
+    """
+    return reference.causal_conv(x, weight, bias, state, segments)
+
+
+def causal_conv_decode(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+) -> Tensor:
+    """As causal_conv, for one row of each of `slots` [num_rows] int64."""
+    return reference.causal_conv_decode(x, weight, bias, state, slots)
+
+
+def gated_delta_prefill(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, segments: Segments
+) -> Tensor:
+    """The gated delta rule over the rows of each segment.
+
+    With S the state, k and q of length 1, a row is S ← decay · S; S ← S + strength · k (v - kᵀ S);
+    its result is key_dim**-0.5 · qᵀ S.
+
+    q, k: [num_rows, k_heads, key_dim]; v: [num_rows, v_heads, value_dim]; each may be part of the
+    columns of a wider tensor. v_heads is a multiple of k_heads: value head h has key head
+    h // (v_heads // k_heads). state: [num_slots + 1, v_heads, key_dim, value_dim] float32,
+    contiguous. Returns a new tensor like v.
+    """
+    return reference.gated_delta_prefill(q, k, v, gates, state, segments)
+
+
+def gated_delta_decode(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, slots: Tensor
+) -> Tensor:
+    """As gated_delta_prefill, for one row of each of `slots` [num_rows] int64. The state is read
+    and written once."""
+    return reference.gated_delta_decode(q, k, v, gates, state, slots)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of the last dimension of x, times silu(gate).
+
+    x: [..., size], contiguous; gate: as x, or [num_rows, ...] of the columns of a wider tensor;
+    weight: [size], of x's dtype or float32. Returns a new tensor like x.
+    """
+    return reference.gated_rms_norm(x, gate, weight, eps)
