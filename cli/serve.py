@@ -23,14 +23,14 @@ def serve(engine: EngineConfig, server: ServerConfig, router: RouterConfig, ray:
     """Serve a model over HTTP, with the API that OpenAI clients speak."""
     set_up_logging()
     if ray.ray:
-        from minisgl.ray import run as run_on_ray
+        from minisgl.ray.command import run as run_on_ray
 
         return run_on_ray(engine, server, router, ray)
     if router.replicas > 1:
-        from minisgl.router import run as run_router
+        from minisgl.router.process import RouterProcess
 
         commands = {"replica": (*PROGRAM, REPLICA), "front": (*PROGRAM, ROUTER)}
-        return _exited(run_router(engine, server, router, **commands))
+        return _exited(RouterProcess(engine, server, router, **commands).run())
     from minisgl.server import run
 
     return _exited(run(engine, server))

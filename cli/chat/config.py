@@ -7,8 +7,14 @@ from functools import partial
 
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
-from minisgl.errors import one_of
+from minisgl.config import (
+    check_at_least,
+    check_choice,
+    check_parameter,
+    check_types,
+    option,
+    refuse,
+)
 
 chat_option = partial(option, group="Chat")
 
@@ -45,8 +51,7 @@ class ChatConfig:
         check_types(self)
         check_at_least(self, "max_tokens", 1)
         check_parameter(self, "temperature")
-        if self.thinking not in ("fold", "show"):
-            refuse(self, "thinking", one_of(("fold", "show")))
+        check_choice(self, "thinking", ("fold", "show"))
         if self.url:
             check_address(self.url)
         check_key_options(self)

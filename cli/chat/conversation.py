@@ -72,10 +72,6 @@ class Conversation:
             self.steps = []
         return self.question is not None
 
-    def call(self, message: Message) -> None:
-        """Adds an answer that calls tools, whose results must follow."""
-        self.steps.append(message)
-
     def add_result(self, text: str) -> None:
         """Adds the result of the first of the open calls."""
         call = self.open_calls[0]

@@ -12,6 +12,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
 from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
+from minisgl.text.parsing.selection import has_messages
 from minisgl.text.thinking import OPEN
 from minisgl.text.tokenizer import Tokenizer
 
@@ -100,7 +101,10 @@ class EngineModel:
         # A long conversation takes a while; in a thread, Ctrl-C still works.
         prompt = await asyncio.to_thread(self.prompt, messages, **offer)
         params = self._engine.defaults.sampling(**sampling)
-        ruled = {} if rules == TEXT else await parser_and_matcher(self._engine, prompt, rules)
+        ruled: dict[str, Any] = {}
+        # The text of messages has headers, which only a parser removes.
+        if rules != TEXT or has_messages(self._tokenizer.chat_template_text):
+            ruled = await parser_and_matcher(self._engine, prompt, rules)
         if rules.schema is not None:
             params = replace(params, structured=structured(rules.schema))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):

@@ -11,7 +11,9 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import UnsupportedModelError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.grammar.reasoning import reasoning_gate
+from minisgl.grammar.tool_grammars import headed
 from minisgl.request import StructuredOutput
+from minisgl.text.history import fitted_history
 from minisgl.text.parsing.selection import choose_format
 from minisgl.text.template_facts import TemplateFacts
 from minisgl.text.tokenizer import Tokenizer
@@ -44,7 +46,10 @@ async def parser_and_matcher(
     parser = form.parser(in_reasoning=opened, tools=schemas, parse_calls=bool(schemas))
     if rules.schema is None:
         return {"parser": parser}
-    compiled = await engine.compile(structured(rules.schema))
+    answer = structured(rules.schema)
+    if form.messages is not None:
+        answer = headed(answer, form.messages.text, form.marker_ids)
+    compiled = await engine.compile(answer)
     gate = await reasoning_gate(form, engine.encode, is_open=opened)
     return {"parser": parser, "matcher": compiled.matcher(gate)}
 
@@ -76,7 +81,7 @@ def fitted(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
             message["tool_call_id"] = facts.fitted_id(message["tool_call_id"])
         if "tool_calls" in message:
             message["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
-    return changed
+    return fitted_history(changed, facts)
 
 
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:

@@ -82,7 +82,7 @@ class Repl:
             self._ui.note(answer.summary())
         has_come = answer.has_come and not answer.is_cut_call
         if has_come and answer.calls:
-            session.conversation.call(answer.call_message)
+            session.conversation.steps.append(answer.call_message)
         elif has_come:  # a partial answer is part of the conversation, too
             session.conversation.answer(answer.message, answer.num_context_tokens)
         if remark := self._remark_on(answer, error):

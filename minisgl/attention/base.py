@@ -199,7 +199,9 @@ class Attention:
         """
         decodes, backend = batch.decodes, self.decode_backend
         own_requests = decodes.run == 1 and decodes.num_rows == qkv.shape[0]
-        if own_requests and isinstance(backend, FusedDecode):
+        # The fused kernels rotate whole heads of rows that follow one another.
+        is_plain = norm_rope.table.shape[1] == spec.head_dim and qkv.is_contiguous()
+        if own_requests and is_plain and isinstance(backend, FusedDecode):
             return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec, sinks)
         q = dispatch.qk_norm_rope_store_kv(
             qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -10,6 +9,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+
+from minisgl.config import usable_cores
 
 PACKAGES = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", "flash-attn")
 FOLDER = Path(__file__).parent
@@ -39,7 +40,7 @@ class Environment:
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             platform=platform.platform(),
             cpu=_cpu_name(),
-            num_cpus=_num_cpus(),
+            num_cpus=len(usable_cores()),
             gpus=[f"{name}, {memory}" for name, _, memory in smi],
             driver=smi[0][1] if smi else None,
             cuda=torch.version.cuda,
@@ -83,12 +84,6 @@ def _gpus() -> list[list[str]]:
     listed = _output("nvidia-smi", query, "--format=csv,noheader")
     rows = [line.split(", ") for line in (listed or "").splitlines()]
     return [row for row in rows if len(row) == 3]
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on every system
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

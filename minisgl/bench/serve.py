@@ -6,7 +6,6 @@ import platform
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from minisgl.bench.figures import Distribution, Figures, Limit, spreads
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
-from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
@@ -262,7 +260,7 @@ async def _measure_point(
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
         run, polled, spent = await _run(console, server, point, schedule, options, title)
-        figures = online_figures(run, polled.counts, load.limits_s).with_energy(spent)
+        figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
@@ -278,7 +276,7 @@ async def _measure_point(
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
-        itls_s=[*chain.from_iterable(request.itls_s for request in run.requests)],
+        itls_s=run.itls_s,
         failures=dict(run.failures),
         timeline=polled.samples,
     )

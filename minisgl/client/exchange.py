@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urljoin
 
@@ -76,21 +75,18 @@ def data_of(event: bytes) -> bytes:
     return b"\n".join(line[len(DATA) :].strip() for line in lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    status: int
-    body: bytes
-
-
-async def get(url: str, headers: Mapping[str, str], timeout_s: float = DOCUMENT_S) -> Document:
-    """Gets a document, following redirects within the origin. Raises ServerError."""
+async def get(
+    url: str, headers: Mapping[str, str], timeout_s: float = DOCUMENT_S
+) -> tuple[int, bytes]:
+    """Gets status and body of a document, following redirects within the origin. Raises
+    ServerError."""
     for _ in range(1 + MAX_REDIRECTS):
         async with open_stream(
             "GET", url, headers, timeout_s=timeout_s, max_bytes=DOCUMENT_BYTES
         ) as stream:
             place = stream.head.redirect
             if place is None:
-                return Document(stream.head.status, await stream.whole())
+                return stream.head.status, await stream.whole()
         if not _is_within_origin(url, place):
             raise ServerError(f"{url} {describe_redirect(url, place)}")
         url = urljoin(url, place)

@@ -35,11 +35,11 @@ async def list_models(
     base_url: str, api_key: str, timeout_s: float = DOCUMENT_S
 ) -> list[ServedModel]:
     """Lists the models. Raises RefusedError for an error status, else other ServerErrors."""
-    found = await get(f"{base_url}/models", headers_of(api_key), timeout_s)
-    if found.status != 200:
-        raise refused(f"The server at {base_url}", found.status, found.body, api_key)
+    status, body = await get(f"{base_url}/models", headers_of(api_key), timeout_s)
+    if status != 200:
+        raise refused(f"The server at {base_url}", status, body, api_key)
     try:
-        return msgspec.json.decode(found.body, type=_ModelList).data
+        return msgspec.json.decode(body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_openai(base_url, error) from error
 

@@ -29,11 +29,12 @@ from minisgl.config.facts import (
     page_bytes,
     slot_bytes,
 )
-from minisgl.config.memory import memory_bytes
+from minisgl.config.machine import memory_bytes, usable_cores
 from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
     check_at_least,
+    check_choice,
     check_parameter,
     check_types,
     option,

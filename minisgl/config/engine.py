@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass, fields
 
 from minisgl.config.facts import DTYPES
-from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
+from minisgl.config.options import (
+    check_at_least,
+    check_choice,
+    check_types,
+    option,
+    option_names,
+    refuse,
+)
 from minisgl.errors import ConfigError, one_of
 
 QUANTIZATIONS = ("fp8",)
@@ -165,24 +172,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        self._check_choice("dtype", ("auto", *DTYPES))
-        self._check_choice("device", ("auto", "cuda", "cpu"))
-        self._check_choice("load_format", ("auto", "dummy"))
-        self._check_choice("model_impl", ("auto", "native", "adopted"))
-        self._check_choice("cache_type", ("radix", "naive"))
-        self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
-        self._check_choice("dense_copies", ("auto", "always", "never"))
-        self._check_choice("schedule_policy", ("fcfs", "lpm"))
-        self._check_choice("quantization", (None, *QUANTIZATIONS))
-        check_at_least(self, "tp", 1)
-        check_at_least(self, "pp", 1)
+        check_choice(self, "dtype", ("auto", *DTYPES))
+        check_choice(self, "device", ("auto", "cuda", "cpu"))
+        check_choice(self, "load_format", ("auto", "dummy"))
+        check_choice(self, "model_impl", ("auto", "native", "adopted"))
+        check_choice(self, "cache_type", ("radix", "naive"))
+        check_choice(self, "kv_cache_dtype", ("auto", "model", "fp8"))
+        check_choice(self, "dense_copies", ("auto", "always", "never"))
+        check_choice(self, "schedule_policy", ("fcfs", "lpm"))
+        check_choice(self, "quantization", (None, *QUANTIZATIONS))
+        for name in ("tp", "pp", "nnodes", "page_size", "max_seq_len_override"):
+            check_at_least(self, name, 1)
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
-        check_at_least(self, "page_size", 1)
-        check_at_least(self, "max_seq_len_override", 1)
-        check_at_least(self, "max_running_requests", 1)
-        check_at_least(self, "max_queued_requests", 1)
-        check_at_least(self, "max_prefill_length", 1)
+        for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):
+            check_at_least(self, name, 1)
         check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
@@ -210,7 +214,6 @@ class EngineConfig:
             refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
 
     def _check_nodes(self) -> None:
-        check_at_least(self, "nnodes", 1)
         if not 0 <= self.node_rank < self.nnodes:
             refuse(self, "node_rank", f"allowed: 0 to {self.nnodes - 1} (--nnodes {self.nnodes})")
         if self.tp * self.pp % self.nnodes:
@@ -224,10 +227,6 @@ class EngineConfig:
             refuse(self, "master_addr", "allowed: a host name or an address")
         if not 1 <= self.master_port <= 65535:
             refuse(self, "master_port", "allowed: 1 to 65535")
-
-    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
-        if getattr(self, name) not in choices:
-            refuse(self, name, one_of([choice for choice in choices if choice is not None]))
 
 
 def refuse_engine_options(config: EngineConfig) -> None:

@@ -66,11 +66,17 @@ class StateSpec:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]  # of each, one of DTYPES
+    num_heads: int = 1  # ranks divide the first dimension of each by them
 
     @property
     def bytes_per_slot(self) -> int:
         tensors = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
+
+    def on_rank(self, num_ranks: int) -> StateSpec:
+        """The state on one of `num_ranks` ranks, which must divide the number of heads."""
+        shapes = tuple((first // num_ranks, *others) for first, *others in self.shapes)
+        return replace(self, shapes=shapes, num_heads=self.num_heads // num_ranks)
 
 
 LayerSpec = KVSpec | SharedKV | StateSpec  # what a layer keeps between steps
@@ -182,7 +188,7 @@ class ModelFacts:
     max_seq_len: int
     max_seq_len_reason: str | None  # why a longer --max-seq-len-override is refused; None: allowed
     vocab_size: int
-    attention: tuple[AttentionSpec, ...]  # one per layer
+    layers: tuple[AttentionSpec | StateSpec, ...]  # what each attends to, or keeps instead
     intermediate_size: int  # greatest common divisor of the inner sizes of MLPs and experts
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
@@ -200,12 +206,29 @@ class ModelFacts:
         parts = (self.quantized, self.experts and self.experts.quantized)
         return any(part.scheme.activations != Activations.NONE for part in parts if part)
 
-    def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """The KV cache of each layer in `dtype`: one of DTYPES, or FP8."""
-        scales = [UNSCALED] * len(self.attention)
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """Of each layer that attends."""
+        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """Of each layer that keeps a state instead."""
+        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+
+    def layer_specs(self, dtype: str) -> tuple[KVSpec | StateSpec, ...]:
+        """What each layer keeps, with KV caches in `dtype`: one of DTYPES, or FP8."""
+        scales = [UNSCALED] * len(self.layers)
         if dtype == FP8 and self.kv_scales is not None:
             scales = list(self.kv_scales)
-        return tuple(spec.kv(dtype, its) for spec, its in zip(self.attention, scales, strict=True))
+        return tuple(
+            spec.kv(dtype, its) if isinstance(spec, AttentionSpec) else spec
+            for spec, its in zip(self.layers, scales, strict=True)
+        )
+
+    def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
+        """The KV cache of each layer that attends, in `dtype` as for layer_specs."""
+        return tuple(spec for spec in self.layer_specs(dtype) if isinstance(spec, KVSpec))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes per token of the KV caches of all layers in `dtype`."""
@@ -227,6 +250,8 @@ class ModelFacts:
     def can_divide(self, num_ranks: int) -> bool:
         """True if the model can be sharded over `num_ranks` ranks."""
         heads = self.divides_heads
+        if any(spec.num_heads % num_ranks for spec in self.states):
+            return False
         return (self.one_rank is None or num_ranks == 1) and all(
             can_divide(
                 num_ranks,
@@ -242,7 +267,7 @@ class ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         if not self.divides_heads:
             return self
-        return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
+        return replace(self, layers=tuple(spec.on_rank(num_ranks) for spec in self.layers))
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each of `num_stages` pipeline stages, of about equal work in decoding,
@@ -253,7 +278,7 @@ class ModelFacts:
         if self.experts is not None:
             num_experts = self.experts.num_layers * self.experts.num_experts
             layers += num_experts * self.experts.weight_bytes(dtype)
-        num_layers = len(self.attention)
+        num_layers = len(self.layers)
         head = self.num_head_weights * DTYPE_BYTES[dtype] * num_layers / layers
         return split_layers(num_layers, num_stages, head)
 
@@ -263,7 +288,7 @@ class ModelFacts:
         scales = self.kv_scales
         return replace(
             self,
-            attention=self.attention[part],
+            layers=self.layers[part],
             kv_scales=None if scales is None else scales[part],
         )
 

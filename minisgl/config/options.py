@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, one_of
 from minisgl.request import PARAMETERS
 
 TYPE_NAMES: dict[Any, str] = {
@@ -70,6 +71,12 @@ def check_types(config: Any) -> None:
         if type(value) not in kinds:
             names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
             refuse(config, name, f"allowed: {names}")
+
+
+def check_choice(config: Any, name: str, choices: Collection[str | None]) -> None:
+    """Raise ConfigError if field `name` has none of the values `choices`."""
+    if getattr(config, name) not in choices:
+        refuse(config, name, one_of([choice for choice in choices if choice is not None]))
 
 
 def check_parameter(config: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minisgl.config.engine import EngineConfig
@@ -123,35 +123,31 @@ def resolve(
     no attention backend supports the model on the device.
     """
     notes: list[str] = []
-    target = config.device
-    if target == "auto":
-        target = "cuda" if device.has_cuda else "cpu"
-    elif target == "cuda" and not device.has_cuda:
-        raise ConfigError(
-            "--device", "cuda", "PyTorch finds no usable GPU here; allowed: auto or cpu"
-        )
-
-    _check_tp(config, model, device, target)
-    _check_pp(config, model, device, target)
-    dtype = _resolve_dtype(config, model, target, notes)
-    kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
-    prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
+    if config.device == "auto":
+        config = replace(config, device="cuda" if device.has_cuda else "cpu")
+    elif config.device == "cuda" and not device.has_cuda:
+        refuse(config, "device", "PyTorch finds no usable GPU here; allowed: auto or cpu")
+    _check_tp(config, model, device)
+    _check_pp(config, model, device)
+    dtype = _resolve_dtype(config, model, notes)
+    kv_dtype = _resolve_kv_dtype(config, model, device, dtype, notes)
+    prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
     resolved: dict[str, Any] = {
-        "device": target,
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "load_format": "safetensors" if config.load_format == "auto" else config.load_format,
         "max_seq_len": _resolve_max_seq_len(config, model, notes),
-        "num_pages": _resolve_num_pages(config, model, device, target, kv_dtype, page_size),
+        "num_pages": _resolve_num_pages(config, model, device, kv_dtype, page_size),
         "page_size": page_size,
+        "cache_type": _resolve_cache_type(config, model, notes),
         "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
         "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
         "disk_cache": config.disk_cache or "",
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
-        "cuda_graph_max_bs": _resolve_graphs(config, device, target, decode, notes),
+        "cuda_graph_max_bs": _resolve_graphs(config, device, decode, notes),
         "overlap": overlap,
         "notes": tuple(notes),
     }
@@ -159,10 +155,10 @@ def resolve(
     return ResolvedConfig(**resolved, **{name: getattr(config, name) for name in others})
 
 
-def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     nodes = config.nnodes
-    here, found = _room_here(config, device, target)
+    here, found = _room_here(config, device)
     allowed = [
         size
         for size in range(1, nodes * here + 1)
@@ -185,11 +181,11 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
 
-def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
     """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
     nodes = config.nnodes
-    here, found = _room_here(config, device, target)
-    num_layers = len(model.attention)
+    here, found = _room_here(config, device)
+    num_layers = len(model.layers)
     room = nodes * here // config.tp
     if config.pp > 1 and model.one_stage is not None:
         refuse(config, "pp", f"{model.one_stage}; {one_of([1])}")
@@ -197,7 +193,7 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
         return
     reason = f"this model has {num_layers} layers"
     if config.pp > room:
-        reason = f"there are {found}" if target == "cuda" else found
+        reason = f"there are {found}" if config.device == "cuda" else found
         if config.tp > 1:
             reason += f", and each stage has {config.tp} ranks (--tp)"
     allowed = [
@@ -206,18 +202,18 @@ def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
     refuse(config, "pp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
 
-def _room_here(config: EngineConfig, device: DeviceFacts, target: str) -> tuple[int, str]:
+def _room_here(config: EngineConfig, device: DeviceFacts) -> tuple[int, str]:
     """The largest number of ranks on this node, and the words for it."""
     nodes = config.nnodes
-    most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
-    found = f"{most} GPUs" if target == "cuda" else f"at most {most} ranks on a CPU"
+    most = max(1, device.num_gpus) if config.device == "cuda" else MAX_CPU_RANKS // nodes
+    found = f"{most} GPUs" if config.device == "cuda" else f"at most {most} ranks on a CPU"
     return most, f"{found} on this one of {nodes} nodes" if nodes > 1 else found
 
 
-def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
+def _resolve_dtype(config: EngineConfig, model: ModelFacts, notes: list[str]) -> str:
     if config.dtype != "auto":
         return config.dtype
-    if target == "cpu":
+    if config.device == "cpu":
         return "float32"
     if model.dtype == "float32":
         notes.append("a float32 checkpoint runs in float16; --dtype bfloat16 has the wider range")
@@ -225,17 +221,12 @@ def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: 
 
 
 def _resolve_kv_dtype(
-    config: EngineConfig,
-    model: ModelFacts,
-    device: DeviceFacts,
-    target: str,
-    dtype: str,
-    notes: list[str],
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, dtype: str, notes: list[str]
 ) -> str:
     wanted = config.kv_cache_dtype
     if wanted == "model" or (wanted == "auto" and model.kv_scales is None):
         return dtype
-    if reason := _why_no_fp8_kv(config, device, target):
+    if reason := _why_no_fp8_kv(config, device):
         if wanted == "fp8":
             refuse(config, "kv_cache_dtype", f"{reason}; {one_of(('auto', 'model'))}")
         notes.append(f"KV cache in {dtype}, although the checkpoint brings FP8 scales: {reason}")
@@ -245,10 +236,10 @@ def _resolve_kv_dtype(
     return FP8
 
 
-def _why_no_fp8_kv(config: EngineConfig, device: DeviceFacts, target: str) -> str | None:
+def _why_no_fp8_kv(config: EngineConfig, device: DeviceFacts) -> str | None:
     """Why the KV cache cannot be in FP8; None if it can."""
     capability = device.compute_capability
-    if target == "cuda" and capability is not None and capability < OLDEST_WITH_FP8:
+    if config.device == "cuda" and capability is not None and capability < OLDEST_WITH_FP8:
         oldest, found = (".".join(map(str, pair)) for pair in (OLDEST_WITH_FP8, capability))
         return f"FP8 needs a GPU of compute capability {oldest} or newer, and this one has {found}"
     for backend in device.backends:
@@ -264,12 +255,7 @@ def _backend_pair(attn: str) -> tuple[str, str]:
 
 
 def _resolve_attention(
-    config: EngineConfig,
-    device: DeviceFacts,
-    target: str,
-    dtype: str,
-    kv_dtype: str,
-    notes: list[str],
+    config: EngineConfig, device: DeviceFacts, dtype: str, kv_dtype: str, notes: list[str]
 ) -> tuple[BackendFacts, BackendFacts]:
     """The backends for prefill and decode."""
     missing, fp8 = device.missing_backends, kv_dtype == FP8
@@ -277,7 +263,7 @@ def _resolve_attention(
         backend
         for backend in device.backends
         if backend.name not in missing
-        and (backend.runs_on_cpu or target != "cpu")
+        and (backend.runs_on_cpu or config.device != "cpu")
         and (backend.float32 or dtype != "float32")
         and (backend.fp8_rank is not None or not fp8)
     ]
@@ -290,7 +276,7 @@ def _resolve_attention(
         if name != "auto" and name not in allowed:
             half_only = any(each.name == name and not each.float32 for each in device.backends)
             why = missing.get(name)
-            if target == "cpu":
+            if config.device == "cpu":
                 why = f"{name} needs a GPU"
             elif dtype == "float32" and half_only:
                 why = f"{name} computes in bfloat16 and float16 only"
@@ -334,12 +320,12 @@ def _resolve_page_size(
 
 
 def _resolve_graphs(
-    config: EngineConfig, device: DeviceFacts, target: str, decode: BackendFacts, notes: list[str]
+    config: EngineConfig, device: DeviceFacts, decode: BackendFacts, notes: list[str]
 ) -> int:
     """The largest decode batch to capture if memory permits; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
-    if target == "cpu":
+    if config.device == "cpu":
         reason = "CUDA graphs need a GPU"
     elif not decode.captures_decode:
         reason = f"decoding by {decode.name} needs the host at each step, and runs without graphs"
@@ -348,7 +334,7 @@ def _resolve_graphs(
     if reason is not None:
         if wanted:
             refuse(config, "cuda_graph_max_bs", f"{reason}; allowed: 0")
-        if target == "cuda":
+        if config.device == "cuda":
             notes.append(reason)
         return 0
     if wanted is None:
@@ -369,17 +355,31 @@ def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[st
 
 
 def _resolve_num_pages(
-    config: EngineConfig,
-    model: ModelFacts,
-    device: DeviceFacts,
-    target: str,
-    kv_dtype: str,
-    page_size: int,
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, kv_dtype: str, page_size: int
 ) -> int:
-    if config.num_pages is not None or target == "cuda":
+    if config.num_pages is not None or config.device == "cuda":
         return config.num_pages or 0
     room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
+
+
+def _resolve_cache_type(config: EngineConfig, model: ModelFacts, notes: list[str]) -> str:
+    """Raise ConfigError where pages are to be kept, of a model that needs more than pages."""
+    if not model.states:
+        return config.cache_type
+    for name, off in (("host_cache", 0), ("disk_cache", "none")):
+        if getattr(config, name):
+            refuse(
+                config,
+                name,
+                "this model keeps a state for each request, which no page of the KV cache has; "
+                f"allowed: {off}",
+            )
+    if config.cache_type != "naive":
+        notes.append(
+            "prefix cache off: this model keeps a state for each request, which no page has"
+        )
+    return "naive"
 
 
 def _resolve_host_pages(

@@ -209,7 +209,7 @@ def _tell_of_windows(model: ModelFacts, max_seq_len: int) -> None:
             "%d of %d layers have sliding windows: a request of %d tokens reads %.0f %% of the KV "
             "cache that it holds, since pages behind windows are kept",
             num_windows,
-            len(model.attention),
+            len(model.layers),
             max_seq_len,
             100 * share,
         )

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.grammar.matching import GrammarMatcher
+from minisgl.grammar.matching import REFUSED, GrammarMatcher
 from minisgl.grammar.vocabulary import Vocabulary
 from minisgl.matcher import WORD_BITS, MaskRows, Matcher
 from minisgl.text.parsing.selection import AnswerFormat
@@ -25,9 +25,11 @@ class ReasoningGate:
 
     closing: str  # the marker's text
     closing_ids: tuple[int, ...]  # its tokens
-    opening_id: int | None = None  # of a model that opens the block itself
+    opening_ids: tuple[int, ...] = ()  # of a model that opens the block itself
     is_open: bool = False  # by the prompt
     budget: int | None = None
+    following_ids: tuple[int, ...] = ()  # the tokens that must follow the marker
+    barred_ids: tuple[int, ...] = ()  # what reasoning cannot have, for it would end it
 
 
 async def reasoning_gate(
@@ -44,16 +46,34 @@ async def reasoning_gate(
     if form.reasoning is None:
         return None
     open, close = form.reasoning.open, form.reasoning.close
-    closing = form.marker_ids.get(close)
-    ids = [closing] if closing is not None else await encode(close, add_special_tokens=False)
+
+    async def ids_of(text: str) -> tuple[int, ...]:
+        marker = form.marker_ids.get(text)
+        if marker is not None or not text:
+            return () if marker is None else (marker,)
+        return tuple(await encode(text, add_special_tokens=False))
+
+    # Otherwise text could begin like a marker, and go on in another way.
+    has_opening = open in form.marker_ids or form.messages is not None
     return ReasoningGate(
-        close, tuple(ids), opening_id=form.marker_ids.get(open), is_open=is_open, budget=budget
+        close,
+        await ids_of(close),
+        opening_ids=await ids_of(open) if has_opening else (),
+        is_open=is_open,
+        budget=budget,
+        following_ids=await ids_of(form.reasoning.after),
+        barred_ids=tuple(
+            token_id
+            for text, token_id in form.marker_ids.items()
+            if form.messages is not None and text != close
+        ),
     )
 
 
 class _Stage(enum.Enum):
-    BEFORE = enum.auto()  # the first token decides whether there is any reasoning
+    BEFORE = enum.auto()  # the first tokens decide whether there is any reasoning
     INSIDE = enum.auto()
+    FOLLOWING = enum.auto()  # what must come next is forced
     BETWEEN = enum.auto()  # line breaks may follow
     AFTER = enum.auto()
 
@@ -69,9 +89,12 @@ class GatedMatcher:
         self._inner = inner
         self._stage = _Stage.INSIDE if gate.is_open else _Stage.BEFORE
         self._closing = gate.closing.encode()
+        self._num_opened = 0  # tokens of the opening marker, with which the answer may begin too:
+        self._ahead: GrammarMatcher | None = None  # `inner` after them
         self._num_tokens = 0  # of reasoning
         self._num_forced = 0  # tokens of the closing marker that the budget has forced
         self._tail = b""  # of the reasoning, as much as may begin the marker
+        self._num_followed = 0
         self._num_line_breaks = 0
         self._error: str | None = None
 
@@ -96,11 +119,9 @@ class GatedMatcher:
 
     def copy(self) -> GatedMatcher:
         """A matcher in the same state, which goes its own way."""
-        inner = None if self._inner is None else self._inner.copy()
-        copied = GatedMatcher(self._gate, self._vocabulary, inner)
+        copied = GatedMatcher(self._gate, self._vocabulary, None)
         for name, value in vars(self).items():
-            if name != "_inner":
-                setattr(copied, name, value)
+            setattr(copied, name, value.copy() if isinstance(value, GrammarMatcher) else value)
         return copied
 
     # -- tokens ------------------------------------------------------------------------------------
@@ -115,13 +136,32 @@ class GatedMatcher:
     def _accept(self, token_id: int) -> None:
         if self._stage is _Stage.INSIDE:
             self._accept_reasoning(token_id)
-        elif self._stage is _Stage.BEFORE and token_id == self._gate.opening_id:
-            self._stage = _Stage.INSIDE
+        elif self._stage is _Stage.FOLLOWING:
+            self._accept_following(token_id)
+        elif self._stage is _Stage.BEFORE and token_id == self._next_opening:
+            self._accept_opening(token_id)
         elif self._stage is _Stage.BETWEEN and self._is_line_break(token_id):
             self._num_line_breaks += self._vocabulary.line_breaks[token_id]
         else:
             self._stage = _Stage.AFTER
+            self._inner, self._ahead = self._ahead or self._inner, None
             self._accept_after([token_id])
+
+    def _accept_opening(self, token_id: int) -> None:
+        self._num_opened += 1
+        if self._num_opened == len(self._gate.opening_ids):
+            self._stage, self._ahead = _Stage.INSIDE, None
+        elif self._inner is not None:
+            self._ahead = self._ahead or self._inner.copy()
+            self._ahead.accept([token_id])
+
+    def _accept_following(self, token_id: int) -> None:
+        following = self._gate.following_ids
+        if token_id != following[self._num_followed]:
+            self._error = REFUSED
+        self._num_followed += 1
+        if self._num_followed == len(following):
+            self._stage = _Stage.AFTER
 
     def _accept_after(self, token_ids: Sequence[int]) -> None:
         if self._inner is not None:
@@ -138,7 +178,7 @@ class GatedMatcher:
             closed = self._closes_as_text(token_id)
         self._num_tokens += 1
         if closed:
-            self._stage = _Stage.BETWEEN
+            self._stage = _Stage.FOLLOWING if gate.following_ids else _Stage.BETWEEN
 
     def _closes_as_text(self, token_id: int) -> bool:
         text = self._tail + self._vocabulary.token_bytes[token_id]
@@ -147,6 +187,10 @@ class GatedMatcher:
         if found and rest.strip():
             self._error = CROSSED
         return bool(found)
+
+    @property
+    def _next_opening(self) -> int | None:
+        return next(iter(self._gate.opening_ids[self._num_opened :]), None)
 
     @property
     def _is_forced(self) -> bool:
@@ -161,16 +205,26 @@ class GatedMatcher:
     def fill(self, words: MaskRows) -> None:
         if self._stage is _Stage.INSIDE:
             self._fill_reasoning(words)
-        elif self._inner is None:
-            words.fill(0xFFFFFFFF)
+        elif self._stage is _Stage.FOLLOWING:
+            words.fill(0)
+            _allow(words, self._gate.following_ids[self._num_followed])
         else:
-            self._inner.fill(words)
-            if self._stage is _Stage.BEFORE and self._gate.budget != 0:
-                _allow(words, self._gate.opening_id)
-            elif self._stage is _Stage.BETWEEN:
-                for token_id in self._vocabulary.line_breaks:
-                    if self._is_line_break(token_id):
-                        _allow(words, token_id)
+            self._fill_answer(words)
+
+    def _fill_answer(self, words: MaskRows) -> None:
+        inner = self._ahead or self._inner
+        if inner is None:
+            words.fill(0xFFFFFFFF)
+        elif inner.error is not None and inner is self._ahead:
+            words.fill(0)  # the answer does not begin as the reasoning does
+        else:
+            inner.fill(words)
+        if self._stage is _Stage.BEFORE and self._gate.budget != 0:
+            _allow(words, self._next_opening)
+        elif self._stage is _Stage.BETWEEN and inner is not None:
+            for token_id in self._vocabulary.line_breaks:
+                if self._is_line_break(token_id):
+                    _allow(words, token_id)
 
     def _fill_reasoning(self, words: MaskRows) -> None:
         if self._is_forced:
@@ -181,9 +235,11 @@ class GatedMatcher:
             words.fill(0xFFFFFFFF)
         else:
             words[:] = self._vocabulary.unfinished  # an answer must follow
+        for token_id in self._gate.barred_ids:
+            _forbid(words, token_id)
         if len(self._gate.closing_ids) > 1 and (begun := self._begun()):
             for token_id in self._vocabulary.crossing(self._closing[begun:]):
-                words[token_id // WORD_BITS] &= ~(1 << int(token_id) % WORD_BITS) & 0xFFFFFFFF
+                _forbid(words, int(token_id))
 
     def heal(self) -> bool:
         return self._error is None and self._inner is not None and self._inner.heal()
@@ -197,6 +253,10 @@ class GatedMatcher:
 def _allow(words: MaskRows, token_id: int | None) -> None:
     if token_id is not None:
         words[token_id // WORD_BITS] |= 1 << token_id % WORD_BITS
+
+
+def _forbid(words: MaskRows, token_id: int) -> None:
+    words[token_id // WORD_BITS] &= ~(1 << token_id % WORD_BITS) & 0xFFFFFFFF
 
 
 def sole_grammar(matcher: Matcher | None) -> GrammarMatcher | None:

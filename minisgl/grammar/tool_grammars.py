@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +24,8 @@ from minisgl.grammar.source import (
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
+from minisgl.text.parsing.gemma_format import CALL as GEMMA_CALL
+from minisgl.text.parsing.gemma_format import QUOTE
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
@@ -31,9 +33,10 @@ from minisgl.text.parsing.xml_format import FUNCTION, types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS)
+OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS, GEMMA_CALL)
+PLAIN_KEY = re.compile(r"[^<>{}\[\]:,\"\s\/]+")
+SCALAR = r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null"
 ANY_TEXT = r"/(.|\n)*/"
-END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.
 PYTHON_ESCAPES = 'nrbtf\\"'
 
@@ -83,11 +86,17 @@ def tool_calls(
         for index, name in enumerate(names)
     ]
     any_call = grammar.rule("any_call", " | ".join(bodies))
-    further = f"({grammar.text(spelling.between + spelling.head)} {any_call})*" if parallel else ""
+    more = f"({grammar.text(spelling.between + spelling.head)} {any_call})*"
+    further = more if parallel and not spelling.single else ""
     after = f"{further} {grammar.text(spelling.end)}"  # the first call
     beginning = spelling.begin + spelling.head
     if required:
         grammar.rule("start", grammar.text(beginning), any_call, after)
+    elif all(spelling.aside):
+        before, behind = map(grammar.text, spelling.aside)
+        grammar.rule("aside", f"{before} {ANY_TEXT} {behind}")
+        text_or_calls = f"{grammar.text(spelling.text)} {ANY_TEXT} | {grammar.text(beginning)}"
+        grammar.rule("start", f"aside* ({text_or_calls} {any_call} {after})")
     elif opening := next((text for text in OPENINGS if beginning.startswith(text)), ""):
         _optional_calls(grammar, opening, beginning, f"{any_call} {after}")
     else:
@@ -101,19 +110,35 @@ def tool_calls(
     return StructuredOutput(tool_calls=text, field=field)
 
 
-def calls_or(calls: StructuredOutput, answer: StructuredOutput) -> StructuredOutput:
-    """A constraint for answers that either make calls, as `calls` says, or are like `answer`."""
+def calls_or(
+    calls: StructuredOutput, answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
+) -> StructuredOutput:
+    """A constraint for answers that either make calls, as `calls` says, or are like `answer`.
+
+    header: what is written before such an answer, which is markup.
+    """
     assert calls.tool_calls is not None
     text = calls.tool_calls.text
     first, *others = json.loads(text)["grammars"] if text.startswith("{") else [_named("", text)]
+    start = f"start: @tool_calls | {marked(header, marker_ids)} @answer{OPTIONS}"
     parts = [
-        _named("", "start: @tool_calls | @answer"),
+        _named("", start),
         {**first, "name": "tool_calls"},
         *others,
         _named("answer", grammar_text(source_of(answer))),
     ]
     both = ToolCallGrammar(json.dumps({"grammars": parts}), (*calls.tool_calls.parts, answer))
     return StructuredOutput(tool_calls=both, field=answer.field)
+
+
+def headed(
+    answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
+) -> StructuredOutput:
+    """A constraint for answers like `answer` with a header, which is markup."""
+    start = f"start: {marked(header, marker_ids)} @answer{OPTIONS}"
+    parts = [_named("", start), _named("answer", grammar_text(source_of(answer)))]
+    whole = ToolCallGrammar(json.dumps({"grammars": parts}), (answer,))
+    return StructuredOutput(tool_calls=whole, field=answer.field)
 
 
 def _named(name: str, lark: str) -> dict[str, str]:
@@ -171,11 +196,10 @@ class _Grammar:
 
     def __init__(self, spelling: CallSpelling, marker_ids: Mapping[str, int]) -> None:
         self.style = spelling.arguments
+        self.tags = spelling.tags
         self.marker_ids = marker_ids
         self._rules: list[str] = []
         self._nested: list[dict[str, str]] = []  # grammars of their own
-        markers = "|".join(map(re.escape, marker_ids))
-        self._markers = re.compile(f"({markers})" if markers else "(?!)")
 
     def rule(self, name: str, *parts: str) -> str:
         """Add a rule; returns its name."""
@@ -184,12 +208,7 @@ class _Grammar:
 
     def text(self, text: str) -> str:
         """An expression for a text with markers in it; "" for none."""
-        parts = self._markers.split(text)
-        return " ".join(
-            f"<[{self.marker_ids[part]}]>" if part in self.marker_ids else string(part)
-            for part in parts
-            if part
-        )
+        return marked(text, self.marker_ids)
 
     def nest(self, name: str, lark: str) -> str:
         """Add a grammar of its own; returns an expression for it."""
@@ -201,6 +220,14 @@ class _Grammar:
         if not self._nested:
             return lark
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._nested]})
+
+
+def marked(text: str, marker_ids: Mapping[str, int]) -> str:
+    """An expression for a text in which `marker_ids` are tokens; "" for none."""
+    parts = re.split(f"({'|'.join(map(re.escape, marker_ids))})", text) if marker_ids else [text]
+    return " ".join(
+        f"<[{marker_ids[part]}]>" if part in marker_ids else string(part) for part in parts if part
+    )
 
 
 def string(text: str) -> str:
@@ -220,7 +247,7 @@ class _Arguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         required = self._root.get("required")
         self._required = required if isinstance(required, list | tuple) else ()
-        if tool.lark is not None and grammar.style is not ArgumentStyle.XML:
+        if tool.lark is not None and grammar.style is not ArgumentStyle.TAGS:
             raise InvalidRequestError(
                 tool.field,
                 "cannot be enforced: the model writes the input of tools as a JSON string. Use a "
@@ -228,7 +255,8 @@ class _Arguments:
             )
         write = {
             ArgumentStyle.JSON: self._json,
-            ArgumentStyle.XML: self._xml,
+            ArgumentStyle.TAGS: self._tagged,
+            ArgumentStyle.QUOTED: self._quoted,
             ArgumentStyle.PYTHON: self._python,
         }[grammar.style]
         self.rule = write()
@@ -237,36 +265,38 @@ class _Arguments:
         schema = inline_schema(self._root, schema_options(strict=self._tool.strict))
         return self._grammar.rule(f"{self._name}_arguments", schema)
 
-    # -- XML ---------------------------------------------------------------------------------------
+    # -- tags --------------------------------------------------------------------------------------
 
-    def _xml(self) -> str:
+    def _tagged(self) -> str:
         parts = []
+        before_key, before_value = map(self._grammar.text, self._grammar.tags[:2])
         for index, key in enumerate(self._properties):
             name = f"{self._name}_{index}"
-            head = string(f"<parameter={key}>\n")
-            rule = self._grammar.rule(name, head, self._xml_value(name, key))
+            head = f"{before_key} {string(key)} {before_value}"
+            rule = self._grammar.rule(name, head, self._tagged_value(name, key))
             parts.append(rule if key in self._required else f"{rule}?")
         if not self._properties and self._root.get("additionalProperties") is not False:
             value = self._raw_text(f"{self._name}_value", ANY_TEXT)
-            parts.append(f'("<parameter=" /[^<>\\n]+/ ">\\n" {value})*')
+            parts.append(f"({before_key} /[^<>\\n]+/ {before_value} {value})*")
         return self._grammar.rule(f"{self._name}_arguments", " ".join(parts) or '""')
 
-    def _xml_value(self, name: str, key: str) -> str:
+    def _tagged_value(self, name: str, key: str) -> str:
         tool, schema = self._tool, self._properties[key]
+        end = self._grammar.text(self._grammar.tags[2])
         if tool.lark is not None:
-            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {string(END_OF_VALUE)}"
+            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {end}"
         if tool.regex is not None:
-            return f"{inline_regex(tool.regex)} {string(END_OF_VALUE)}"
+            return f"{inline_regex(tool.regex)} {end}"
         types = types_of(self._root, key)
         if (types or tool.strict) and "string" not in types:
-            return f"{self._schema_of(key, {})} {string(END_OF_VALUE)}"
+            return f"{self._schema_of(key, {})} {end}"
         constants = _constants(schema)
         if constants:
             texts = (
                 value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 for value in constants
             )
-            return f"({' | '.join(map(string, texts))}) {string(END_OF_VALUE)}"
+            return f"({' | '.join(map(string, texts))}) {end}"
         if tool.strict and "format" in schema:
             raise InvalidRequestError(
                 tool.field,
@@ -276,12 +306,13 @@ class _Arguments:
         return self._raw_text(f"{name}_value", _text_regex(schema))
 
     def _raw_text(self, name: str, regex: str) -> str:
-        self._grammar.rule(f"{name}[suffix={string(END_OF_VALUE)}]", regex)
+        end = self._grammar.tags[2]
+        if end.startswith(tuple(self._grammar.marker_ids)):  # which no text has in it
+            return self._grammar.rule(name, regex, self._grammar.text(end))
+        self._grammar.rule(f"{name}[suffix={string(end)}]", regex)
         return name
 
-    # -- Python ------------------------------------------------------------------------------------
-
-    def _python(self) -> str:
+    def _listed(self, assign: str, separator: str, value: Callable[[str], str]) -> str:
         """`first_i`: the arguments from i on, the first of the call; `next_i`: others precede."""
         keys = [*self._properties]
         name, rule = self._name, self._grammar.rule
@@ -289,6 +320,56 @@ class _Arguments:
         rule(f"{name}_next_{len(keys)}", '""')
         for index in reversed(range(len(keys))):
             key = keys[index]
+            argument = rule(f"{name}_{index}", string(f"{key}{assign}"), value(key))
+            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
+            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
+            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
+            rule(
+                f"{name}_next_{index}",
+                f'"{separator}" {argument} {name}_next_{index + 1}{skip_next}',
+            )
+        return f"{name}_first_0"
+
+    # -- Gemma -------------------------------------------------------------------------------------
+
+    def _quoted(self) -> str:
+        for key in self._properties:
+            if not PLAIN_KEY.fullmatch(key):
+                raise InvalidRequestError(
+                    self._tool.field,
+                    f"at /properties/{escaped(key)}: the model writes names without quotes, where "
+                    "blanks, quotes, brackets, commas and colons cannot be read; rename it.",
+                )
+        return self._listed(":", ",", self._quoted_value)
+
+    def _quoted_value(self, key: str) -> str:
+        tool, schema, quote = self._tool, self._properties[key], self._grammar.text(QUOTE)
+        if tool.regex is not None:
+            return f"{quote} {inline_regex(tool.regex)} {quote}"
+        types = types_of(self._root, key)
+        if types and not types & {"string", "array", "object"}:
+            return self._schema_of(key, {})
+        if types == {"string"}:
+            texts = " | ".join(string(value) for value in _constants(schema))
+            return f"{quote} {f'({texts})' if texts else _text_regex(schema)} {quote}"
+        if tool.strict:
+            raise InvalidRequestError(
+                tool.field,
+                f"at /properties/{escaped(key)}: cannot be enforced, for the model does not write "
+                "lists and objects in calls as JSON; do without strict.",
+            )
+        name = f"{self._name}_{[*self._properties].index(key)}_value"
+        rule = self._grammar.rule
+        rule(f"{name}_pair", f'/{PLAIN_KEY.pattern}/ ":" {name}')
+        rule(f"{name}_list", f'"[" ({name} ("," {name})*)? "]"')
+        rule(f"{name}_object", f'"{{" ({name}_pair ("," {name}_pair)*)? "}}"')
+        text = f"{quote} {ANY_TEXT} {quote}"
+        return rule(name, f"{text} | {name}_list | {name}_object | /{SCALAR}/")
+
+    # -- Python ------------------------------------------------------------------------------------
+
+    def _python(self) -> str:
+        for key in self._properties:
             if not is_key(key):
                 raise InvalidRequestError(
                     self._tool.field,
@@ -296,12 +377,7 @@ class _Arguments:
                     "where a name with quotes, brackets or any of = , : * cannot be read; rename "
                     "it.",
                 )
-            argument = rule(f"{name}_{index}", string(f"{key}="), self._python_value(key))
-            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
-            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
-            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
-            rule(f"{name}_next_{index}", f'", " {argument} {name}_next_{index + 1}{skip_next}')
-        return f"{name}_first_0"
+        return self._listed("=", ", ", self._python_value)
 
     def _python_value(self, key: str) -> str:
         if types_of(self._root, key) == {"boolean"}:

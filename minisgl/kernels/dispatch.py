@@ -66,7 +66,8 @@ def qk_norm_rope_store_kv(
 ) -> Tensor:
     """Norm the heads of q and k if there are weights, rotate them, and write k and v to the cache.
 
-    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's.
+    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's;
+    it may be columns of a wider tensor.
     positions and slot_mapping: [num_rows] int64, as in ForwardBatch. The caches: [num_pages,
     page_size, num_kv_heads, head_dim]; two rows may share a slot on the scratch page only, which
     is never read. They are of qkv's dtype, or float8_e4m3fn: then k and v are divided by `scales`

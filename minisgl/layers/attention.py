@@ -9,10 +9,12 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.linear import Linear, RowParallelLinear
+from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.shards import even_shard, kv_head_shard, whole
+
+_GATE = "gate"
 
 
 class SelfAttention(nn.Module):
@@ -20,7 +22,9 @@ class SelfAttention(nn.Module):
     added to the stream. A rank computes its share of the heads.
 
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
-    of the RMS norm of every head of q and k; None: they have none.
+    of the RMS norm of every head of q and k; None: they have none. `adds_one`: as in RMSNorm.
+    `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
+    the one to q, head by head.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         o_bias: bool,
         qk_norm_eps: float | None,
+        adds_one: bool = False,
+        has_gate: bool = False,
     ) -> None:
         super().__init__()
         self._layer = layer
@@ -42,20 +48,28 @@ class SelfAttention(nn.Module):
         heads = even_shard(spec.num_heads, comm.rank, comm.size).times(head_dim)
         kv_heads = kv_head_shard(spec.num_kv_heads, comm.rank, comm.size).times(head_dim)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias)
+        self.has_gate, merged = has_gate, list[MergedMap]()
+        if has_gate:
+            parts[_GATE] = heads
+            merged.append(MergedMap("q_proj", ("q_proj", _GATE), spec.num_heads))
+        self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias, merged=merged)
         self.o_proj = RowParallelLinear("o_proj", heads, hidden_size, format, comm, bias=o_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype)
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype, adds_one=adds_one)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, format.dtype, adds_one=adds_one)
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' K and V into the layer's KV cache."""
         qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
         kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_table)
+        if not self.has_gate:
+            out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
+            return self.o_proj.add_to(out.flatten(1), rows)
+        qkv, gate = qkv.tensor_split((-self.spec.num_heads * self.spec.head_dim,), dim=1)
         out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
-        return self.o_proj.add_to(out.flatten(1), rows)
+        return self.o_proj.add_to(out.flatten(1).mul_(gate.sigmoid()), rows)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:
         q_norm, k_norm = self.q_norm, self.k_norm

@@ -11,6 +11,7 @@ from minisgl.kernels.moe.reference import ByRouter, Choice, Routing
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
+from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
 
@@ -80,3 +81,44 @@ class SparseMoeBlock(nn.Module):
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
         return self.experts.add_to(hidden, ByRouter(logits, self._routing), rows)
+
+
+class SharedExpertMoeBlock(SparseMoeBlock):
+    """A mixture of experts beside one that every row takes: sigmoid(shared_expert_gate(x)) times
+    its result is added to theirs."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        format: WeightFormat,
+        comm: Communicator,
+        *,
+        num_experts: int,
+        top_k: int,
+        expert_size: int,
+        normalize: bool,
+        shared_size: int,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            format,
+            comm,
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_size=expert_size,
+            normalize=normalize,
+        )
+        shared = format.within("shared_expert")
+        self.shared_expert = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
+        gate = {"shared_expert_gate": whole(1)}
+        self.shared_expert_gate = Linear(whole(hidden_size), gate, format)
+        self._comm = comm
+
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
+        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
+        share = self.shared_expert_gate.product(hidden).sigmoid()
+        summand = self.shared_expert.summand(hidden).mul_(share)
+        summand += self.experts.product(hidden, ByRouter(logits, self._routing))
+        if self._comm.size == 1:
+            return Residual(rows, delta=summand)
+        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))

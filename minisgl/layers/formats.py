@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,9 +44,11 @@ class WeightFormat(Protocol):
         """The format of a submodule, by its name in the checkpoint."""
         ...
 
-    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
-        """The product of linear maps of one input, by their names, with their outputs as columns
-        side by side."""
+    def product(
+        self, names: Collection[str], parts: Sequence[Shard], inputs: Shard, *, bias: bool
+    ) -> Product:
+        """The product of these parts of linear maps of one input, as columns side by side. names:
+        of the maps in a checkpoint."""
         ...
 
     def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
@@ -63,7 +65,9 @@ class DenseFormat:
     def within(self, name: str) -> DenseFormat:
         return self
 
-    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
+    def product(
+        self, names: Collection[str], parts: Sequence[Shard], inputs: Shard, *, bias: bool
+    ) -> Product:
         return DenseProduct.allocate(num_rows(parts), inputs.size, bias=bias, dtype=self.dtype)
 
     def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
@@ -88,16 +92,18 @@ class QuantizedFormat:
     def within(self, name: str) -> QuantizedFormat:
         return replace(self, path=f"{self.path}{name}.")
 
-    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
-        names = [self.path + name for name in parts]
-        if not self._all_quantized(names):
-            return DenseFormat(self.dtype).product(parts, inputs, bias=bias)
+    def product(
+        self, names: Collection[str], parts: Sequence[Shard], inputs: Shard, *, bias: bool
+    ) -> Product:
+        full_names = [self.path + name for name in names]
+        if not self._all_quantized(full_names):
+            return DenseFormat(self.dtype).product(names, parts, inputs, bias=bias)
         b = torch.empty(num_rows(parts), dtype=self.dtype) if bias else None
         if self.scheme.bits == 4:
-            return int4_product(self._int4(names[0], num_rows(parts), inputs), b)
+            return int4_product(self._int4(full_names[0], num_rows(parts), inputs), b)
         static = self.activations == Activations.STATIC
         return fp8_product(
-            self._fp8(list(parts.values()), inputs),
+            self._fp8(parts, inputs),
             b,
             activations=self.activations,
             input_scale=torch.zeros((), dtype=torch.float32) if static else None,
@@ -157,8 +163,8 @@ class QuantizedFormat:
         )
 
 
-def num_rows(parts: Mapping[str, Shard]) -> int:
-    return sum(part.size for part in parts.values())
+def num_rows(parts: Iterable[Shard]) -> int:
+    return sum(part.size for part in parts)
 
 
 def block_size(parts: Sequence[Shard]) -> int:

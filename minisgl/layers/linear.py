@@ -6,7 +6,8 @@ parameters. They are uninitialised; the loader fills them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,28 +25,52 @@ def parameter(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
+@dataclass(frozen=True, slots=True)
+class MergedMap:
+    """A map of a checkpoint that has the outputs of several parts of a product.
+
+    They follow one another, or interleave: each of the heads has some of the outputs of each part,
+    one part after the other.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    num_heads: int = 1  # of all ranks together
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b. x: [num_rows, inputs.size]; several maps of one x are one product, their
     outputs columns of y side by side.
 
     `parts`: the name of each map in a checkpoint, within the module of `format`, and what this rank
     holds of its outputs. `inputs`: what it holds of those. Unless all are whole, it computes a part
-    of the columns of y, or a summand of all.
+    of the columns of y, or a summand of all. `merged`: the maps of a checkpoint that are several of
+    the parts.
     """
 
     def __init__(
-        self, inputs: Shard, parts: Mapping[str, Shard], format: WeightFormat, *, bias: bool = False
+        self,
+        inputs: Shard,
+        parts: Mapping[str, Shard],
+        format: WeightFormat,
+        *,
+        bias: bool = False,
+        merged: Sequence[MergedMap] = (),
     ) -> None:
         super().__init__()
         self.inputs = inputs
         self.parts = dict(parts)
-        self.product = format.product(parts, inputs, bias=bias)
+        self.merged = tuple(merged)
+        # Which format a map has depends on its name in the checkpoint.
+        names = {part: each.name for each in merged for part in each.parts}
+        of_parts = dict.fromkeys(names.get(part, part) for part in parts)
+        self.product = format.product(of_parts, list(parts.values()), inputs, bias=bias)
         self.register_weights()
 
     @property
     def num_outputs(self) -> int:
         """The number of columns of y that this rank computes."""
-        return num_rows(self.parts)
+        return num_rows(self.parts.values())
 
     def register_weights(self) -> None:
         """Make the product's weights parameters, again where it has let go of some."""

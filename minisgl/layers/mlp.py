@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.residual import Residual
@@ -34,3 +34,8 @@ class GatedMLP(nn.Module):
         gate_up, down = self.gate_up_proj.product, self.down_proj.product
         hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
         return self.down_proj.add_to(hidden, rows)
+
+    def summand(self, x: Tensor) -> Tensor:
+        """This rank's summand of the result for x [num_rows, hidden_size]: a new tensor like x."""
+        down = self.down_proj.product
+        return down(down.silu_mul(self.gate_up_proj.product(x)))

@@ -10,14 +10,21 @@ from minisgl.layers.linear import parameter
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight of each row."""
+    """x / sqrt(mean(x²) + eps) · weight of each row.
+
+    `adds_one`: a checkpoint has the weight less 1, which is added when it is loaded, in float32.
+    """
 
     weight: nn.Parameter  # [size]
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False
+    ) -> None:
         super().__init__()
+        dtype = torch.float32 if adds_one else dtype
         self.weight = parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
+        self.has_one_added = adds_one
 
     def forward(self, residual: Residual) -> Tensor:
         """Returns [num_rows, size]."""

@@ -13,6 +13,7 @@ from minisgl.config import (
     ModelFacts,
     Quantized,
     QuantScheme,
+    StateSpec,
 )
 
 
@@ -42,6 +43,7 @@ class ExpertsConfig:
     size: int  # inner dimension of one expert's MLP
     normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
     layers: frozenset[int]  # indices of the layers with experts
+    shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,13 @@ class NativeConfig(ModelConfig):
     qk_norm: bool
     tie_word_embeddings: bool
     experts: ExpertsConfig | None = None
+    norm_adds_one: bool = False  # of all norms but that behind a state: 1 + weight multiplies
+    has_gate: bool = False  # attention multiplies its result by the sigmoid of another map
+    rotary_dim: int | None = None  # numbers of a head that are rotated, the first; None: all
+
+    def layer(self, layer: int) -> AttentionSpec | StateSpec:
+        """What layer `layer` attends to, or keeps instead."""
+        return self.attention(layer)
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -93,14 +102,28 @@ class NativeConfig(ModelConfig):
             window=self.windows[layer],
         )
 
+    def attention_maps(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of a layer's attention."""
+        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads
+        kv *= self.head_dim
+        return [(q * (1 + self.has_gate), hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+
+    def state_maps(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of what a layer with a state has in its place."""
+        return []
+
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""
         hidden, scheme = self.hidden_size, self.quantization
         num_sparse = len(self.experts.layers) if self.experts else 0
         num_dense = self.num_layers - num_sparse
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        maps = self.num_layers * [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+        layers = tuple(map(self.layer, range(self.num_layers)))
+        maps: list[tuple[int, int]] = []
+        for spec in layers:
+            maps += self.state_maps() if isinstance(spec, StateSpec) else self.attention_maps()
         maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
+        if self.experts is not None and self.experts.shared_size:
+            maps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)
         num_layer_weights = sum(n * k for n, k in maps)
         quantized = None
         if scheme is not None:
@@ -109,6 +132,8 @@ class NativeConfig(ModelConfig):
         expert_facts = None
         if self.experts is not None and num_sparse:
             inner_sizes.append(self.experts.size)
+            if self.experts.shared_size:
+                inner_sizes.append(self.experts.shared_size)
             num_layer_weights += num_sparse * hidden * self.experts.num_experts
             expert = _gated_mlp(hidden, self.experts.size)
             expert_facts = ExpertFacts(
@@ -123,7 +148,7 @@ class NativeConfig(ModelConfig):
             max_seq_len=self.max_seq_len,
             max_seq_len_reason=self.max_seq_len_reason,
             vocab_size=self.vocab_size,
-            attention=tuple(map(self.attention, range(self.num_layers))),
+            layers=layers,
             intermediate_size=math.gcd(*inner_sizes),
             num_layer_weights=num_layer_weights,
             num_head_weights=self.hidden_size * self.vocab_size,

@@ -83,9 +83,10 @@ def load_model(
     layers = range(config.num_layers) if layers is None else layers
     made: Callable[..., CausalLM | AdoptedModel]
     if isinstance(config, NativeConfig):
-        names = _NAMES
+        family = FAMILIES[config.architecture]
+        names = Names(family.name_of, is_quantizable)
         made = partial(
-            FAMILIES[config.architecture].model,
+            family.model,
             config,
             max_seq_len=max_seq_len,
             device=device,
@@ -179,13 +180,6 @@ def _headers(files: list[Path], names: Names) -> dict[str, StoredTensor]:
         for stored_name, stored in _tensors(file)
         if (name := names.of(stored_name)) is not None
     }
-
-
-def _name_of(stored_name: str) -> str:
-    return stored_name.removeprefix("model.")
-
-
-_NAMES = Names(_name_of, is_quantizable)
 
 
 def _destinations(model: CausalLM) -> Destinations:

@@ -396,9 +396,16 @@ _SIGNS = {
 }
 
 
+_TO_GATES = (
+    *(".mlp.gate", ".mlp.shared_expert_gate"),
+    *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
+)
+
+
 def is_quantizable(name: str) -> bool:
-    """Whether a linear map, by its name without 'model.', is one of a layer's, and no router."""
-    return name.startswith("layers.") and not name.endswith(".mlp.gate")
+    """Whether a linear map, by its name without 'model.', is one of a layer's, and neither a router
+    nor one to a few gates."""
+    return name.startswith("layers.") and not name.endswith(_TO_GATES)
 
 
 def quantized_maps(

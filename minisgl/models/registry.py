@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
+
+
+def _without_prefix(stored_name: str) -> str:
+    return stored_name.removeprefix("model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class Family:
 
     read_config: Callable[[Fields], NativeConfig]
     model: type[CausalLM] = CausalLM
+    # The name of a checkpoint's tensor in the model; None for what the model leaves aside.
+    name_of: Callable[[str], str | None] = _without_prefix
 
 
 FAMILIES = {
@@ -30,6 +36,10 @@ FAMILIES = {
     qwen2.ARCHITECTURE: Family(qwen2.read_config),
     qwen3.ARCHITECTURE: Family(qwen3.read_config),
     qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM),
+    **dict.fromkeys(
+        (qwen3_5.NEXT, *qwen3_5.TEXT, *qwen3_5.WITH_TOWER),
+        Family(qwen3_5.read_config, qwen3_5.HybridForCausalLM, qwen3_5.name_of),
+    ),
 }
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from minisgl.config import QuantScheme, Storage
+from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
+from minisgl.layers.gated_delta import GatedDeltaNet
 from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding
+from minisgl.layers.norm import RMSNorm
 from minisgl.models import packing
 from minisgl.models.quantized_matrix import QuantizedMatrix
-from minisgl.models.target import Target
+from minisgl.models.target import Target, copy
 from minisgl.shards import Shard, whole
 
 
@@ -67,9 +71,18 @@ def checkpoint_targets(
                 cut = tuple(map(whole, weight.shape))
                 if isinstance(module, VocabParallelEmbedding):
                     cut = (module.vocab, cut[1])
+                elif isinstance(module, GatedDeltaNet):
+                    cut = (module.value_heads,)
+                store = copy
+                if isinstance(module, RMSNorm) and module.has_one_added:
+                    store = _store_one_more
                 if not weight.is_meta:
-                    targets[f"{path}.{kind}"] = Target(weight, cut)
+                    targets[f"{path}.{kind}"] = Target(weight, cut, store=store)
     return targets
+
+
+def _store_one_more(weight: Tensor, part: Tensor) -> None:
+    weight.copy_(part.float() + 1)
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -81,27 +94,100 @@ def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Target]:
-    targets: dict[str, Target] = {}
     parent = path[: path.rfind(".") + 1]
-    product, bias, first = module.product, module.product.weights.get("bias"), 0
+    targets: dict[str, Target] = {}
     for part, outputs in module.parts.items():
-        name, rows = parent + part, slice(first, first + outputs.size)
-        if scheme is not None and isinstance(product, Fp8Product | Int4Product):
-            scale = product.input_scale if isinstance(product, Fp8Product) else None
-            matrix = QuantizedMatrix(
-                name, product.weight.rows(first, outputs.size), outputs, module.inputs
-            )
-            targets |= matrix.targets(scheme, scale)
-        else:
-            weight = product.weights["weight"]
-            targets[f"{name}.weight"] = Target(weight[rows], (outputs, module.inputs))
-        if bias is not None:
-            cut = outputs
-            if isinstance(module, RowParallelLinear) and not module.holds_bias:
-                cut = Shard(outputs.size, outputs.size, outputs.size)
-            targets[f"{name}.bias"] = Target(bias[rows], (cut,))
-        first += outputs.size
+        targets |= _part_targets(parent + part, module, part, outputs, scheme)
     return targets
+
+
+def _part_targets(
+    name: str, module: Linear, part: str, outputs: Shard, scheme: QuantScheme | None
+) -> dict[str, Target]:
+    """The tensors of the map `name`, of whose outputs `part` has these."""
+    sizes = {other: shard.size for other, shard in module.parts.items()}
+    first = sum(sizes[other] for other in itertools.takewhile(part.__ne__, sizes))
+    rows, product = slice(first, first + outputs.size), module.product
+    bias = product.weights.get("bias")
+    targets: dict[str, Target] = {}
+    if scheme is not None and isinstance(product, Fp8Product | Int4Product):
+        scale = product.input_scale if isinstance(product, Fp8Product) else None
+        weights = product.weight.rows(first, outputs.size)
+        targets |= QuantizedMatrix(name, weights, outputs, module.inputs).targets(scheme, scale)
+    else:
+        weight = product.weights["weight"]
+        targets[f"{name}.weight"] = Target(weight[rows], (outputs, module.inputs))
+    if bias is not None:
+        cut = outputs
+        if isinstance(module, RowParallelLinear) and not module.holds_bias:
+            cut = Shard(outputs.size, outputs.size, outputs.size)
+        targets[f"{name}.bias"] = Target(bias[rows], (cut,))
+    return targets
+
+
+def _merged_maps(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Stack]:
+    """The tensors of maps that a checkpoint has of several parts together."""
+    stacks: dict[str, Stack] = {}
+    parent = path[: path.rfind(".") + 1]
+    for merged in module.merged:
+        whole_size = sum(module.parts[part].whole for part in merged.parts)
+        found: list[dict[str, Target]] = []
+        start = 0
+        for part in merged.parts:
+            outputs, name = module.parts[part], parent + merged.name
+            if merged.num_heads == 1:
+                outputs = Shard(start + outputs.first, outputs.size, whole_size)
+            targets = _part_targets(name, module, part, outputs, scheme)
+            if merged.num_heads > 1:
+                within = _OfHeads(merged.num_heads, start, module.parts[part].whole, whole_size)
+                targets = {kind: within.target(target) for kind, target in targets.items()}
+            found.append(targets)
+            start += module.parts[part].whole
+        for name in found[0]:
+            kind = name.removeprefix(parent + merged.name)
+            names = tuple(parent + part + kind for part in merged.parts)
+            stacks[name] = Stack(tuple(each[name] for each in found), names)
+    return stacks
+
+
+@dataclass(frozen=True, slots=True)
+class _OfHeads:
+    """What a part has of a map whose heads each have some outputs of every part: of
+    `whole_size` outputs `size`, from `start` on, if these were not interleaved."""
+
+    num_heads: int
+    start: int
+    size: int
+    whole_size: int
+
+    def target(self, target: Target) -> Target:
+        """The destination of the whole map's tensor, given that of the part's own."""
+        if target.scalar or target.any_shape or not target.cut:
+            return target
+        cut, *others = target.cut
+        each, rest = divmod(cut.whole, self.num_heads)
+        if rest or cut.first % each or cut.size % each or self.size % cut.whole:
+            raise UnsupportedModelError(
+                f"the heads of this model share blocks of scales: {self.size} outputs of "
+                f"{self.num_heads} heads have {cut.whole}; choose another checkpoint, or a smaller "
+                "--tp"
+            )
+        outputs = self.size // cut.whole  # of each entry of the tensor
+        begin, wide = self.start // outputs // self.num_heads, self.whole_size // outputs
+        heads = slice(cut.first // each, (cut.first + cut.size) // each)
+        wide_each = wide // self.num_heads
+
+        def store(weight: Tensor, part: Tensor) -> None:
+            of_heads = part.unflatten(0, (heads.stop - heads.start, wide_each))
+            target.store(weight, of_heads[:, begin : begin + each].flatten(0, 1))
+
+        interleaved = Shard(heads.start * wide_each, part_size(heads) * wide_each, wide)
+        return replace(target, cut=(interleaved, *others), store=store)
+
+
+def part_size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
 
 
 def _expert_targets(
@@ -135,7 +221,8 @@ def _expert_targets(
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor of a checkpoint that holds the matrices of all experts.
+    """A tensor of a checkpoint that has several destinations: parts of a merged map, or the
+    matrices of all experts.
 
     Some exporters store these transposed. The shapes reveal it, because at most one of a layer's
     two can fit by accident: the gates' if hidden_size is twice an expert's size, the other's if
@@ -149,15 +236,19 @@ class Stack:
 def checkpoint_stacks(
     model: nn.Module, scheme: QuantScheme | None, prefix: str = ""
 ) -> dict[str, Stack]:
-    """Maps names, as in `checkpoint_targets`, to the stacks of a checkpoint that is not
-    quantised."""
+    """Maps names, as in `checkpoint_targets`, to the tensors that a checkpoint has of several
+    destinations: parts of merged maps, and of experts where these are not quantised."""
     stacks: dict[str, Stack] = {}
-    if scheme is not None and scheme.storage != Storage.FLOAT:
-        return stacks
     for full_path, module in model.named_modules():
+        path = full_path.removeprefix(prefix)
+        if isinstance(module, Linear):
+            stacks |= _merged_maps(path, module, scheme)
+        elif isinstance(module, GatedDeltaNet):
+            stacks |= _convolution(path, module)
         if not isinstance(module, FusedExperts):
             continue
-        path = full_path.removeprefix(prefix)
+        if scheme is not None and scheme.storage != Storage.FLOAT:
+            continue
         names = [f"{path}.{expert}" for expert in range(module.num_experts)]
         experts, hidden, inner = whole(module.num_experts), module.hidden, module.inner
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
@@ -175,6 +266,21 @@ def checkpoint_stacks(
             tuple(f"{name}.down_proj.weight" for name in names),
         )
     return stacks
+
+
+def _convolution(path: str, module: GatedDeltaNet) -> dict[str, Stack]:
+    """Of the channels of queries, keys and values, one after the other."""
+    weight = module.conv1d.weight
+    parts = (module.keys, module.keys, module.values)
+    starts = itertools.accumulate((part.whole for part in parts), initial=0)
+    total, first = sum(part.whole for part in parts), 0
+    targets = []
+    for start, part in zip(starts, parts, strict=False):
+        cut = Shard(start + part.first, part.size, total), whole(1), whole(weight.shape[-1])
+        targets.append(Target(weight[first : first + part.size], cut))
+        first += part.size
+    name = f"{path}.conv1d.weight"
+    return {name: Stack(tuple(targets), (name,))}
 
 
 def _stacked(module: FusedExperts) -> tuple[Tensor | Fp8Weights, Tensor | Fp8Weights]:

@@ -7,6 +7,7 @@ finds the parameter of each tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
-from minisgl.config import KVSpec
+from minisgl.config import LayerSpec
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.kernels.linear import select_product
 from minisgl.kernels.linear.dense_product import DenseProduct
@@ -39,20 +40,34 @@ class DecoderLayer(nn.Module):
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> None:
         super().__init__()
-        hidden_size = config.hidden_size
-        self.input_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
-        self.self_attn = SelfAttention(
-            hidden_size,
+        self.input_layernorm = _norm(config, format.dtype)
+        self._mixer = self.mixer_name(config, index)
+        mixer = self.make_mixer(config, index, format.within(self._mixer), comm)
+        self.add_module(self._mixer, mixer)
+        self.post_attention_layernorm = _norm(config, format.dtype)
+        self.mlp: nn.Module = self.make_mlp(config, index, format.within("mlp"), comm)
+
+    def mixer_name(self, config: NativeConfig, index: int) -> str:
+        """What a checkpoint calls the module of layer `index` through which its rows see others."""
+        return "self_attn"
+
+    def make_mixer(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        """That module: called with the residual stream, the norm of its input, and the step, it
+        returns the stream with its output added."""
+        return SelfAttention(
+            config.hidden_size,
             index,
             config.attention(index),
-            format.within("self_attn"),
+            format,
             comm,
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            adds_one=config.norm_adds_one,
+            has_gate=config.has_gate,
         )
-        self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
-        self.mlp: nn.Module = self.make_mlp(config, index, format.within("mlp"), comm)
 
     def make_mlp(
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
@@ -64,9 +79,15 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, residual: Residual, step: Step) -> Residual:
-        residual = self.self_attn(residual, self.input_layernorm, step)
+        mixer = self.get_submodule(self._mixer)
+        residual = mixer(residual, self.input_layernorm, step)
         added: Residual = self.mlp(residual, self.post_attention_layernorm)
         return added
+
+
+def _norm(config: NativeConfig, dtype: torch.dtype) -> RMSNorm:
+    """Of the residual stream."""
+    return RMSNorm(config.hidden_size, config.norm_eps, dtype, adds_one=config.norm_adds_one)
 
 
 class CausalLM(nn.Module):
@@ -98,7 +119,9 @@ class CausalLM(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.num_layers = config.num_layers  # of all stages
         self._numbers = layers
-        self._facts = config.facts().on_rank(comm.size).on_stage(layers)
+        # States are kept in the dtype of the activations, unless they have one of their own.
+        facts = replace(config, dtype=str(format.dtype).removeprefix("torch.")).facts()
+        self._facts = facts.on_rank(comm.size).on_stage(layers)
         self.is_tied = config.tie_word_embeddings
         hidden_size, dtype = config.hidden_size, format.dtype
         self.quantization = config.quantization
@@ -118,7 +141,7 @@ class CausalLM(nn.Module):
             )
             self.norm: RMSNorm | None = None
             if self.is_last:
-                self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
+                self.norm = _norm(config, dtype)
             self.lm_head: Linear | None = None
             if self.is_last and not self.is_tied:
                 head = {"lm_head": self.vocab}
@@ -130,7 +153,8 @@ class CausalLM(nn.Module):
             self._head = DenseProduct(self.embed_tokens.weight)
         select_product.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
-        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        rotary_dim = config.rotary_dim or config.head_dim
+        frequencies = inverse_frequencies(config.rope, rotary_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
     def forward(
@@ -162,9 +186,9 @@ class CausalLM(nn.Module):
         assert self._head is not None
         return self._head(hidden)
 
-    def layer_specs(self, kv_dtype: str) -> tuple[KVSpec, ...]:
+    def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
         """As in Decoder."""
-        return self._facts.kv_specs(kv_dtype)
+        return self._facts.layer_specs(kv_dtype)
 
     @property
     def dense_copy_bytes(self) -> int:

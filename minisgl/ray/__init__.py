@@ -8,11 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.config import EngineConfig
-from minisgl.ray.config import RayConfig
-from minisgl.router.config import RouterConfig
-from minisgl.server.config import ServerConfig
-
 
 def app(args: Mapping[str, Any]) -> Any:
     """Build the application from options, as Ray Serve's tools call it: `model=... tp=2`.
@@ -24,14 +19,3 @@ def app(args: Mapping[str, Any]) -> Any:
     from minisgl.ray.deployments import build
 
     return build(*options_of(args))
-
-
-def run(engine: EngineConfig, server: ServerConfig, router: RouterConfig, ray: RayConfig) -> int:
-    """Serve on the cluster of this machine, or of RAY_ADDRESS, until a signal comes.
-
-    Starts a cluster of this machine alone if there is none. Returns the exit code; raises
-    MinisglError if Ray is not installed, an option does not go with it or no engine starts.
-    """
-    from minisgl.ray.command import run
-
-    return run(engine, server, router, ray)

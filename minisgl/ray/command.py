@@ -28,7 +28,11 @@ class RayError(MinisglError):
 def run(
     engine: EngineConfig, server: ServerConfig, router: RouterConfig, options: RayConfig
 ) -> int:
-    """See minisgl.ray.run."""
+    """Serve on the cluster of this machine, or of RAY_ADDRESS, until a signal comes.
+
+    Starts a cluster of this machine alone if there is none. Returns the exit code; raises
+    MinisglError if Ray is not installed, an option does not go with it or no engine starts.
+    """
     if server.uds:
         refuse(server, "uds", "cannot be combined with --ray, whose proxies listen on a port")
     if not server.port:

@@ -64,8 +64,8 @@ class Engines(Protocol):
         ...
 
 
-class Prefills:
-    """Decides which prompts are handed over, and has them computed."""
+class IngressEngines:
+    """Sends each request to an engine, after another one has computed its prompt if it should."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -74,7 +74,27 @@ class Prefills:
         self._accepts = True  # an engine took the last prompt
         self._paused_until = 0.0
 
-    async def hand_over(self, request: HTTPRequest) -> HTTPRequest:
+    def check_ready(self) -> None:
+        """Nothing is known here: an engine that takes no requests says so."""
+
+    async def answer(self, request: HTTPRequest, answer: ForwardedAnswer) -> bool:
+        """The head waits for what follows, so that an engine that ends before can be replaced."""
+        asked = await self._handed_over(request)
+        head = Head(500, [])  # there is always another one
+        async with aclosing(self._engines.ask(asked)) as parts:
+            async for part in parts:
+                if isinstance(part, Head):
+                    head = part
+                    continue
+                if not answer.has_begun:
+                    await answer.begin(head)
+                await answer.go_on(part)
+        if not answer.has_begun:
+            await answer.begin(head)
+        await answer.end()
+        return True
+
+    async def _handed_over(self, request: HTTPRequest) -> HTTPRequest:
         """The request for the engine that answers, after another one has computed its prompt.
 
         It is unchanged if none has, or if the engines that answer were sent most of it before.
@@ -136,31 +156,3 @@ def create_ingress_app(
         return join_pages(await engines.metrics(), "replica")
 
     return forwarding_app(IngressEngines(engines), config, hosts, Counter(), health, metrics)
-
-
-class IngressEngines:
-    """Sends each request to an engine, after another one has computed its prompt if it should."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
-        self._prefills = Prefills(engines)
-
-    def check_ready(self) -> None:
-        """Nothing is known here: an engine that takes no requests says so."""
-
-    async def answer(self, request: HTTPRequest, answer: ForwardedAnswer) -> bool:
-        """The head waits for what follows, so that an engine that ends before can be replaced."""
-        asked = await self._prefills.hand_over(request)
-        head = Head(500, [])  # there is always another one
-        async with aclosing(self._engines.ask(asked)) as parts:
-            async for part in parts:
-                if isinstance(part, Head):
-                    head = part
-                    continue
-                if not answer.has_begun:
-                    await answer.begin(head)
-                await answer.go_on(part)
-        if not answer.has_begun:
-            await answer.begin(head)
-        await answer.end()
-        return True

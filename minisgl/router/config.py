@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.config import check_at_least, check_choice, check_types, option, refuse
 from minisgl.errors import one_of
 
 CACHE, LEAST_LOADED, ROUND_ROBIN = "cache", "least-loaded", "round-robin"
@@ -42,8 +42,7 @@ class RouterConfig:
         check_types(self)
         check_at_least(self, "replicas", 1)
         check_at_least(self, "router_processes", 1)
-        if self.router_policy not in POLICIES:
-            refuse(self, "router_policy", one_of(POLICIES))
+        check_choice(self, "router_policy", POLICIES)
         if self.roles:
             self._check_roles()
         if self.replicas == 1:

@@ -61,9 +61,12 @@ class Peer:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a document; raises EngineLostError."""
+        return await self.whole(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode())
+
+    async def whole(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to a request; raises EngineLostError."""
         upstream = await self.connect()
         try:
-            request = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
             head = await upstream.ask(request, relays=False)
             return head.status, b"".join([piece async for piece in upstream.pieces()])
         finally:

@@ -61,15 +61,10 @@ def last_events(scope: Scope, error: Exception, sent: bytes) -> bytes:
     body = error_body(error)
     if route_path(scope) == RESPONSES:
         details = body.error
-        number = _next_number(sent)
+        last = SEQUENCE_NUMBER.search(sent[-MAX_NUMBER_BYTES:])
+        number = int(last[1]) + 1 if last else 0
         return typed_event(ResponseError(details.code, details.message, details.param, number))
     return event(body) + DONE
-
-
-def _next_number(sent: bytes) -> int:
-    """What follows the number of the last event in `sent`."""
-    found = SEQUENCE_NUMBER.search(sent[-MAX_NUMBER_BYTES:])
-    return int(found[1]) + 1 if found else 0
 
 
 class ForwardedAnswer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,9 +71,3 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         count = len([*Path("/dev").glob("nvidia[0-9]*")])
     return [str(index) for index in range(count)]
-
-
-def usable_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):  # not on every system
-        return sorted(os.sched_getaffinity(0))
-    return [*range(os.cpu_count() or 1)]

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from minisgl.config import EngineConfig, memory_bytes
+from minisgl.config import EngineConfig, memory_bytes, usable_cores
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
 from minisgl.router.front import FleetUpdate, FrontProcesses, FrontSpec, OwnFront
-from minisgl.router.placement import shares, usable_cores, visible_gpus
+from minisgl.router.placement import shares, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
+from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.listening import OwnPath, check_certificate
 from minisgl.server.process import (
@@ -41,6 +42,8 @@ MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
 
 class RouterProcess:
+    """Serves by several engines; from the main thread."""
+
     def __init__(
         self,
         engine: EngineConfig,
@@ -52,13 +55,14 @@ class RouterProcess:
     ) -> None:
         """replica, front: the commands that start a process; each is followed by an index.
 
-        Raises ConfigError if this machine has too few GPUs, and for what replicas cannot do.
+        Raises ConfigError if this machine has too few GPUs or a key is unavailable, and for what
+        replicas cannot do.
         """
         if engine.nnodes > 1:
             raise ConfigError("--nnodes", engine.nnodes, "replicas are on one node; allowed: 1")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
-        self._server = server
+        self._server = with_all_keys(server)
         self._router = router
         self._replica_command, self._front_command = replica, front
         gpus = [] if engine.device == "cpu" else visible_gpus(os.environ)

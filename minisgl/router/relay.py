@@ -7,7 +7,6 @@ from contextlib import suppress
 from http import HTTPStatus
 
 import msgspec
-from starlette.types import Scope
 
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica, Route
@@ -37,11 +36,6 @@ class RelayConnection(ServerConnection):
         super().resume_writing()
         if self.upstream is not None:
             self.upstream.resume()
-
-
-def connection_of(scope: Scope) -> RelayConnection:
-    connection: RelayConnection = scope["state"][KEY]
-    return connection
 
 
 class Relay:
@@ -100,22 +94,12 @@ class Relay:
         with suppress(EngineLostError, TimeoutError, msgspec.MsgspecError):
             try:
                 async with asyncio.timeout(PREFILL_S):
-                    where = await _offered(replica, request)
+                    asked = request.with_header(PREFILL, b"1")
+                    where = offered_address(*await replica.whole(asked.encoded()))
             finally:
                 replica.num_open -= 1
         self._fleet.num_prefills[DONE if where else FAILED] += 1
         return where
-
-
-async def _offered(replica: Replica, request: HTTPRequest) -> str:
-    upstream = await replica.connect()
-    try:
-        asked = request.with_header(PREFILL, b"1")
-        head = await upstream.ask(asked.encoded(), relays=False)
-        body = b"".join([piece async for piece in upstream.pieces()])
-        return offered_address(head.status, body)
-    finally:
-        replica.give_back(upstream)
 
 
 async def _relay(
@@ -125,7 +109,7 @@ async def _relay(
     if not answer.has_begun:
         await answer.begin(head)
     if as_it_is:
-        connection = connection_of(answer.scope)
+        connection: RelayConnection = answer.scope["state"][KEY]
         connection.upstream = upstream
         try:
             await upstream.relay(connection)

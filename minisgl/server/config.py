@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, fields
 from functools import partial
 
-from minisgl.config import check_at_least, check_types, option, refuse
-from minisgl.errors import ConfigError, one_of
+from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.errors import ConfigError
 from minisgl.keys import check_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
@@ -79,9 +79,8 @@ class ServerConfig:
     )
     tool_parser: str = server_option(
         AUTO,
-        "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
-        "llama3_json, pythonic, mistral, xlam, functionary_v3_1, functionary_v3_2, "
-        "deepseek_v3 or none.",
+        "Format of the model's tool calls: auto (by its chat template), "
+        f"{', '.join(TOOL_PARSERS[1:-1])} or none.",
     )
     reasoning_parser: str = server_option(
         AUTO, "Format of the model's reasoning: auto (by its chat template), think or none."
@@ -129,14 +128,10 @@ class ServerConfig:
 
         if self.open and self.no_ui:
             refuse(self, "open", "cannot be combined with --no-ui")
-        for name, values in (
-            ("images", IMAGES),
-            ("tool_parser", TOOL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-            ("reasoning_field", (*REASONING_FIELDS, BOTH)),
-        ):
-            if getattr(self, name) not in values:
-                refuse(self, name, one_of(values))
+        check_choice(self, "images", IMAGES)
+        check_choice(self, "tool_parser", TOOL_PARSERS)
+        check_choice(self, "reasoning_parser", REASONING_PARSERS)
+        check_choice(self, "reasoning_field", (*REASONING_FIELDS, BOTH))
 
     @property
     def reasoning_fields(self) -> tuple[str, ...]:

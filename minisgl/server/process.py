@@ -35,7 +35,7 @@ from minisgl.server.http.connection import (
 )
 from minisgl.server.http.hosts import hosts_of
 from minisgl.server.http.listening import OwnPath, bind_unix, check_certificate
-from minisgl.server.http.tls_server import TLSServer
+from minisgl.server.http.tls_server import Handshake, TLSServer
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.stats_log import log_stats
 from minisgl.server.welcome import Welcome, open_browser
@@ -220,10 +220,8 @@ class Server(uvicorn.Server):
             return
         kind: Any = self.config.http_protocol_class
         connect = partial(kind, self.config, self.server_state, self.lifespan.state)
-        servers: list[Any] = [
-            TLSServer(listener, self.config.ssl, self.server_state, connect)
-            for listener in sockets or ()
-        ]
+        shake_hands = partial(Handshake, self.config.ssl, self.server_state, connect)
+        servers: list[Any] = [TLSServer(listener, shake_hands) for listener in sockets or ()]
         self.servers = servers
         self.started = True
 

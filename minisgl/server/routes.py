@@ -19,10 +19,10 @@ from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
-from minisgl.server.answers.plan import AnswerPlan, ChatPlanner, plan_completion, read_conversation
+from minisgl.server.answers.plan import AnswerPlan, plan_chat, plan_completion, read_conversation
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages.answer_types import TokenCount
-from minisgl.server.apis.messages.reply import MessageReply, MessageStyle
+from minisgl.server.apis.messages.reply import MessageReply
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
 from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
 from minisgl.server.apis.messages.translation import translated
@@ -106,12 +106,17 @@ class Routes:
         self._state = state
         self._metrics = metrics
         self._store = ResponseStore(state.config.response_store * MEGABYTE)
-        self._reading = Reading(
-            control_tokens_in_text=state.config.control_tokens_in_text,
-            images=cast("Images", state.config.images),  # which checks it
-        )
         self._since = int(time.time())
         self._clamps = state.config.clamp_max_tokens
+
+    @property
+    def _reading(self) -> Reading:
+        config = self._state.config
+        return Reading(
+            control_tokens_in_text=config.control_tokens_in_text,
+            images=cast("Images", config.images),  # which checks it
+            form=self._state.answer_format().messages,
+        )
 
     @while_waited_for
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -211,13 +216,8 @@ class Routes:
         chat = await self._translated(asked, body)
         with chat.fields_named():
             plan, (job,) = await self._chat_jobs(asked, chat.body, clamp=True)
-        style = MessageStyle(
-            id=f"msg_{reply_id(request.scope)}",
-            model=asked.model,
-            max_tokens=body.max_tokens,
-            thinking=body.shown_thinking,
-        )
-        reply = MessageReply(job, style, asked.id)
+        id = reply_id(request.scope)
+        reply = MessageReply(job, body, model=asked.model, id=id, request_id=asked.id)
         return self._response(asked, reply, plan, MESSAGES_NAMES.limit_field)
 
     @while_waited_for
@@ -225,6 +225,7 @@ class Routes:
         asked = await self._read(request, CountTokensRequest)
         chat = await self._translated(asked, asked.body)
         with chat.fields_named():
+            chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
             conversation = await read_conversation(
                 asked.engine, chat.body, self._reading, any_length=True
             )
@@ -340,7 +341,7 @@ class Routes:
 
         clamp: shorten max_tokens to the room left, whatever the option says.
         """
-        engine, config = asked.engine, self._state.config
+        engine = asked.engine
         conversation = await read_conversation(
             engine,
             body,
@@ -348,14 +349,15 @@ class Routes:
             parallel=body.parallel_tool_calls,
             any_length=body.truncate_prompt_tokens is not None,
         )
-        planner = ChatPlanner(
-            form=self._state.answer_format(),
-            tool_parser=config.tool_parser,
-            reasoning_fields=config.reasoning_fields,
-            count_call=self._metrics.count_tool_call,
+        plan = await plan_chat(
+            engine,
+            body,
+            conversation,
+            partial(engine.compile, client=asked.client),
+            self._state.config,
+            self._state.answer_format(),
+            self._metrics.count_tool_call,
         )
-        compile = partial(engine.compile, client=asked.client)
-        plan = await planner.plan(engine, body, conversation, compile)
         prompts = [conversation.prompt_token_ids]
         fitting = fitted_prompts(engine, body, prompts, clamp=clamp or self._clamps)
         return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan)

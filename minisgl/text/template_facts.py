@@ -19,10 +19,16 @@ Message: TypeAlias = Mapping[str, Any]
 # The text of a conversation under the template, given its options. Raises InvalidRequestError.
 Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
 
+REASONING = "reasoning_content"
 OPENINGS = ("<think>", "[THINK]")
 # Words that no template has by itself.
 QUESTION, RESULT, SYSTEM = "probed-question", "probed-result", "probed-system"
+THOUGHT, TEXT = "probed-thought", "probed-text"
 TOOL_NAME, CALLED_NAME, VALUE = "probed_tool", "probed_call", "probed-value"
+OTHER_CALLED_NAME = "probed_other_call"
+NOTHING: Message = {}
+ARGUMENTS = {"key": VALUE}
+ARGUMENTS_TEXT = json.dumps(ARGUMENTS)
 LONG_ID, SHORT_ID = "call_abcdefghijklmnopqrs", "abcdefghi"
 TOOL = {
     "type": "function",
@@ -46,10 +52,17 @@ class TemplateFacts:
     system_anywhere: bool = False  # a system message may follow others
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
     switches_reasoning: bool = False  # `enable_thinking` makes a difference
+    takes_one_text: bool = False  # beside calls: it refuses reasoning and content together
+    takes_one_call: bool = False  # in a message; others are left out, or refused
 
     def fitted_id(self, call_id: str) -> str:
         """The id of a call as the template takes it: the same for the call and its result."""
         return short_id(call_id) if self.wants_short_ids else call_id
+
+
+def with_reasoning(message: Message, reasoning: str) -> dict[str, Any]:
+    """A message with reasoning under all names that templates have for it."""
+    return {**message, REASONING: reasoning, "thinking": reasoning}
 
 
 def probe(render: Render) -> TemplateFacts:
@@ -72,24 +85,45 @@ def probe(render: Render) -> TemplateFacts:
     question = {"role": "user", "content": QUESTION}
     plain = text_of([question])
 
-    def with_call(arguments: object, call_id: str) -> str:
-        function = {"name": CALLED_NAME, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        result = {"role": "tool", "tool_call_id": call_id, "name": CALLED_NAME, "content": RESULT}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        # With tools, as such a conversation has them: a model may have another template for them.
-        return text_of([question, answer, result], tools=[TOOL])
+    def with_calls(
+        given: tuple[object, str], *names: str, one_each: bool = False, said: Message = NOTHING
+    ) -> str:
+        """An answer with calls and their results, or an answer for each of them.
 
+        given: the arguments and the id of a call.
+        """
+        arguments, call_id = given
+        calls = [
+            {
+                "id": call_id[:-1] + str(index),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, name in enumerate(names)
+        ]
+        messages: list[Message] = [question]
+        for group in [[call] for call in calls] if one_each else [calls]:
+            messages.append({"role": "assistant", "content": "", **said, "tool_calls": group})
+            for call in group:
+                result = {"role": "tool", "tool_call_id": call["id"], "content": RESULT}
+                messages.append({**result, "name": call["function"]["name"]})  # type: ignore[index]
+        # With tools, as such a conversation has them: a model may have another template for them.
+        return text_of(messages, tools=[TOOL])
+
+    given: tuple[object, str] = (ARGUMENTS, LONG_ID)
     ways = [(as_text, short) for short in (False, True) for as_text in (False, True)]
     called, wants_text_arguments, wants_short_ids = "", False, False
     for as_text, short in ways:
-        arguments = {"key": VALUE}
-        text = with_call(
-            json.dumps(arguments) if as_text else arguments, SHORT_ID if short else LONG_ID
-        )
+        given = ARGUMENTS_TEXT if as_text else ARGUMENTS, SHORT_ID if short else LONG_ID
+        text = with_calls(given, CALLED_NAME)
         if VALUE in text:
             called, wants_text_arguments, wants_short_ids = text, as_text, short
             break
+    thought = with_calls(given, CALLED_NAME, said=with_reasoning({}, THOUGHT))
+    both = with_calls(given, CALLED_NAME, said=with_reasoning({"content": TEXT}, THOUGHT))
+    names = (CALLED_NAME, OTHER_CALLED_NAME)
+    takes_two = all(name in with_calls(given, *names) for name in names)
+    takes_each = all(name in with_calls(given, *names, one_each=True) for name in names)
     answer = {"role": "assistant", "content": "a"}
     late = text_of([question, answer, {"role": "system", "content": SYSTEM}, question])
     return TemplateFacts(
@@ -104,4 +138,6 @@ def probe(render: Render) -> TemplateFacts:
             {text_of([question], enable_thinking=choice) for choice in (True, False)}
         )
         > 1,
+        takes_one_text=THOUGHT in thought and not both,
+        takes_one_call=takes_each and not takes_two,
     )

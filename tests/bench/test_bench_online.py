@@ -34,7 +34,6 @@ from minisgl.bench.figures import Figures, spreads
 from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import RoomError, check_room, describe_misfits, with_remedy
-from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.load_config import LoadConfig, Point
 from minisgl.bench.online.metrics_poller import Sample, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
@@ -177,7 +176,7 @@ async def test_other_servers_are_asked_for_exact_lengths() -> None:
         assert len(request.times_s) == request.record.num_output_tokens == 3 + index
         assert (request.record.num_prompt_tokens, request.tells_cached) == (11, False)
         assert request.counted and request.late_s >= 0
-    figures = online_figures(run, None, {})
+    figures = run.figures(None, {})
     assert figures.cache_hit_rate is figures.num_steps is figures.graph_share is None
     assert figures.itl_s is not None
 
@@ -247,7 +246,7 @@ async def test_a_failed_question_ends_its_conversation() -> None:
     assert run.failures == {"500: out of luck": 1, "the question before it failed": 1}
     with pytest.raises(OnlineRunError, match="500: out of luck"):
         run.require_all()
-    assert online_figures(run, None, {"ttft": 60}).num_failed == 2
+    assert run.figures(None, {"ttft": 60}).num_failed == 2
 
 
 async def test_concurrency_is_limited_as_requested() -> None:
@@ -299,7 +298,7 @@ def test_figures_follow_from_the_records_of_a_run_over_http() -> None:
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(2.0, 2.5)])
     run.failures["500"] = 2
     counts = StepCounts(num_steps=8, num_graph_steps=6, num_retractions=1)
-    figures = online_figures(run, counts, {"ttft": 0.6, "tpot": 1.0})
+    figures = run.figures(counts, {"ttft": 0.6, "tpot": 1.0})
     assert (figures.elapsed_s, figures.num_requests, figures.num_failed) == (4.0, 2, 2)
     assert (figures.input_tokens_per_s, figures.output_tokens_per_s) == (5.0, 1.0)
     assert figures.total_tokens_per_s == 6.0
@@ -327,7 +326,7 @@ def test_goodput_counts_requests_that_meet_all_limits(
     limits_s: dict[str, float], share: float
 ) -> None:
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(2.0, 2.5)])
-    goodput = online_figures(run, None, limits_s).goodput
+    goodput = run.figures(None, limits_s).goodput
     assert goodput is not None and goodput.share == share
 
 
@@ -618,7 +617,7 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
     )
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0)])
     counts = StepCounts(num_steps=3, num_graph_steps=0, num_retractions=0)
-    found = online_figures(run, counts, {})
+    found = run.figures(counts, {})
     point = Point(None, None)
     limit = share_of_limit(site, point, run, found)
     assert limit is not None
@@ -627,13 +626,13 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
     assert limit.share == pytest.approx(limit.work.seconds / 4.0)
     # What may run at once at a point decides which requests share a step.
     two = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(1.0, 2.0, 3.0, 5.0)])
-    counted = online_figures(two, replace(counts, num_steps=60), {})
+    counted = two.figures(replace(counts, num_steps=60), {})
     limits = [share_of_limit(site, Point(None, most), two, counted) for most in (1, 2)]
     works = [found.work for found in limits if found is not None]
     assert works[0].decode_operations < works[1].decode_operations
     for other in (replace(site, started=None), replace(site, started=replace(started, peak=None))):
         assert share_of_limit(other, point, run, found) is None
-    assert share_of_limit(site, point, run, online_figures(run, None, {})) is None
+    assert share_of_limit(site, point, run, run.figures(None, {})) is None
 
 
 async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:

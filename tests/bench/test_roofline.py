@@ -136,7 +136,7 @@ def test_layers_with_a_window_read_and_multiply_what_it_shows(
     """By hand, token by token."""
     whole, num_outputs = facts(tmp_path, "Qwen3-14B"), 9
     layers = [replace(spec, window=16) for spec in whole.attention[::2]]
-    model = replace(whole, attention=(*layers, *whole.attention[1::2]))
+    model = replace(whole, layers=(*layers, *whole.attention[1::2]))
     one = replace(request(prompt, num_outputs), num_cached_tokens=cached)
     rest = run_of([one], num_outputs)
     kv = whole.kv_bytes_per_token("bfloat16") // 2  # of the layers of either kind

@@ -10,6 +10,7 @@ import pytest
 from support.grammars import GrammarBench
 
 from minisgl.grammar.reasoning import CROSSED, GatedMatcher, ReasoningGate
+from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 
 CHOICE = StructuredOutput(choice=["fox", "dog"])
@@ -104,7 +105,7 @@ def test_a_model_that_opens_the_block_itself_may_also_answer_at_once(
     bench: GrammarBench, by_token: ReasoningGate
 ) -> None:
     [opening] = bench.encode("<s>")
-    gate = replace(by_token, is_open=False, opening_id=opening)
+    gate = replace(by_token, is_open=False, opening_ids=(opening,))
     at_once, thinking = gated(bench, gate), gated(bench, gate)
     assert bench.allowed(at_once) == first_tokens(bench) | {opening}
     after(bench, at_once, "fox")
@@ -134,7 +135,7 @@ def test_at_the_budget_the_marker_is_forced(
 def test_with_a_budget_of_zero_no_block_is_opened(
     bench: GrammarBench, by_token: ReasoningGate
 ) -> None:
-    gate = replace(by_token, is_open=False, opening_id=bench.encode("<s>")[0], budget=0)
+    gate = replace(by_token, is_open=False, opening_ids=(bench.encode("<s>")[0],), budget=0)
     assert bench.allowed(gated(bench, gate)) == first_tokens(bench)
 
 
@@ -179,3 +180,85 @@ def test_random_tokens_with_a_budget_end_in_an_answer(
         matcher = gated(bench, replace(by_text, budget=10))
         *_, (taken, _) = bench.walk(matcher, random.Random(seed))
         assert bench.bytes_of(taken).split(b"</end>")[-1].strip() in (b"fox", b"dog")
+
+
+@pytest.fixture
+def with_header(bench: GrammarBench) -> ReasoningGate:
+    """The answer may begin with the first tokens of the opening, which is `fo!`."""
+    opening = [*bench.encode("f"), *bench.encode("o"), *bench.encode("!")]
+    [close] = bench.encode("<think>")
+    return ReasoningGate(
+        "<think>",
+        (close,),
+        opening_ids=tuple(opening),
+        following_ids=(*bench.encode("a"), *bench.encode("b")),
+        barred_ids=tuple(bench.encode("<s>")),
+    )
+
+
+def test_an_opening_of_several_tokens_may_begin_as_the_answer_does(
+    bench: GrammarBench, with_header: ReasoningGate
+) -> None:
+    f, o, mark = with_header.opening_ids
+    plain, matcher = bench.compile(CHOICE).matcher(), gated(bench, with_header)
+    assert bench.allowed(matcher) == bench.allowed(plain) | {f}
+    for token_id, expected in ((f, o), (o, mark)):
+        plain.accept([token_id])
+        matcher.accept([token_id])
+        assert bench.allowed(matcher) == bench.allowed(plain) | {expected}
+    thinking, answering = matcher.copy(), matcher.copy()
+    assert after(bench, answering, "x") == bench.eos
+    assert answering.finished
+    thinking.accept([mark])
+    assert not thinking.may_end
+    assert after(bench, thinking, "hm") >= {f, o, mark}
+    assert bench.allowed(matcher) == bench.allowed(plain) | {mark}  # the copies are their own
+
+
+def test_the_opening_is_not_hindered_by_an_answer_that_begins_in_another_way(
+    bench: GrammarBench, with_header: ReasoningGate
+) -> None:
+    matcher = gated(bench, with_header, StructuredOutput(choice=["dog"]))
+    f, o, mark = with_header.opening_ids
+    assert f in bench.allowed(matcher)
+    matcher.accept([f])
+    assert bench.allowed(matcher) == {o}
+    matcher.accept([o])
+    assert bench.allowed(matcher) == {mark}
+    refused = matcher.copy()
+    refused.accept(bench.encode("d"))
+    assert refused.error is not None
+    matcher.accept([mark, *bench.encode("hm<think>ab")])
+    assert after(bench, matcher, "dog") == bench.eos
+
+
+def test_what_follows_the_closing_marker_is_forced_and_what_ends_reasoning_is_barred(
+    bench: GrammarBench, with_header: ReasoningGate
+) -> None:
+    matcher = gated(bench, with_header)
+    matcher.accept([*with_header.opening_ids, *bench.encode("hm")])
+    assert not bench.allowed(matcher) & {*with_header.barred_ids, *bench.eos}
+    matcher.accept(with_header.closing_ids)
+    wrong = matcher.copy()
+    wrong.accept(bench.encode("c"))
+    assert wrong.error is not None
+    for token_id in with_header.following_ids:
+        assert bench.allowed(matcher) == {token_id} and not matcher.may_end
+        matcher.accept([token_id])
+    assert bench.allowed(matcher) == first_tokens(bench)  # no line breaks between
+    assert after(bench, matcher, "dog") == bench.eos
+
+
+def test_a_budget_of_nothing_bars_an_opening_of_several_tokens(
+    bench: GrammarBench, with_header: ReasoningGate
+) -> None:
+    matcher = gated(bench, replace(with_header, budget=0))
+    assert after(bench, matcher, "fo") == bench.allowed(after_fo(bench))
+    assert with_header.opening_ids[-1] not in bench.allowed(matcher)
+    assert after(bench, matcher, "x") == bench.eos
+
+
+def after_fo(bench: GrammarBench) -> Matcher:
+    plain = bench.compile(CHOICE).matcher()
+    plain.accept([*bench.encode("f"), *bench.encode("o")])
+    return plain

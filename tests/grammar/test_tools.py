@@ -21,6 +21,9 @@ HERMES = formats.HERMES.spelling
 QWEN3_CODER = formats.QWEN3_CODER.spelling
 LLAMA3_JSON = formats.LLAMA3_JSON.spelling
 PYTHONIC = formats.PYTHONIC.spelling
+DEEPSEEK_V31 = formats.DEEPSEEK_V31.spelling
+GLM45 = formats.GLM45.spelling
+GLM47 = formats.GLM47.spelling
 XLAM = formats.XLAM.spelling
 FUNCTIONARY_V3_1 = formats.FUNCTIONARY_V3_1.spelling
 FUNCTIONARY_V3_2 = formats.FUNCTIONARY_V3_2.spelling
@@ -29,6 +32,7 @@ MISTRAL_LIST = formats.MISTRAL_LIST.spelling
 MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
 MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
+MARKERS |= {text: 430 + index for index, text in enumerate(formats.GLM45.markers[2:])}
 WEATHER = Tool(
     name="get-weather",
     parameters={
@@ -68,6 +72,20 @@ DEEPSEEK_WEATHER = (
 DEEPSEEK_CLOCK = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
 )
+V31_WEATHER = (
+    '<｜tool▁call▁begin｜>get-weather<｜tool▁sep｜>{"city": "x", "days": 3}<｜tool▁call▁end｜>'
+)
+V31_CLOCK = "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+GLM45_WEATHER = (
+    "<tool_call>get-weather\n<arg_key>city</arg_key>\n<arg_value>a<b>\n</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+GLM45_CLOCK = "<tool_call>clock\n</tool_call>"
+GLM47_WEATHER = (
+    "<tool_call>get-weather<arg_key>city</arg_key><arg_value>a<b>\n</arg_value>"
+    "<arg_key>now</arg_key><arg_value>true</arg_value></tool_call>"
+)
+GLM47_CLOCK = "<tool_call>clock</tool_call>"
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
     "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
     "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
@@ -96,6 +114,14 @@ CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
         f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}<｜tool▁calls▁end｜>",
         f"<｜tool▁calls▁begin｜>{DEEPSEEK_CLOCK}\n{DEEPSEEK_WEATHER}<｜tool▁calls▁end｜>",
     ),
+    "deepseek_v31": (
+        DEEPSEEK_V31,
+        f"<｜tool▁calls▁begin｜>{V31_WEATHER}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{V31_CLOCK}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{V31_CLOCK}{V31_WEATHER}<｜tool▁calls▁end｜>",
+    ),
+    "glm45": (GLM45, GLM45_WEATHER, GLM45_CLOCK, f"{GLM45_CLOCK}\n{GLM45_WEATHER}"),
+    "glm47": (GLM47, GLM47_WEATHER, GLM47_CLOCK, GLM47_CLOCK + GLM47_WEATHER),
     "xlam": (
         XLAM,
         '[{"name": "get-weather", "arguments": {"city": "x", "days": 3}}]',

@@ -480,6 +480,6 @@ def test_the_documents_list_the_architectures() -> None:
 
 def test_the_lists_do_not_overlap_and_are_names_of_transformers() -> None:
     assert not ADOPTED & REFUSED.keys()
-    assert set(FAMILIES) <= ADOPTED
+    assert not FAMILIES.keys() & REFUSED.keys()
     for architecture in ADOPTED:
         model_class(architecture)

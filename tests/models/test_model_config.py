@@ -148,8 +148,7 @@ def test_the_facts_of_qwen3_8b_are_read(read: Read) -> None:
         max_seq_len=40960,
         max_seq_len_reason=None,
         vocab_size=151936,
-        attention=(AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),)
-        * 36,
+        layers=(AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),) * 36,
         intermediate_size=12288,
         num_layer_weights=36 * 4096 * ((32 + 32 + 8 + 8) * 128 + 3 * 12288),
         num_head_weights=4096 * 151936,

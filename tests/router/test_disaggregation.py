@@ -22,7 +22,7 @@ from support.processes import (
 )
 from support.serving_processes import demo
 
-from minisgl.config import EngineConfig, memory
+from minisgl.config import EngineConfig, machine
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess, with_pages_shared
@@ -217,7 +217,7 @@ def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_containe
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen
     limits = [tmp_path / "memory.max", tmp_path / "limit_in_bytes"]
-    monkeypatch.setattr(memory, "CGROUP_LIMITS", limits)
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", limits)
     for limit, gb in zip(limits, (1.0, 0.5), strict=True):
         limit.write_text(f"{int(gb * 1e9)}\n")
         assert with_pages_shared(EngineConfig(), 2).host_cache == gb / 4

@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
-from minisgl.router import run
 from minisgl.router.config import RouterConfig
 from minisgl.router.front import run_front
+from minisgl.router.process import RouterProcess
 from minisgl.router.replica import run_replica
 from minisgl.server.config import ServerConfig
 
@@ -45,7 +45,7 @@ def main() -> int:
             return run_front()
         behaviour, server, router = sys.argv[1:]
         itself = (sys.executable, __file__)
-        return run(
+        process = RouterProcess(
             EngineConfig(model="fake", device="cpu"),
             ServerConfig(
                 **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(server).items()}
@@ -54,6 +54,7 @@ def main() -> int:
             replica=(*itself, "replica", behaviour),
             front=(*itself, "router"),
         )
+        return process.run()
     except MinisglError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -21,6 +21,7 @@ from minisgl.events import (
     ReasoningText,
     joined,
 )
+from minisgl.text.parsing import harmony
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 from minisgl.text.tokenizer import Tokenizer
@@ -36,6 +37,11 @@ DEEPSEEK_TOKENS = [
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 ]
 DEEPSEEK = with_tokens("<think>", "</think>", *DEEPSEEK_TOKENS)
+GLM_TOKENS = [f"<{slash}arg_{name}>" for name in ("key", "value") for slash in ("", "/")]
+GLM = with_tokens(*TAGS, *GLM_TOKENS, special=("<|user|>", "<|assistant|>"))
+GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+GEMMA = with_tokens(special=(*GEMMA_TOKENS, "<|turn>", "<turn|>"))
+HARMONY = with_tokens(special=harmony.MARKERS)
 PLAIN = with_tokens(special=("<|im_start|>", "<|im_end|>"))  # every marker is several tokens
 
 

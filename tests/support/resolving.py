@@ -19,7 +19,7 @@ MODEL = ModelFacts(
     max_seq_len=4096,
     max_seq_len_reason=None,
     vocab_size=1000,
-    attention=(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125),) * 2,
+    layers=(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125),) * 2,
     intermediate_size=3072,
     num_layer_weights=100_000,
     num_head_weights=256_000,

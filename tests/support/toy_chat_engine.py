@@ -39,6 +39,7 @@ def spelled(text: str) -> list[int]:
 @dataclass
 class ToyTokenizer:
     trims: bool = False  # answers, as some templates do
+    chat_template_text: str = ""
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         text = ""

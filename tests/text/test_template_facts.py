@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from support.harmony_chat import TEMPLATE as HARMONY_TEMPLATE
 from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.errors import InvalidRequestError
+from minisgl.text.history import fitted_history
 from minisgl.text.rendering import EndlessTemplateError, render
 from minisgl.text.template_facts import Render, TemplateFacts, probe
 from minisgl.text.tokenizer import Tokenizer
@@ -26,6 +30,10 @@ SHORT_IDS = (
 SYSTEM_FIRST = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('system first') }}{% endif %}{% endfor %}"
+)
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{% endfor %}"
 )
 THINKING = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
 
@@ -84,11 +92,30 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
         ("{{ messages | length }} tools {{ 'tools' }}<think>\n", {"opens_reasoning": True}),
         ("{{ messages | length }}[THINK]", {"opens_reasoning": True}),
         ("{{ messages | length }}" + THINKING, {"switches_reasoning": True}),
+        (
+            HARMONY_TEMPLATE,
+            {
+                "offers_tools": True,
+                "takes_calls": True,
+                "takes_results": True,
+                "takes_one_text": True,
+                "takes_one_call": True,
+            },
+        ),
+        (
+            ONE_CALL + OBJECT_CALLS,
+            {
+                "takes_calls": True,
+                "takes_results": True,
+                "system_anywhere": True,
+                "takes_one_call": True,
+            },
+        ),
         ("{{ raise_exception('never') }}", {}),
         (None, {}),
     ],
 )
-def test_each_fact_is_found_by_rendering(template: str | None, facts: dict[str, bool]) -> None:
+def test_each_fact_is_found_by_rendering(template: str | None, facts: dict[str, Any]) -> None:
     assert facts_of(template) == TemplateFacts(**facts)
 
 
@@ -108,3 +135,47 @@ def test_a_conversation_with_tools_has_the_template_for_tools(others: dict[str, 
     backend.chat_template = {**others, "tool_use": TOOLS + OBJECT_CALLS}
     facts = probe(rendered_by(Tokenizer(backend, "toy")))
     assert (facts.offers_tools, facts.takes_calls, facts.takes_results) == (True, True, True)
+
+
+def call(name: str) -> dict[str, Any]:
+    return {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def result(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"id-{name}", "content": name}
+
+
+def test_a_history_has_each_call_with_its_result_where_a_message_takes_one() -> None:
+    said = {"role": "assistant", "content": "I look."}
+    both = {**said, "tool_calls": [call("f"), call("g")]}
+    one = {**said, "tool_calls": [call("f")]}
+    messages = [{"role": "user", "content": "A?"}, both, result("g"), result("x"), result("f"), one]
+    assert fitted_history(messages, TemplateFacts()) == messages
+    assert fitted_history(messages, TemplateFacts(takes_one_call=True)) == [
+        messages[0],
+        {**said, "tool_calls": [call("f")]},
+        result("f"),
+        {"role": "assistant", "content": "", "tool_calls": [call("g")]},
+        result("g"),
+        result("x"),
+        one,
+    ]
+
+
+def test_a_history_has_reasoning_where_templates_read_it() -> None:
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    plain = {"role": "assistant", "content": "I look.", "tool_calls": [call("f")]}
+    messages = [said, {**said, "tool_calls": [call("f")]}, plain]
+    named = {**said, "thinking": "Hm."}
+    assert fitted_history(messages, TemplateFacts()) == [
+        named,
+        {**named, "tool_calls": [call("f")]},
+        plain,
+    ]
+    text = "Hm.\n\nI look."
+    joined = {"content": "", "reasoning_content": text, "thinking": text}
+    assert fitted_history(messages, TemplateFacts(takes_one_text=True)) == [
+        named,
+        {"role": "assistant", **joined, "tool_calls": [call("f")]},
+        plain,
+    ]

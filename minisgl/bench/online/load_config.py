@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.config import check_at_least, check_choice, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
 ENDPOINTS = ("auto", "completions", "chat")
@@ -84,10 +84,8 @@ class LoadConfig:
             if self.url is None and getattr(self, name) is not None:
                 shown = "(not shown)" if name == "api_key" else getattr(self, name)
                 raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
-        if self.endpoint not in ENDPOINTS:
-            refuse(self, "endpoint", one_of(ENDPOINTS))
-        if self.arrivals not in ARRIVALS:
-            refuse(self, "arrivals", one_of(ARRIVALS))
+        check_choice(self, "endpoint", ENDPOINTS)
+        check_choice(self, "arrivals", ARRIVALS)
         check_at_least(self, "vocab_size", 1)
         if not self.request_timeout > 0:
             refuse(self, "request_timeout", "allowed: a number above 0")

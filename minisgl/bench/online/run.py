@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
 
-from minisgl.bench.offline_run import RequestRecord
+from minisgl.bench.figures import Distribution, Figures, Goodput
+from minisgl.bench.offline_run import RequestRecord, StepCounts
 from minisgl.bench.online.client import RecordedAnswer, RunProgress
 from minisgl.bench.online.target import Endpoint, Message, question
 from minisgl.bench.workload.requests import ScheduledRequest
@@ -46,6 +47,16 @@ class StreamedRequest:
         """Seconds between consecutive events."""
         return [after - before for before, after in pairwise(self.times_s)]
 
+    def keeps(self, limits_s: Mapping[str, float]) -> bool:
+        """Whether it met every latency limit of goodput."""
+        found = {
+            "ttft": self.record.ttft_s,
+            "tpot": self.record.tpot_s or 0.0,  # a single token meets any limit
+            "itl": max(self.itls_s, default=0.0),
+            "e2e": self.record.e2e_s,
+        }
+        return all(found[name] <= limit for name, limit in limits_s.items())
+
 
 @dataclass(frozen=True, slots=True)
 class OnlineRun:
@@ -73,6 +84,33 @@ class OnlineRun:
     def single_share(self) -> float:
         """A lower bound of the share of events with a single token."""
         return max(0.0, 1 - max(0, self.num_output_tokens - self.num_events) / self.num_events)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between consecutive events of each request."""
+        return [*chain.from_iterable(request.itls_s for request in self.requests)]
+
+    def figures(self, counts: StepCounts | None, limits_s: Mapping[str, float]) -> Figures:
+        """Figures as seen by the clients. counts: from the server's metrics. limits_s: of goodput,
+        which failed requests never meet."""
+        requests, num_failed = self.requests, self.failures.total()
+        records = [request.record for request in requests]
+        figures = Figures.of_requests(records, self.elapsed_s, counts)
+        told = any(request.tells_cached for request in requests)
+        num_good = sum(request.keeps(limits_s) for request in requests)
+        good = Goodput(
+            limits_s=dict(limits_s),
+            requests_per_s=num_good / self.elapsed_s,
+            share=num_good / (len(requests) + num_failed),
+        )
+        return replace(
+            figures,
+            num_failed=num_failed,
+            num_cached_tokens=figures.num_cached_tokens if told else None,
+            cache_hit_rate=figures.cache_hit_rate if told else None,
+            itl_s=Distribution.of(self.itls_s) if self.itls_s else None,
+            goodput=good if limits_s else None,
+        )
 
     def require_all(self) -> None:
         """Raise OnlineRunError if a request failed."""
@@ -146,7 +184,8 @@ class _Run:
             due = await self._until_due(asked)
             body = self._bodies[index] or self._target.body(asked, self._history(index))
             async with self._room, asyncio.timeout(self._timeout_s):
-                due = max(due, time.perf_counter()) if self._limited else due
+                if isinstance(self._room, asyncio.Semaphore):  # it may have waited for room
+                    due = max(due, time.perf_counter())
                 await self._send(index, body, due)
         except TimeoutError:
             self._failed[index] = f"no whole answer in {self._timeout_s:g} s"
@@ -160,10 +199,6 @@ class _Run:
             self._progress.num_ended += 1
             if index in self._ended:
                 self._ended[index].set()
-
-    @property
-    def _limited(self) -> bool:
-        return isinstance(self._room, asyncio.Semaphore)
 
     async def _until_due(self, asked: ScheduledRequest) -> float:
         """Wait for the due time and the parent. Returns the later one, by time.perf_counter."""

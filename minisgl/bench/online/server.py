@@ -43,18 +43,12 @@ class StartedServer:
     peak: Peak | None  # of the hardware; None on a CPU
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailure:
-    """Message of the server's process if the engine does not start."""
-
-    message: str
-    exit_code: int
-
-
 class ServerStartError(MinisglError):
-    def __init__(self, failed: StartFailure) -> None:
-        super().__init__(failed.message)
-        self.exit_code = failed.exit_code
+    """The engine does not start. The server's process sends the arguments."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @asynccontextmanager
@@ -76,8 +70,8 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedSe
             said = await asyncio.to_thread(ours.recv)
         except EOFError:
             raise MinisglError("The server ended before it took requests.") from None
-        if isinstance(said, StartFailure):
-            raise ServerStartError(said)
+        if isinstance(said, tuple):
+            raise ServerStartError(*said)
         url = f"http://{HOST}:{port}"
         await _until_ready(Endpoint(url=url), server)
         yield f"{url}/v1", said
@@ -126,7 +120,7 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     try:
         sys.exit(ServerProcess(config, server, start).run())
     except MinisglError as error:
-        connection.send(StartFailure(str(error), error.exit_code))
+        connection.send((str(error), error.exit_code))
 
 
 def _end_with(connection: Connection) -> None:

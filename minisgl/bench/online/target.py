@@ -76,10 +76,10 @@ class Endpoint:
 
     async def get(self, url: str) -> bytes:
         """Get a document such as /metrics. Raises ServerError."""
-        found = await get(url, headers_of(self.api_key), self.document_s)
-        if found.status != 200:
-            raise refused(url, found.status, found.body, self.api_key)
-        return found.body
+        status, body = await get(url, headers_of(self.api_key), self.document_s)
+        if status != 200:
+            raise refused(url, status, body, self.api_key)
+        return body
 
 
 def question(request: ScheduledRequest) -> Message:

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, Sizes, Span
-from minisgl.config import check_at_least, check_types, option, refuse
-from minisgl.errors import ConfigError, one_of
+from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.errors import ConfigError
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
 workload_option = partial(option, group="Workload")
@@ -60,8 +60,7 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.workload not in WORKLOADS:
-            refuse(self, "workload", one_of(WORKLOADS))
+        check_choice(self, "workload", WORKLOADS)
         for name in ("input_len", "output_len", "prefix_len", "num_prefixes"):
             check_at_least(self, name, 1)
         check_at_least(self, "num_turns", 2)

@@ -25,9 +25,10 @@ def qk_norm_rope_store_kv(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch.py; qkv and the caches contiguous. `pdl`: overlap launches where the device
-    can, by the rule of launch_options.py: positions and slot_mapping must be two launches old."""
-    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    """As in dispatch.py; the columns of qkv and the caches contiguous. `pdl`: overlap launches
+    where the device can, by the rule of launch_options.py: positions and slot_mapping must be two
+    launches old."""
+    assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     table, q_weight, k_weight, eps = norm_rope
     assert (q_weight is None) == (k_weight is None)
     num_rows, (num_kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]
@@ -47,9 +48,11 @@ def qk_norm_rope_store_kv(
         k_weight,
         eps,
         *(scales.inverse if k_cache.dtype == torch.float8_e4m3fn else (None, None)),
+        row_stride=qkv.stride(0),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        num_pairs=table.shape[1] // 2,
         head_block=head_block,
         half_block=half_block,
         # In half precision a thread holds 16 bytes of either half. With more threads than half a
@@ -77,17 +80,20 @@ def _heads_kernel(
     eps,
     k_inverse,
     v_inverse,
+    row_stride: tl.constexpr,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    num_pairs: tl.constexpr,
     head_block: tl.constexpr,
     half_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of a row's heads a program, of q, k or v.
 
-    All are normed and rotated alike; for heads of v the result is discarded. A head is held as its
-    two halves, whose elements are rotated in pairs.
+    All are normed and rotated alike; for heads of v the result is discarded. A head is held as two
+    halves, whose elements are rotated in pairs: its own, or where only its first elements are
+    rotated these first, and the others behind them.
     """
     first_v: tl.constexpr = num_heads + num_kv_heads
     total: tl.constexpr = first_v + num_kv_heads
@@ -98,25 +104,29 @@ def _heads_kernel(
     head = (program % blocks) * head_block + tl.arange(0, head_block)[:, None]
     column = tl.arange(0, half_block)[None, :]
     is_q, is_v = head < num_heads, head >= first_v
+    one, other = column, column + half  # the places of a pair in its head
+    if num_pairs < half:
+        one = tl.where(column < num_pairs, column, column + num_pairs)
+        other = tl.where(column < num_pairs, column + num_pairs, column + half)
 
     # Before the wait, load what is older than the previous kernel: the weights, which are far away,
     # and the position, on which the load of cos and sin depends.
     position, kv_slot = tl.load(positions + row), tl.load(slot_mapping + row)
     if q_weight is not None:
-        first_q = tl.load(q_weight + column, mask=column < half, other=0.0)
-        first_k = tl.load(k_weight + column, mask=column < half, other=0.0)
-        second_q = tl.load(q_weight + half + column, mask=column < half, other=0.0)
-        second_k = tl.load(k_weight + half + column, mask=column < half, other=0.0)
+        first_q = tl.load(q_weight + one, mask=column < half, other=0.0)
+        first_k = tl.load(k_weight + one, mask=column < half, other=0.0)
+        second_q = tl.load(q_weight + other, mask=column < half, other=0.0)
+        second_k = tl.load(k_weight + other, mask=column < half, other=0.0)
     if pdl:  # for qkv, and for the last reader of q's memory and of the cache
         tl.extra.cuda.gdc_wait()
 
-    place = row * (total * head_dim) + head * head_dim + column
+    place = row * row_stride + head * head_dim
     inside = (head < total) & (column < half)
-    first = tl.load(qkv + place, mask=inside, other=0.0)
-    second = tl.load(qkv + place + half, mask=inside, other=0.0)
-    angles = table + position * head_dim
-    cos = tl.load(angles + column, mask=column < half, other=0.0)
-    sin = tl.load(angles + half + column, mask=column < half, other=0.0)
+    first = tl.load(qkv + place + one, mask=inside, other=0.0)
+    second = tl.load(qkv + place + other, mask=inside, other=0.0)
+    angles = table + position * (2 * num_pairs)
+    cos = tl.load(angles + column, mask=column < num_pairs, other=1.0)
+    sin = tl.load(angles + num_pairs + column, mask=column < num_pairs, other=0.0)
     if pdl:  # keeps all loads above it; the compiler would load cos and sin at their use
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -129,15 +139,15 @@ def _heads_kernel(
     first = tl.where(is_v, first, (x * cos - y * sin).to(dtype))
     second = tl.where(is_v, second, (y * cos + x * sin).to(dtype))
 
-    q_place = row * (num_heads * head_dim) + head * head_dim + column
-    tl.store(q + q_place, first, mask=inside & is_q)
-    tl.store(q + q_place + half, second, mask=inside & is_q)
+    q_place = row * (num_heads * head_dim) + head * head_dim
+    tl.store(q + q_place + one, first, mask=inside & is_q)
+    tl.store(q + q_place + other, second, mask=inside & is_q)
     stored: tl.constexpr = k_cache.dtype.element_ty
-    kv_place = kv_slot * (num_kv_heads * head_dim) + column
+    kv_place = kv_slot * (num_kv_heads * head_dim)
     k_place = kv_place + (head - num_heads) * head_dim
     is_k = (head >= num_heads) & (head < first_v)
-    tl.store(k_cache + k_place, to_stored(first, k_inverse, stored), mask=inside & is_k)
-    tl.store(k_cache + k_place + half, to_stored(second, k_inverse, stored), mask=inside & is_k)
+    tl.store(k_cache + k_place + one, to_stored(first, k_inverse, stored), mask=inside & is_k)
+    tl.store(k_cache + k_place + other, to_stored(second, k_inverse, stored), mask=inside & is_k)
     v_place = kv_place + (head - first_v) * head_dim
-    tl.store(v_cache + v_place, to_stored(first, v_inverse, stored), mask=inside & is_v)
-    tl.store(v_cache + v_place + half, to_stored(second, v_inverse, stored), mask=inside & is_v)
+    tl.store(v_cache + v_place + one, to_stored(first, v_inverse, stored), mask=inside & is_v)
+    tl.store(v_cache + v_place + other, to_stored(second, v_inverse, stored), mask=inside & is_v)

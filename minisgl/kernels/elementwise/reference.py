@@ -17,7 +17,9 @@ E4M3_MAX = 448.0
 class NormRope(NamedTuple):
     """The RMS norm and the rotary embedding of the heads of q and k."""
 
-    table: Tensor  # [max_seq_len, head_dim] float32, contiguous: RotaryEmbedding.table
+    # RotaryEmbedding.table: [max_seq_len, head_dim] float32, contiguous; or narrower, where only so
+    # many of the first numbers of a head are rotated.
+    table: Tensor
     q_weight: Tensor | None = None  # [head_dim], as of rms_norm; None: no norm, and no k_weight
     k_weight: Tensor | None = None
     eps: float = 0.0
@@ -86,6 +88,7 @@ def store(x: Tensor, slot_mapping: Tensor, cache: Tensor, scale: float) -> None:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the heads of x, [num_rows, heads, head_dim], in float32; returns x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
+    num_pairs = cos.shape[-1]
+    first, second, rest = x.float().split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(rotated, dim=-1).to(x.dtype)

@@ -49,7 +49,6 @@ REFUSED = {
     "MambaForCausalLM": _RECURRENT,
     "Mamba2ForCausalLM": _RECURRENT,
     "JambaForCausalLM": _RECURRENT,
-    "Qwen3NextForCausalLM": _RECURRENT,
     "DiffLlamaForCausalLM": "its modules attend twice in a layer",
     "DogeForCausalLM": "it attends with a mask of its own",
     "Gemma3nForCausalLM": "its activations read numbers on the host",

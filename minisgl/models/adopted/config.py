@@ -59,7 +59,7 @@ def facts_of(
         max_seq_len=max_seq_len,
         max_seq_len_reason=max_seq_len_reason,
         vocab_size=vocab_size,
-        attention=found.attention,
+        layers=found.attention,
         intermediate_size=divides.common_size,
         num_layer_weights=found.num_weights,
         num_head_weights=found.num_head_weights,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
+from minisgl.events import CallArguments, CallStart, ContentText, Event, ReasoningText
 from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.jobs import GenerationJob
@@ -58,6 +58,9 @@ class ContentScores:
         # The closing markers, "" where there are none.
         self._reasoning_end = job.style.reasoning_end if job.style else ""
         self._call_end = job.style.call_end if job.style else ""
+        self._body = job.style.body if job.style else ""
+        # The kind of the last event: another one is in another message, behind its header.
+        self._kind = job.style.begun if job.style else None
         has_text = any(self._table[id] for id in job.prompt_token_ids)
         self._drops_first_space = tokenizer.drops_first_space and not has_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -79,6 +82,11 @@ class ContentScores:
 
     def read(self, event: Event) -> list[PlacedToken]:
         """Go on with an event; returns the tokens of content that are complete."""
+        in_message = isinstance(event, ContentText | ReasoningText | CallArguments)
+        if self._body and in_message and type(event) is not self._kind:
+            self._kind, self._passing = type(event), self._body
+            if not isinstance(event, ContentText):
+                return self._pass() + self._skip(event)
         match event:
             case ContentText(text):
                 shown = self._pass()
@@ -86,12 +94,19 @@ class ContentScores:
                 if start < 0:
                     return shown
                 return shown + self._walk(start) + self._walk(len(text), keep=True)
+            case _:
+                return self._skip(event)
+
+    def _skip(self, event: Event) -> list[PlacedToken]:
+        """Go on with an event that is no content."""
+        match event:
             case ReasoningText(text) | CallStart(name=text) | CallArguments(text=text):
-                is_reasoning = isinstance(event, ReasoningText)
-                self._passing = self._reasoning_end if is_reasoning else self._call_end
+                if not self._body:
+                    is_reasoning = isinstance(event, ReasoningText)
+                    self._passing = self._reasoning_end if is_reasoning else self._call_end
                 start = self._text.find(text)
                 return self._walk(start + len(text)) if start >= 0 else []
-            case CallEnd():
+            case _:
                 return []
 
     def finish(self) -> list[PlacedToken]:

@@ -8,11 +8,12 @@ from functools import partial
 from typing import TypeAlias
 
 from minisgl.errors import InvalidRequestError
-from minisgl.events import Event, joined
+from minisgl.events import ContentText, Event, ReasoningText, joined
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.grammar.tool_grammars import calls_or
+from minisgl.grammar.tool_grammars import calls_or, headed
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
+from minisgl.server.config import ServerConfig
 from minisgl.server.requests.chat_messages import NO_FACTS
 from minisgl.server.requests.constraints import constraint_of
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest, TokenizeRequest
@@ -40,14 +41,12 @@ class AnswerStyle:
     echo: tuple[Event, ...] = ()  # what the answer begins with
     reasoning_end: str = ""  # the closing markers
     call_end: str = ""
+    body: str = ""  # of messages: the marker before the text of each
+    begun: type[Event] | None = None  # what the prompt has begun of them
 
     def call_id(self) -> str:
         """An id for a call, unlike all others."""
         return short_id(new_call_id()) if self.short_ids else new_call_id()
-
-
-def _no_parser() -> None:
-    """The text is the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,8 @@ class AnswerPlan:
 
     grammar: CompiledGrammar | None = None
     gate: ReasoningGate | None = None
-    parser: Callable[[], AnswerParser | None] = _no_parser  # a new one for each answer
+    # A new one for each answer; None: its text is the content.
+    parser: Callable[[], AnswerParser | None] = lambda: None
     style: AnswerStyle | None = None
 
     @property
@@ -119,102 +119,105 @@ async def read_conversation(
     return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPlanner:
-    """Plans the answers to conversations."""
-
-    form: AnswerFormat  # of the model
-    tool_parser: str  # as the option says
-    reasoning_fields: tuple[str, ...]
-    count_call: Callable[[], None]
-
-    async def plan(
-        self,
-        engine: ServedEngine,
-        body: ChatRequest,
-        conversation: Conversation,
-        compile: Compile,
-    ) -> AnswerPlan:
-        """The plan of one conversation; raises InvalidRequestError, and as `compile`."""
-        tools = conversation.tools
-        if tools is not None and self.form.calls is None and self.tool_parser != NONE:
-            raise InvalidRequestError(
-                "tools",
-                "are not supported: the chat template does not show in which format this model "
-                "writes calls. Start the server with --tool-parser.",
-            )
-        wanted = constraint_of(body)
-        constraint = self._constraint(wanted, tools)
-        budget = body.thinking_token_budget
-        if budget is not None and self.form.reasoning is None:
-            raise InvalidRequestError(
-                "thinking_token_budget", "is not supported: this model's reasoning is not parsed."
-            )
-        grammar = None
-        if constraint is not None or budget is not None:
-            grammar = await compile(constraint)
-        if wanted is not None and tools is not None and tools.required:
-            await compile(wanted)  # of no effect, but what is wrong in it is refused
-        form = self.form
-        if body.separate_reasoning is False:
-            form = replace(form, reasoning=None)
-        parses_calls = tools is not None and form.calls is not None
-        parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
-        if not parsed and grammar is None:
-            return FREE
-        prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
-        is_open = tokenizer is not None and self.form.opens_reasoning(tokenizer, prompt)
-        gate = None
-        if grammar is not None:
-            gate = await reasoning_gate(self.form, engine.encode, is_open=is_open, budget=budget)
-        if not parsed:
-            return AnswerPlan(grammar=grammar, gate=gate)
-        facts = conversation.facts
-        shows_reasoning = form.reasoning is not None and body.wants_reasoning
-        return AnswerPlan(
-            grammar=grammar,
-            gate=gate,
-            parser=partial(
-                form.parser,
-                in_reasoning=is_open and form.reasoning is not None,
-                tools=tools.schemas if tools is not None and parses_calls else None,
-                parse_calls=parses_calls,
-                only_calls=tools is not None and tools.required,
-                held_to=tools.callable_names
-                if tools is not None and constraint is not None
-                else (),
-                skip_special_tokens=body.skip_special_tokens is not False,
-            ),
-            style=AnswerStyle(
-                reasoning_fields=self.reasoning_fields if shows_reasoning else (),
-                custom_names=tools.custom_names if tools is not None else frozenset(),
-                short_ids=facts is not None and facts.wants_short_ids,
-                count_call=self.count_call,
-                echo=_events_of(body.echoed, form),
-                reasoning_end=form.reasoning.close if form.reasoning else "",
-                call_end=form.calls.closing if form.calls else "",
-            ),
+async def plan_chat(
+    engine: ServedEngine,
+    body: ChatRequest,
+    conversation: Conversation,
+    compile: Compile,
+    config: ServerConfig,
+    model_form: AnswerFormat,
+    count_call: Callable[[], None],
+) -> AnswerPlan:
+    """The plan of the answers to a conversation; raises InvalidRequestError, and as `compile`."""
+    tools = conversation.tools
+    if tools is not None and model_form.calls is None and config.tool_parser != NONE:
+        raise InvalidRequestError(
+            "tools",
+            "are not supported: the chat template does not show in which format this model "
+            "writes calls. Start the server with --tool-parser.",
         )
+    prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
+    is_open = tokenizer is not None and model_form.opens_reasoning(tokenizer, prompt)
+    in_text = tokenizer is not None and model_form.opens_text(tokenizer, prompt)
+    wanted = constraint_of(body)
+    constraint = _constraint(wanted, tools, model_form, in_text=in_text)
+    budget = body.thinking_token_budget
+    if budget is not None and model_form.reasoning is None:
+        raise InvalidRequestError(
+            "thinking_token_budget", "is not supported: this model's reasoning is not parsed."
+        )
+    grammar = None
+    if constraint is not None or budget is not None:
+        grammar = await compile(constraint)
+    if wanted is not None and tools is not None and tools.required:
+        await compile(wanted)  # of no effect, but what is wrong in it is refused
+    form = model_form
+    if body.separate_reasoning is False:
+        form = replace(form, reasoning=None)
+    parses_calls = tools is not None and form.calls is not None
+    parsed = form.reasoning is not None or parses_calls or bool(form.text_opening)
+    if not parsed and grammar is None:
+        return FREE
+    gate = None
+    if grammar is not None and not in_text:
+        gate = await reasoning_gate(model_form, engine.encode, is_open=is_open, budget=budget)
+    if not parsed:
+        return AnswerPlan(grammar=grammar, gate=gate)
+    begun: type[Event] | None = ContentText if is_open or in_text else None
+    if is_open and form.reasoning is not None:
+        begun = ReasoningText
+    facts = conversation.facts
+    shows_reasoning = form.reasoning is not None and body.wants_reasoning
+    return AnswerPlan(
+        grammar=grammar,
+        gate=gate,
+        parser=partial(
+            form.parser,
+            in_reasoning=is_open and (form.reasoning is not None or form.messages is not None),
+            in_text=in_text,
+            tools=tools.schemas if tools is not None and parses_calls else None,
+            parse_calls=parses_calls,
+            only_calls=tools is not None and tools.required,
+            held_to=tools.callable_names if tools is not None and constraint is not None else (),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        ),
+        style=AnswerStyle(
+            reasoning_fields=config.reasoning_fields if shows_reasoning else (),
+            custom_names=tools.custom_names if tools is not None else frozenset(),
+            short_ids=facts is not None and facts.wants_short_ids,
+            count_call=count_call,
+            echo=_events_of(body.echoed, form),
+            reasoning_end=form.reasoning.close if form.reasoning else "",
+            call_end=form.calls.closing if form.calls else "",
+            body=form.messages.body if form.messages else "",
+            begun=begun,
+        ),
+    )
 
-    def _constraint(
-        self, wanted: StructuredOutput | None, tools: ToolUse | None
-    ) -> StructuredOutput | None:
-        """What the answer is held to: the tools, the constraint of the request, or either.
 
-        Where a call must be made, it is the tools: the constraint is one of content, and there is
-        none.
-        """
-        if tools is None:
-            return wanted
-        if wanted is None or tools.required:
-            return tools.grammar(self.form)
-        calls = tools.grammar(self.form, only_calls=True)
-        return wanted if calls is None else calls_or(calls, wanted)
+def _constraint(
+    wanted: StructuredOutput | None, tools: ToolUse | None, form: AnswerFormat, *, in_text: bool
+) -> StructuredOutput | None:
+    """What the answer is held to: the tools, the constraint of the request, or either.
+
+    Where a call must be made, it is the tools: the constraint is one of content, and there is
+    none. in_text: the prompt has begun the message with the content.
+    """
+    if tools is not None and (wanted is None or tools.required):
+        return tools.grammar(form)
+    if wanted is None:
+        return None
+    header = form.messages.text if form.messages is not None and not in_text else ""
+    calls = None if tools is None else tools.grammar(form, only_calls=True)
+    if calls is not None:
+        return calls_or(calls, wanted, header, form.marker_ids)
+    return headed(wanted, header, form.marker_ids) if header else wanted
 
 
 def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:
     """What a text is that the answer goes on with: reasoning too, if it has a block."""
     if not text:
         return ()
-    parser = AnswerParser(None, form.reasoning, marker_ids={})
+    reasoning = form.reasoning if form.messages is None else None
+    parser = AnswerParser(None, reasoning, marker_ids={})
     return (*joined([*parser.feed([(NO_TOKEN, text)]), *parser.finish(natural=False)]),)

@@ -10,7 +10,6 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
-from functools import partial
 
 from minisgl.server.http.connection import HEAD_SECONDS, Connections, ServerConnection
 
@@ -21,15 +20,12 @@ class TLSServer:
     """A listening socket, with what uvicorn uses of asyncio's servers."""
 
     def __init__(
-        self,
-        listener: socket.socket,
-        context: ssl.SSLContext,
-        connections: Connections,
-        connect: Callable[[], ServerConnection],
+        self, listener: socket.socket, shake_hands: Callable[[socket.socket], Handshake]
     ) -> None:
+        """shake_hands: begins with an accepted socket, and returns at once."""
         listener.setblocking(False)
         self._listener = listener
-        self._shake_hands = partial(Handshake, context, connections, connect)
+        self._shake_hands = shake_hands
         self._accepting = asyncio.ensure_future(self._accept())
 
     def close(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.requests.chat_messages import MAX_PARTS, NO_FACTS, Fitting, Images
 from minisgl.server.requests.request_types import ChatRequest, TokenizeRequest
+from minisgl.text.history import fitted_history
+from minisgl.text.parsing.formats import MessageFormat
 from minisgl.text.template_facts import TemplateFacts
 
 # Variables of templates that may not be overridden through chat_template_kwargs.
@@ -17,6 +20,7 @@ RESERVED_VARIABLES = frozenset(
         *("add_generation_prompt", "continue_final_message", "control_tokens_in_text"),
     )
 )
+BUILT_IN_TOOLS = "builtin_tools"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -26,6 +30,7 @@ class Reading:
 
     control_tokens_in_text: bool = False  # a text that spells a control token becomes that token
     images: Images = "refuse"
+    form: MessageFormat | None = None  # of the model's answers
 
 
 DEFAULT_READING = Reading()
@@ -46,9 +51,10 @@ def template_messages(
             "messages", f"must have at most {MAX_PARTS} content parts in all."
         )
     fitting = Fitting(facts, body.images or reading.images)
-    return [
+    fitted = [
         message.for_template(f"messages.{index}", fitting) for index, message in enumerate(messages)
     ]
+    return fitted_history(fitted, facts)
 
 
 def template_options(
@@ -62,12 +68,17 @@ def template_options(
     chosen: dict[str, Any] = {**(body.chat_template_kwargs or {})}
     for name in chosen.keys() & RESERVED_VARIABLES:
         raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
-    effort, thinks = body.reasoning_effort, None
+    effort: str | None = body.reasoning_effort
+    thinks = None
     if body.reasoning is not None:
         effort = effort or body.reasoning.effort
         thinks = body.reasoning.enabled
     if effort is not None and thinks is None:
         thinks = effort != "none"
+    if reading.form is not None:
+        _check_built_in_tools(chosen, reading.form)
+        least = "none" if thinks is False else None
+        effort = reading.form.nearest_effort(least or effort)
     is_read = body.control_tokens_in_text
     if is_read is None:
         is_read = reading.control_tokens_in_text
@@ -80,3 +91,13 @@ def template_options(
     if not any(name in chosen for name in THINKING_SWITCHES):
         fields |= dict.fromkeys(THINKING_SWITCHES, thinks)
     return {name: value for name, value in fields.items() if value is not None} | chosen
+
+
+def _check_built_in_tools(chosen: Mapping[str, Any], form: MessageFormat) -> None:
+    given = chosen.get(BUILT_IN_TOOLS)
+    if given is not None and bytes(given) not in (b"null", b"[]"):
+        raise InvalidRequestError(
+            "chat_template_kwargs",
+            f"{BUILT_IN_TOOLS} cannot be set: the model's own tools, {' and '.join(form.tools)}, "
+            "are not run here. Offer functions in tools, and run them.",
+        )

@@ -8,7 +8,13 @@ from typing import Any
 from minisgl.events import Event
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.emitter import Emitter
-from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, CallFormat, ReasoningFormat
+from minisgl.text.parsing.formats import (
+    MAX_HELD_IN_TEXT,
+    CallFormat,
+    MessageFormat,
+    ReasoningFormat,
+)
+from minisgl.text.parsing.harmony import AnswerSide
 from minisgl.text.parsing.reader import FIRST_MARK, Patterns, Reader, Reading
 
 
@@ -35,6 +41,8 @@ class AnswerParser:
         only_calls: bool = False,
         held_to: Iterable[str] = (),
         text_opening: str = "",
+        messages: MessageFormat | None = None,
+        in_text: bool = False,
     ) -> None:
         """`marker_ids`: the markers that are one token, which are found by it and never by text.
 
@@ -44,6 +52,8 @@ class AnswerParser:
         front of its arguments is no content. `held_to`: the tools that a grammar holds calls
         to; calls without a marker are only what begins as the grammar spells these.
         `text_opening`: what an answer that begins with a text begins with, which is markup.
+        `messages`: how an answer is a chain of them; `in_text`: the prompt has begun the one that
+        the user sees.
         """
         self.num_reasoning_tokens = 0
         self._has_closed = False  # a block
@@ -57,12 +67,13 @@ class AnswerParser:
         self._text_opening = text_opening
         self._reader = Reader()
         self._emitter = Emitter(spellings)
-        spelled = [*(calls.markers if calls else ())]
+        spelled = [*(calls.markers if calls else ()), *(messages.markers if messages else ())]
         markers = {text: marks.get(text, text) for text in spelled}
         self._context = CallContext(self._reader, self._emitter, markers, tools or {})
 
-        self._open = self._close = ""
+        self._open = self._close = self._title = ""
         if reasoning is not None:
+            self._title = reasoning.title
             self._open = marks.get(reasoning.open, reasoning.open)
             self._close = marks.get(reasoning.close, reasoning.close)
         blocks = [text for text in (self._open, self._close) if text]
@@ -84,7 +95,12 @@ class AnswerParser:
         self._in_content = Patterns(*in_content)
         self._in_reasoning = Patterns(*blocks, *openings)
         self._end_of_block = Patterns(self._close)
-        self._reading: Reading[None] | None = self._answer(in_reasoning)
+        self._reading: Reading[None] | None
+        if messages is None:
+            self._reading = self._answer(in_reasoning)
+        else:
+            side = AnswerSide(in_reasoning, in_text, calls is not None, reasoning is not None)
+            self._reading = self._chain(messages, side)
         next(self._reading)
 
     @property
@@ -139,6 +155,7 @@ class AnswerParser:
                     emitter.text(found)  # the answer speaks of the marker
             elif found == self._open:
                 if emitter.at_line_start:
+                    yield from self._reader.skip(self._title)
                     yield from self._block()
                     yield from self._bare_call()
                 else:
@@ -149,6 +166,12 @@ class AnswerParser:
             else:
                 yield from self._call(found)
         emitter.end()
+
+    def _chain(self, messages: MessageFormat, side: AnswerSide) -> Reading[None]:
+        """Read an answer that is a chain of messages."""
+        yield
+        yield from messages.read(self._context, side)
+        self._emitter.end()
 
     def _block(self) -> Reading[None]:
         """Read a reasoning block whose opening has been read."""
@@ -184,7 +207,7 @@ class AnswerParser:
 
     def _call(self, opening: str) -> Reading[bool]:
         """Read calls after their opening; what turns out to be none is text."""
-        assert self._calls is not None
+        assert self._calls is not None and self._calls.read is not None
         reader, text = self._reader, opening
         if opening in self._in_text:
             reader.unread(opening)
@@ -200,7 +223,7 @@ class AnswerParser:
 
     def _bare_call(self) -> Reading[None]:
         """Read calls that nothing announces, where an answer begins."""
-        if self._calls is None or not self._calls.bare:
+        if self._calls is None or self._calls.read is None or not self._calls.bare:
             return
         self._reader.record()
         yield from self._reader.peek()

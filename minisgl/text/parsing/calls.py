@@ -136,15 +136,19 @@ def read_arguments(reader: Reader, put: Put) -> Reading[None]:
         return
     parts: list[str] = []
     yield from reader.value(parts.append)
-    text = "".join(parts)
+    put(plain_arguments("".join(parts)))
+
+
+def plain_arguments(text: str) -> str:
+    """The arguments that a value is which is no object; see `read_arguments`."""
     try:
         value = json.loads(text)
         if isinstance(value, str) and isinstance(json.loads(value), dict):
             value.encode()  # not where an escape has made a lone surrogate
-            text = value
+            return value
     except (ValueError, RecursionError):
-        value = text
-    put("{}" if value is None else text)
+        return text
+    return "{}" if value is None else text
 
 
 def _ignore(text: str) -> None:

@@ -16,6 +16,7 @@ from minisgl.events import (
 from minisgl.text.parsing.reader import BLANKS, MARKS
 
 MAX_HELD_CHARS = 1000
+GAP = "\n\n"
 ANY_MARK = re.compile(f"[{MARKS}]")
 
 
@@ -36,6 +37,8 @@ class Emitter:
         self._dropped = ""  # the characters that are no text until another one comes
         self._held = ""
         self.begun = False  # text has been emitted since the last markup
+        self._gap = ""  # between messages: comes before the next text
+        self._has_spoken = {True: False, False: False}  # of reasoning and content
         self._is_muted = False
 
     def take(self) -> list[Event]:
@@ -75,6 +78,11 @@ class Emitter:
         self._drop("\n")
         self.is_reasoning = False
 
+    def next_message(self) -> None:
+        """Begin another message of the same answer: an empty line is between their texts."""
+        self._drop("\n")
+        self._gap = GAP if self._has_spoken[self.is_reasoning] else ""
+
     def start_call(self, name: str) -> None:
         self._drop(BLANKS)
         self.is_reasoning = False  # a call ends a block that was left open
@@ -102,7 +110,8 @@ class Emitter:
         self.begun = False
 
     def _put(self, text: str) -> None:
-        self.begun = True
+        self.begun = self._has_spoken[self.is_reasoning] = True
+        text, self._gap = self._gap + text, ""
         if self.is_reasoning:
             self._events.append(ReasoningText(text))
         elif not self._is_muted:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from minisgl.text.parsing import gemma_format, harmony
 from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.glm_format import END_KEY, END_VALUE, KEY, VALUE, read_glm
+from minisgl.text.parsing.harmony import AnswerSide, read_harmony
 from minisgl.text.parsing.json_formats import (
     ARGS,
     BRACE,
@@ -31,24 +34,32 @@ from minisgl.text.parsing.named_formats import (
     RECIPIENT,
     SEPARATOR,
     TEXT,
-    read_deepseek_v3,
+    read_deepseek,
     read_functionary_v3_1,
     read_functionary_v3_2,
 )
 from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
 from minisgl.text.parsing.reader import Reading
-from minisgl.text.parsing.xml_format import END_FUNCTION, FUNCTION, read_qwen3_coder
+from minisgl.text.parsing.xml_format import (
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    read_qwen3_coder,
+)
 
 # A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
 # token would take too long, and calls without a marker are the whole answer.
 MAX_HELD_IN_TEXT = 64
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ArgumentStyle(Enum):
     """How the arguments of a call are written."""
 
     JSON = "json"  # an object
-    XML = "xml"  # `<parameter=NAME>\nVALUE\n</parameter>\n` for each, strings as plain text
+    TAGS = "tags"  # the name and the value of each between tags, strings as plain text
+    QUOTED = "quoted"  # NAME:VALUE for each, with `,` between them and a token around strings
     PYTHON = "python"  # NAME=LITERAL for each, with `, ` between them
 
 
@@ -58,7 +69,7 @@ class CallSpelling:
 
     begin, then for each call head + name + middle + arguments + tail with `between` after all but
     the last, then end. Where the model says so, a text begins with `text`, and calls after it with
-    `after_text`.
+    `after_text`; or a text before calls is `aside`.
     """
 
     head: str
@@ -68,8 +79,11 @@ class CallSpelling:
     begin: str = ""
     end: str = ""
     arguments: ArgumentStyle = ArgumentStyle.JSON
+    tags: tuple[str, str, str] = ("", "", "")  # before a name, before its value and after it
     text: str = ""
     after_text: str = ""
+    aside: tuple[str, str] = ("", "")  # what is around a text that comes before calls
+    single: bool = False  # an answer has one call at most
 
     def first(self, name: str) -> str:
         """What comes before the arguments of the first call."""
@@ -85,7 +99,8 @@ class CallFormat:
     markers: tuple[str, ...]  # what may be a single token
     openings: tuple[str, ...]  # the markers that begin calls wherever they are
     # Given the opening: a marker, which has been read; one of `in_text`, which comes next; or "".
-    read: Callable[[CallContext, str], Reading[bool]]
+    # None: a MessageFormat reads them.
+    read: Callable[[CallContext, str], Reading[bool]] | None
     closing: str = ""  # without text where it stands after a call
     bare: bool = False  # an answer may begin with calls, without an opening
     in_text: tuple[str, ...] = ()  # what may begin calls of offered tools in a text
@@ -93,14 +108,38 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around a block of reasoning."""
+    """The markers around a block of reasoning, and what must follow the closing one."""
 
     open: str
     close: str
+    after: str = ""
+    title: str = ""  # what the model writes behind the opening one, which is markup
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How an answer is a chain of messages, whose headers tell reasoning, calls and text apart."""
+
+    markers: tuple[str, ...]
+    read: Callable[[CallContext, AnswerSide], Reading[None]]
+    start: str  # begins each message, that of the generation prompt as well
+    role: str  # follows it
+    text: str  # the header of what the user sees
+    body: str  # the marker at the end of each header
+    efforts: tuple[str, ...]  # how much the model can think, from little to much
+    tools: tuple[str, ...]  # that it knows by itself, and nothing here runs
+
+    def nearest_effort(self, effort: str | None) -> str | None:
+        """The effort of the model's that is nearest to one of EFFORTS."""
+        if effort is None or effort in self.efforts:
+            return effort
+        wanted = EFFORTS.index(effort)
+        return min(self.efforts, key=lambda known: abs(EFFORTS.index(known) - wanted))
 
 
 THINK = ReasoningFormat("<think>", "</think>")
 MAGISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+THOUGHT = ReasoningFormat("<|channel>", "<channel|>", title="thought\n")
 
 HERMES = CallFormat(
     "hermes",
@@ -122,7 +161,8 @@ QWEN3_CODER = CallFormat(
         middle=">\n",
         tail=f"</function>\n{END_TOOL_CALL}",
         between="\n",
-        arguments=ArgumentStyle.XML,
+        arguments=ArgumentStyle.TAGS,
+        tags=(PARAMETER, ">\n", f"\n{END_PARAMETER}\n"),
     ),
     markers=(TOOL_CALL, END_TOOL_CALL, FUNCTION),
     openings=(TOOL_CALL, FUNCTION),
@@ -196,8 +236,49 @@ DEEPSEEK_V3 = CallFormat(
     ),
     markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
     openings=(CALLS, OTHER_CALLS, CALL),
-    read=read_deepseek_v3,
+    read=read_deepseek,
     closing=END_CALLS,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    spelling=replace(DEEPSEEK_V3.spelling, head=CALL, middle=SEPARATOR, tail=END_CALL, between=""),
+)
+GLM45 = CallFormat(
+    "glm45",
+    CallSpelling(
+        head=TOOL_CALL,
+        middle="\n",
+        tail=END_TOOL_CALL,
+        between="\n",
+        arguments=ArgumentStyle.TAGS,
+        tags=(KEY, f"{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
+    ),
+    markers=(TOOL_CALL, END_TOOL_CALL, KEY, END_KEY, VALUE, END_VALUE),
+    openings=(TOOL_CALL,),
+    read=read_glm,
+    closing=END_TOOL_CALL,
+)
+GLM47 = replace(
+    GLM45,
+    name="glm47",
+    spelling=replace(
+        GLM45.spelling, middle="", between="", tags=(KEY, f"{END_KEY}{VALUE}", END_VALUE)
+    ),
+)
+GEMMA4 = CallFormat(
+    "gemma4",
+    CallSpelling(
+        head=f"{gemma_format.CALL}{gemma_format.PREFIX}",
+        middle="{",
+        tail="}" + gemma_format.END_CALL,
+        between="",
+        arguments=ArgumentStyle.QUOTED,
+    ),
+    markers=(gemma_format.CALL, gemma_format.END_CALL, gemma_format.QUOTE),
+    openings=(gemma_format.CALL,),
+    read=gemma_format.read_gemma,
+    closing=gemma_format.END_CALL,
 )
 MISTRAL = CallFormat(
     "mistral",
@@ -208,3 +289,34 @@ MISTRAL = CallFormat(
 )
 # Tokenizers before version 11; all that an answer has is read the same.
 MISTRAL_LIST = replace(MISTRAL, spelling=replace(XLAM.spelling, begin=f"{TOOL_CALLS}["))
+# A call ends the answer, so there is one at most.
+HARMONY = CallFormat(
+    "harmony",
+    CallSpelling(
+        head=f"{harmony.CHANNEL}{harmony.COMMENTARY} to={harmony.FUNCTIONS}",
+        middle=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+        tail="",
+        between="",
+        text=harmony.opening(harmony.FINAL),
+        aside=(harmony.opening(harmony.COMMENTARY), harmony.NEXT),
+        single=True,
+    ),
+    markers=harmony.MARKERS,
+    openings=(),
+    read=None,
+)
+HARMONY_MESSAGES = MessageFormat(
+    harmony.MARKERS,
+    read_harmony,
+    start=harmony.START,
+    role=harmony.ROLE,
+    text=harmony.opening(harmony.FINAL),
+    body=harmony.MESSAGE,
+    efforts=("low", "medium", "high"),
+    tools=("browser", "python"),
+)
+ANALYSIS = ReasoningFormat(
+    harmony.opening(harmony.ANALYSIS),
+    harmony.END,
+    after=harmony.NEXT.removeprefix(harmony.END),
+)

@@ -58,19 +58,21 @@ def read_functionary_v3_2(calls: CallContext, opening: str) -> Reading[bool]:
     return True
 
 
-def read_deepseek_v3(calls: CallContext, opening: str) -> Reading[bool]:
-    """Read `function`, SEPARATOR, a name, and arguments in a fence in the next line."""
+def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `function`, SEPARATOR, a name, and arguments in a fence in the next line; or a name,
+    SEPARATOR and arguments."""
     reader, markers = calls.reader, calls.markers
     if opening != markers[CALL]:
         yield from reader.peek()
         yield from reader.skip(markers[CALL])
-    yield from reader.match(TOOL_NAME)
+    name = yield from reader.match(TOOL_NAME)
     if not (yield from reader.skip(markers[SEPARATOR])):
         return False
-    name = yield from reader.match(TOOL_NAME)
-    yield from reader.peek()
-    if (yield from reader.skip(FENCE)):
-        yield from reader.skip("json")
+    if (yield from reader.peek()) != "{":
+        name = yield from reader.match(TOOL_NAME)
+        yield from reader.peek()
+        if (yield from reader.skip(FENCE)):
+            yield from reader.skip("json")
     if not name or (yield from reader.peek()) != "{":
         return False
     yield from _read_call(calls, name)

@@ -12,6 +12,11 @@ TOOL_PARSERS = (
     "functionary_v3_1",
     "functionary_v3_2",
     "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "gemma4",
+    "harmony",
     NONE,
 )
 REASONING_PARSERS = (AUTO, "think", NONE)

@@ -6,11 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from minisgl.text.parsing import harmony
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
+    ANALYSIS,
     DEEPSEEK_V3,
+    DEEPSEEK_V31,
     FUNCTIONARY_V3_1,
     FUNCTIONARY_V3_2,
+    GEMMA4,
+    GLM45,
+    GLM47,
+    HARMONY,
+    HARMONY_MESSAGES,
     HERMES,
     LLAMA3_JSON,
     MAGISTRAL,
@@ -19,8 +27,10 @@ from minisgl.text.parsing.formats import (
     PYTHONIC,
     QWEN3_CODER,
     THINK,
+    THOUGHT,
     XLAM,
     CallFormat,
+    MessageFormat,
     ReasoningFormat,
 )
 from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
@@ -37,6 +47,11 @@ _BY_NAME = {
         FUNCTIONARY_V3_1,
         FUNCTIONARY_V3_2,
         DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        GLM45,
+        GLM47,
+        GEMMA4,
+        HARMONY,
     )
 }
 
@@ -57,25 +72,29 @@ class _Signs:
         )
 
 
+_HARMONY = _Signs("harmony", (harmony.opening(harmony.FINAL),))
 # The first that fits. Templates of the XML format have the tags of hermes too, and those of Llama's
 # Python calls mention parameters.
 _SIGNS = (
+    _HARMONY,
     _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
-    # Later versions have neither the type of a tool nor a fence.
     _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
+    # Later versions have neither the type of a tool nor a fence.
+    _Signs("deepseek_v31", ("<｜tool▁sep｜>",)),
+    _Signs("gemma4", ("<|tool_call>",)),
+    _Signs("glm47", ("</arg_key><arg_value>",)),
+    _Signs("glm45", ("<arg_key>",)),
     _Signs("functionary_v3_2", (">>>all",)),
     _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
-    # GLM has a tag for each argument, Apriel a list of all calls, others a tag for a function.
-    _Signs(
-        "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")
-    ),
+    # Apriel has a list of all calls, others a tag for a function.
+    _Signs("hermes", ("<tool_call>",), foreign=("<tool_calls>", "<seed:", "<function=")),
     _Signs("pythonic", ("func_name1(", "<|python_start|>")),
     _Signs(
         "llama3_json",
         ("<|python_tag|>", '"parameters": '),
-        foreign=('"tool_name"', "<function=", "<arg_key>", "<tool_calls>", "<seed:"),
+        foreign=('"tool_name"', "<function=", "<tool_calls>", "<seed:"),
     ),
 )
 
@@ -98,6 +117,7 @@ class AnswerFormat:
     reasoning: ReasoningFormat | None
     marker_ids: Mapping[str, int] = field(default_factory=dict)  # the markers that are one token
     special: frozenset[str] = frozenset()  # those that are left out of texts, as EOS is
+    messages: MessageFormat | None = None  # of an answer that is a chain of them
 
     def __str__(self) -> str:
         """The names of both parsers."""
@@ -107,12 +127,15 @@ class AnswerFormat:
     @property
     def text_opening(self) -> str:
         """The markup in front of an answer that is a text, with or without tools."""
+        if self.messages is not None:
+            return self.messages.text
         return self.calls.spelling.text if self.calls else ""
 
     def parser(
         self,
         *,
         in_reasoning: bool = False,
+        in_text: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         parse_calls: bool = True,
         only_calls: bool = False,
@@ -121,14 +144,14 @@ class AnswerFormat:
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
-        `in_reasoning`: see `opens_reasoning`. `tools`: the JSON Schemas of the arguments by name.
-        `only_calls`: nothing else is written, apart from reasoning. `held_to`: the tools that a
-        grammar holds calls to.
+        `in_reasoning`, `in_text`: see `opens_reasoning`, `opens_text`. `tools`: the JSON Schemas
+        of the arguments by name. `only_calls`: nothing else is written, apart from reasoning.
+        `held_to`: the tools that a grammar holds calls to.
         """
         calls = self.calls if parse_calls else None
         if calls is None and self.reasoning is None and not self.text_opening:
             return None
-        texts = markers_of(calls, self.reasoning)
+        texts = markers_of(calls, self.reasoning, self.messages)
         return AnswerParser(
             calls,
             self.reasoning,
@@ -139,6 +162,8 @@ class AnswerFormat:
             only_calls=only_calls,
             held_to=held_to,
             text_opening=self.text_opening,
+            messages=self.messages,
+            in_text=in_text,
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
@@ -150,6 +175,8 @@ class AnswerFormat:
         if self.reasoning is None:
             return False
         open, close = self.reasoning.open, self.reasoning.close
+        if self.messages is not None:
+            return self._last_message(tokenizer, prompt_token_ids).startswith(open)
         visible = tokenizer.byte_table(skip_special_tokens=True)
         markers = self.marker_ids.values()
         tail: list[bytes] = []
@@ -160,6 +187,21 @@ class AnswerFormat:
             tail.append(tokenizer.token_bytes(token_id))
         text = b"".join(reversed(tail)).decode("utf-8", "replace")
         return text.rstrip().endswith(open)
+
+    def opens_text(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of the message that the user sees, which then goes on."""
+        if self.messages is None:
+            return False
+        return self._last_message(tokenizer, prompt_token_ids).startswith(self.messages.text)
+
+    def _last_message(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> str:
+        """What a prompt has behind the role of its last message."""
+        assert self.messages is not None
+        tail = [*reversed(prompt_token_ids[-MAX_TAIL_TOKENS:])]
+        start = self.marker_ids.get(self.messages.start)
+        length = tail.index(start) if start in tail else 0
+        data = b"".join(tokenizer.token_bytes(token_id) for token_id in reversed(tail[:length]))
+        return data.decode("utf-8", "replace").removeprefix(self.messages.role)
 
 
 def choose_format(
@@ -173,18 +215,30 @@ def choose_format(
         raise ValueError(f"no such parsers: {tool_parser}, {reasoning_parser}")
     template = tokenizer.chat_template_text
     calls = _call_format(tool_parser, template, tokenizer)
-    reasoning = _reasoning_format(reasoning_parser, template, tokenizer)
-    ids = {text: tokenizer.added_token_id(text) for text in markers_of(calls, reasoning)}
+    messages = None
+    if calls is HARMONY or (tool_parser in (AUTO, NONE) and has_messages(template)):
+        messages = HARMONY_MESSAGES
+    reasoning = _reasoning_format(reasoning_parser, template, tokenizer, messages)
+    texts = markers_of(calls, reasoning, messages)
+    ids = {text: tokenizer.added_token_id(text) for text in texts}
     marker_ids = {text: token_id for text, token_id in ids.items() if token_id is not None}
     visible = tokenizer.byte_table(skip_special_tokens=True)
     special = frozenset(text for text, token_id in marker_ids.items() if not visible[token_id])
-    return AnswerFormat(calls, reasoning, marker_ids, special)
+    return AnswerFormat(calls, reasoning, marker_ids, special, messages)
 
 
-def markers_of(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
+def has_messages(template: str) -> bool:
+    """Whether answers under a chat template are chains of messages."""
+    return _HARMONY.fit(template)
+
+
+def markers_of(
+    calls: CallFormat | None, reasoning: ReasoningFormat | None, messages: MessageFormat | None
+) -> list[str]:
     """The markers of a format."""
     block = [reasoning.open, reasoning.close] if reasoning else []
-    return [*block, *(calls.markers if calls else ())]
+    of_all = [*(calls.markers if calls else ()), *(messages.markers if messages else ())]
+    return [*dict.fromkeys([*block, *of_all])]
 
 
 def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat | None:
@@ -196,13 +250,21 @@ def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat 
     return _BY_NAME.get(name)
 
 
-def _reasoning_format(name: str, template: str, tokenizer: Vocabulary) -> ReasoningFormat | None:
+def _reasoning_format(
+    name: str, template: str, tokenizer: Vocabulary, messages: MessageFormat | None
+) -> ReasoningFormat | None:
     if name == NONE:
         return None
-    for form in (THINK, MAGISTRAL):
+    if messages is not None:
+        return ANALYSIS
+    for form in (THINK, MAGISTRAL, THOUGHT):
         if form.open in template or form.close in template:
             return form
     if name == AUTO:
         return None
-    known = (form for form in (THINK, MAGISTRAL) if tokenizer.added_token_id(form.open) is not None)
+    known = (
+        form
+        for form in (THINK, MAGISTRAL, THOUGHT)
+        if tokenizer.added_token_id(form.open) is not None
+    )
     return next(known, THINK)

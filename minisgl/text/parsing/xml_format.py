@@ -114,7 +114,7 @@ def _read_value(
     streamed = types == {"string"}
     if streamed:
         put('"')
-        end = yield from _read_text(calls, next_openings, lambda text: put(_escaped(text)))
+        end = yield from _read_text(calls, next_openings, lambda text: put(escaped(text)))
     else:
         end = yield from _read_text(calls, next_openings, parts.append)
     if end or reader.natural:
@@ -166,7 +166,8 @@ def _read_text(calls: CallContext, next_openings: Sequence[str], put: Put) -> Re
     return ""
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """A text as it stands inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.engine_loop import EOS, ScriptedRunner, engine_on
 from support.engine_loop import loaded as demo
 from support.fake_chat_ui import FakeChatUI
+from support.harmony_chat import gpt_oss
 from support.parsed_answers import TAGS
 from support.toy_tokenizers import with_tokens
 
@@ -23,6 +24,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason
+from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
@@ -277,24 +279,26 @@ ANSWERS = (
 class AnsweringRunner(ScriptedRunner):
     """Answers each prompt with the next of `answers`, token by token, then EOS."""
 
-    def __init__(self, answers: Sequence[str]) -> None:
+    def __init__(self, answers: Sequence[str], tokenizer: Tokenizer = TOY) -> None:
         super().__init__(1)
-        self._answers = [[*TOY.encode(answer), EOS] for answer in answers]
+        self._tokenizer = tokenizer
+        self._answers = [[*tokenizer.encode(answer), EOS] for answer in answers]
         self.prompts: list[str] = []
 
     def _report(self, slot: Any, token_id: int, *into: Any) -> None:
         prompt = slot.join.prompt_token_ids
         place = slot.length - len(prompt)
         if place == 0:
-            self.prompts.append(b"".join(map(TOY.token_bytes, prompt)).decode())
+            text = b"".join(map(self._tokenizer.token_bytes, prompt))
+            self.prompts.append(text.decode())
         answer = self._answers[len(self.prompts) - 1]
         slot.last_token = answer[min(place, len(answer) - 1)]
         super()._report(slot, slot.last_token, *into)
 
     def loaded(self) -> Loaded[Any]:
-        loaded = demo(self, overlap=True, tokenizer=True)
+        loaded = demo(self, overlap=True, tokenizer=True, num_pages=1000)
         self.vocab_size = loaded.model.vocab_size
-        return replace(loaded, tokenizer=TOY)
+        return replace(loaded, tokenizer=self._tokenizer)
 
 
 async def test_an_engine_calls_tools_in_the_format_of_its_template(tools: Path) -> None:
@@ -320,6 +324,44 @@ async def test_an_engine_thinks_before_an_answer_that_follows_a_schema() -> None
     assert done.ui.thought == "Hm, {."
     assert done.ui.coded == '{\n  "a": [\n    1\n  ]\n}'
     assert done.ui.written.strip() == "Hello."
+
+
+FINAL = "<|channel|>final<|message|>"
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+async def test_an_engine_answers_in_messages_with_headers(tools: Path) -> None:
+    """Without rules, with a schema and with tools: what is shown has none of the headers."""
+    call = '<|channel|>commentary to=functions.weather<|constrain|>json<|message|>{"city": "Rome"}'
+    answers = ["Hello.", '{"a": [1]}', call, "It is mild."]
+    texts = [f"{HARMONY_THOUGHT}{'' if text is call else FINAL}{text}" for text in answers]
+    tokenizer = gpt_oss()
+    runner = AnsweringRunner(texts, tokenizer)
+    async with AsyncEngine(runner.loaded()) as engine:
+        model = EngineModel(engine, tokenizer)
+        done = await chat(
+            model,
+            "A?",
+            '/json {"type": "object"}',
+            "B?",
+            "/json off",
+            f"/tools {tools}",
+            "C?",
+            "18",
+        )
+    assert done.ui.said == [] and done.num_failed == 0
+    assert done.ui.thought == "Hm." * 4
+    assert done.ui.coded == '{\n  "a": [\n    1\n  ]\n}weather({"city": "Rome"})'
+    assert done.ui.written.replace("\n", "") == "Hello.It is mild."
+    first, *_, last = runner.prompts
+    assert first.endswith("<|start|>user<|message|>A?<|end|><|start|>assistant")
+    assert f"<|start|>assistant{FINAL}Hello.<|end|>" in last
+    assert last.endswith(
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+        '{"city": "Rome"}<|call|><|start|>functions.weather to=assistant<|channel|>commentary'
+        '<|message|>"18"<|end|><|start|>assistant'
+    )
 
 
 async def test_an_engine_whose_template_has_no_tools_says_so(tools: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support.parsed_answers import (
     DEEPSEEK,
+    GLM,
+    HARMONY,
     LLAMA,
     MISTRAL,
     OLD_MISTRAL,
@@ -708,6 +710,138 @@ def test_deepseek_calls_follow_thoughts(in_reasoning: bool) -> None:
     assert got == Parsed(f"I call {thought}", "", [("g", "{}")], 1)
 
 
+@pytest.mark.parametrize("tokenizer", [DEEPSEEK, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("calls", "content", "made"),
+    [
+        ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "}"}<｜tool▁call▁end｜>', "",
+         [("f", '{"a": "}"}')]),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+         "<｜tool▁call▁begin｜>g.h-i<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "",
+         [("f", "{}"), ("g.h-i", "{}")]),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜> {}\n<｜tool▁call▁end｜>\n", "", [("f", "{}")]),
+        ("<｜tool▁call▁begin｜><｜tool▁sep｜>{}",
+         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜>{}", []),
+        # A model of one version that writes as the other does.
+        (deepseek("f", "{}"), "", [("f", "{}")]),
+    ],
+)  # fmt: skip
+def test_deepseek_v31_answers(
+    tokenizer: Tokenizer, calls: str, content: str, made: list[tuple[str, str]]
+) -> None:
+    end = "<｜tool▁calls▁end｜>" if made else ""
+    answer = f"<｜tool▁calls▁begin｜>{calls}{end}"
+    for tool_parser in ("deepseek_v31", "deepseek_v3"):
+        assert parse(tokenizer, tool_parser, answer) == Parsed("", content, made, len(made))
+        if made:
+            got = parse(tokenizer, tool_parser, f"Let me check.{answer}")
+            assert got == Parsed("", "Let me check.", made, len(made))
+
+
+# -- glm -------------------------------------------------------------------------------------------
+
+GLM_TOOLS: Any = {
+    "f": {
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"type": "integer"},
+            "l": {"type": "array", "items": {"type": "string"}},
+            "b": {"type": "boolean"},
+            "x": {"type": ["string", "null"]},
+        }
+    }
+}
+
+
+def glm(name: str, *values: tuple[str, str], line: str = "\n") -> str:
+    """A call of GLM-4.5, or of later versions with "" for `line`."""
+    written = "".join(
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}"
+        for key, value in values
+    )
+    return f"<tool_call>{name}{line}{written}</tool_call>"
+
+
+@pytest.mark.parametrize("tokenizer", [GLM, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize("line", ["\n", ""], ids=["4.5", "4.7"])
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [
+        ([], "{}"),
+        ([("s", "Köln")], '{"s": "Köln"}'),
+        ([("s", "5")], '{"s": "5"}'),
+        ([("s", ' a\n"b" \\ <c> </d>\n')], r'{"s": " a\n\"b\" \\ <c> </d>\n"}'),
+        ([("s", "")], '{"s": ""}'),
+        ([("n", "5"), ("b", "True"), ("l", '["a", "b"]')], '{"n": 5, "b": true, "l": ["a", "b"]}'),
+        ([("l", "['a', 'b']")], '{"l": ["a", "b"]}'),
+        ([("n", "five")], '{"n": "five"}'),
+        ([("x", "null")], '{"x": null}'),
+        ([("x", "12")], '{"x": "12"}'),
+        ([("unknown", '{"a": [1.50]}')], '{"unknown": {"a": [1.50]}}'),
+        ([("unknown", "a b")], '{"unknown": "a b"}'),
+    ],
+)
+def test_glm_values_become_json_by_the_schema(
+    tokenizer: Tokenizer, line: str, values: list[tuple[str, str]], arguments: str
+) -> None:
+    for tool_parser in ("glm45", "glm47"):
+        got = parse(tokenizer, tool_parser, glm("f", *values, line=line), tools=GLM_TOOLS)
+        assert got == Parsed("", "", [("f", arguments)], 1)
+
+
+@pytest.mark.parametrize("tokenizer", [GLM, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "natural", "content", "calls"),
+    [
+        ("I look.\n" + glm("f", ("s", "a")), True, "I look.", ['{"s": "a"}']),
+        (glm("f", ("s", "a")) + "\n" + glm("f", ("n", "1")), True, "",
+         ['{"s": "a"}', '{"n": 1}']),
+        (glm("f", line="") + glm("f", line=""), True, "", ["{}", "{}"]),
+        (glm("f", ("s", "a")) + "Done.", True, "Done.", ['{"s": "a"}']),
+        ("<tool_call> f <arg_key> s </arg_key> <arg_value>a</arg_value> </tool_call>", True, "",
+         ['{"s": "a"}']),
+        # Without an end, or cut.
+        ("<tool_call>f", True, "", ["{}"]),
+        ("<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</arg_value>", True, "",
+         ['{"s": "a"}']),
+        ("<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a", True, "", ['{"s": "a"}']),
+        ("<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a", False, "", ['{"s": "a']),
+        ("<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1", False, "", ['{"n": ']),
+        ("<tool_call>f\n<arg_key>s</arg_", False, "", ["{"]),
+        ("<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</tool_call>", True, "",
+         ['{"s": "a"}']),
+        ("<tool_call>f", False, "<tool_call>f", []),
+        # No calls.
+        ("The tag <tool_call> opens it.", True, "The tag <tool_call> opens it.", []),
+        ('<tool_call>{"name": "f"}</tool_call>', True, '<tool_call>{"name": "f"}</tool_call>', []),
+    ],
+)  # fmt: skip
+def test_glm_answers(
+    tokenizer: Tokenizer, answer: str, natural: bool, content: str, calls: list[str]
+) -> None:
+    got = parse(tokenizer, "glm45", answer, natural=natural, tools=GLM_TOOLS)
+    assert got == Parsed("", content, [("f", each) for each in calls], len(calls))
+
+
+def test_glm_values_may_spell_tags() -> None:
+    value = "</arg_value> and </tool_call>."
+    spelled = [byte for char in value for byte in GLM.encode(char)]
+    before, after = glm("f", ("s", "|")).split("|")
+    ids = [*GLM.encode(before), *spelled, *GLM.encode(after)]
+    form = form_of(GLM, "glm45")
+    whole = replay(GLM, form, ids, tools=GLM_TOOLS)
+    assert parsed(whole).objects == [("f", {"s": value})]
+    assert parse(PLAIN, "glm45", glm("f", ("s", value)), tools=GLM_TOOLS).objects == [
+        ("f", {"s": value})
+    ]
+
+
+def test_glm_calls_follow_thoughts() -> None:
+    answer = f"<think>I call {glm('f')}.</think>\nI look.\n{glm('f', ('s', 'a'))}"
+    got = parse(GLM, "glm45", answer, reasoning_parser="think", tools=GLM_TOOLS)
+    assert got == Parsed(f"I call {glm('f')}.", "I look.", [("f", '{"s": "a"}')], 1)
+
+
 # -- mistral ---------------------------------------------------------------------------------------
 
 
@@ -792,6 +926,19 @@ ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
         PLAIN,
         "xlam",
         '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    ),
+    "deepseek_v31": (
+        DEEPSEEK,
+        "deepseek_v31",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "glm45": (GLM, "glm45", glm("f", ("a", "1")) + "\n" + glm("g")),
+    "harmony": (
+        HARMONY,
+        "harmony",
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>",
     ),
     "mistral": (MISTRAL, "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
     "mistral_list": (

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parsed_answers import (
     DEEPSEEK,
+    GEMMA,
+    GLM,
+    HARMONY,
     LLAMA,
     MISTRAL,
     PLAIN,
@@ -80,6 +83,21 @@ def deepseek(calls: list[tuple[str, str]]) -> str:
     return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" if calls else ""
 
 
+def deepseek_v31(calls: list[tuple[str, str]]) -> str:
+    written = (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
+        for name, text in calls
+    )
+    return "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>" if calls else ""
+
+
+def harmony(calls: list[tuple[str, str]]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
+        for name, text in calls
+    )
+
+
 def mistral(calls: list[tuple[str, str]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
@@ -95,7 +113,10 @@ def mistral(calls: list[tuple[str, str]]) -> str:
         (PLAIN, "functionary_v3_2", functionary_v3_2),
         (DEEPSEEK, "deepseek_v3", deepseek),
         (PLAIN, "deepseek_v3", deepseek),
+        (DEEPSEEK, "deepseek_v31", deepseek_v31),
+        (PLAIN, "deepseek_v31", deepseek_v31),
         (PLAIN, "mistral", mistral),
+        (HARMONY, "harmony", harmony),
     ],
 )
 @settings(max_examples=30, deadline=None)
@@ -122,7 +143,7 @@ def test_json_arguments_come_out_as_they_were_written_in_any_pieces(
 
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True), VALUES, max_size=4))
-def test_xml_and_python_arguments_become_the_same_json(arguments: dict[str, object]) -> None:
+def test_tagged_and_python_arguments_become_the_same_json(arguments: dict[str, object]) -> None:
     properties = {key: {"type": type_of(value)} for key, value in arguments.items()}
     tools = {"f": {"properties": properties}}
     inside = "".join(
@@ -130,10 +151,16 @@ def test_xml_and_python_arguments_become_the_same_json(arguments: dict[str, obje
         "</parameter>\n"
         for key, value in arguments.items()
     )
+    tagged = "\n".join(
+        f"<arg_key>{key}</arg_key>\n"
+        f"<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>"
+        for key, value in arguments.items()
+    )
     source = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     keywords = {"in", "is", "if", "or", "as", "not", "and", "for", "def", "del", "try"}
     for tool_parser, answer in (
         ("qwen3_coder", f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"),
+        ("glm45", f"<tool_call>f\n{tagged}\n</tool_call>"),
         ("pythonic", f"[f({source})]"),
     ):
         if tool_parser == "pythonic" and keywords & arguments.keys():
@@ -156,7 +183,11 @@ MARKUP = st.sampled_from(
      "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁sep",
      "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", ">>>", "f\n", "all\n", ">>>f\n{",
      "[f(a=",
-     '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
+     '{"name": "f", "parameters": ', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+     "<tool_call>f", "</arg_", "<|tool_call>", "call:f{", "<tool_call|>",
+     '<|"|>', "a:", "<|too", "<|start|>", "assistant", "<|channel|>", "analysis", "final",
+     "commentary", " to=functions.f", " to=g", "<|constrain|>", "json", "<|message|>", "<|end|>",
+     "<|call|>", "<|return|>", "<|chan", "<|channel|>final<|message|>", "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8"]
 )  # fmt: skip
 
@@ -173,7 +204,7 @@ def test_any_answer_gives_the_same_events_in_any_pieces(
     tool_parser: str, parts: list[str], natural: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     answer = "".join(parts)
-    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK]))
+    tokenizer = data.draw(st.sampled_from([QWEN, PLAIN, MISTRAL, DEEPSEEK, GEMMA, GLM, HARMONY]))
     form = form_of(tokenizer, tool_parser, "think")
     ids = tokenizer.encode(answer, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
@@ -257,6 +288,23 @@ LONG = [
     ("xlam", "x" + '[{"b": ' * (SIZE // 10)),
     ("xlam", '[{"b": ' * (SIZE // 10)),
     ("xlam", "x" + '[{"name": "f", "arguments": {' * (SIZE // 20)),
+    ("glm45", "<tool_call>" + "f" * SIZE),
+    ("glm45", "<tool_call>f<arg_key>" + "</arg_k" * (SIZE // 6)),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_value> " * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>" + "</tool_call>a" * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>1</arg_value>" + " " * SIZE),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value>" * (SIZE // 50)),
+    ("harmony", "a" * SIZE),
+    ("harmony", "<|channel|>" * (SIZE // 10)),
+    ("harmony", "<|start|>" * (SIZE // 10)),
+    ("harmony", "<|start|>" + " " * SIZE),
+    ("harmony", "<|start|>" + "f " * SIZE),
+    ("harmony", "<|start|> to=" + "f" * SIZE),
+    ("harmony", "<|channel|>final<|message|>a<|end|>" * (SIZE // 30)),
+    ("harmony", "<|channel|>analysis<|message|>" + "<|en" * (SIZE // 4)),
+    ("harmony", " to=functions.f<|message|>" + "a" * SIZE),
+    ("harmony", " to=functions.f<|message|>{" + " " * SIZE),
+    ("harmony", " to=functions.f<|message|>{}" + "<|call" * (SIZE // 6)),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "[AR" * SIZE),
     ("mistral", "[TOOL_CALLS]" + "[" * SIZE),
 ]

@@ -20,6 +20,10 @@ TYPE = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 LAST_WITH_UNDO = "20250124"
 TEXT, LINE = {"type": "string"}, {"type": "integer"}
 RANGE = {"type": "array", "items": LINE, "minItems": 2, "maxItems": 2}
+# What all that edit files can do, and what their commands take.
+EDITING = ["view", "create", "str_replace", "insert"]
+FIELDS = {"path": TEXT, "view_range": RANGE, "file_text": TEXT, "old_str": TEXT}
+FIELDS |= {"new_str": TEXT, "insert_line": LINE}
 
 BASH = (
     "Runs a command in a bash session that stays open between calls. Either give a command, or set "
@@ -47,11 +51,8 @@ def client_tool(tool: ToolSpec) -> FunctionSpec | None:
     kind, date = found.groups()
     match kind:
         case "bash":
-            name, text, parameters = (
-                "bash",
-                BASH,
-                _object(command=TEXT, restart={"type": "boolean"}),
-            )
+            parameters = _object(command=TEXT, restart={"type": "boolean"})
+            name, text = "bash", BASH
         case "memory":
             name, text, parameters = "memory", MEMORY, _memory()
         case _:
@@ -63,23 +64,18 @@ def client_tool(tool: ToolSpec) -> FunctionSpec | None:
 
 def _editor(date: str) -> tuple[str, str, dict[str, Any]]:
     """Name, description and parameters of an editor."""
-    commands = ["view", "create", "str_replace", "insert"]
-    fields = {"path": TEXT, "view_range": RANGE, "file_text": TEXT, "old_str": TEXT}
-    fields |= {"new_str": TEXT, "insert_line": LINE}
     if date <= LAST_WITH_UNDO:
         text = EDITOR.format(inserted="new_str") + " undo_edit takes the last change back."
-        return "str_replace_editor", text, _commands([*commands, "undo_edit"], ["path"], fields)
+        parameters = _commands([*EDITING, "undo_edit"], ["path"], FIELDS)
+        return "str_replace_editor", text, parameters
     text = EDITOR.format(inserted="insert_text")
-    parameters = _commands(commands, ["path"], {**fields, "insert_text": TEXT})
+    parameters = _commands(EDITING, ["path"], {**FIELDS, "insert_text": TEXT})
     return "str_replace_based_edit_tool", text, parameters
 
 
 def _memory() -> dict[str, Any]:
-    fields = {"path": TEXT, "view_range": RANGE, "file_text": TEXT, "old_str": TEXT}
-    fields |= {"new_str": TEXT, "insert_line": LINE, "insert_text": TEXT}
-    fields |= {"old_path": TEXT, "new_path": TEXT}
-    commands = ["view", "create", "str_replace", "insert", "delete", "rename"]
-    return _commands(commands, [], fields)
+    fields = {**FIELDS, "insert_text": TEXT, "old_path": TEXT, "new_path": TEXT}
+    return _commands([*EDITING, "delete", "rename"], [], fields)
 
 
 def _commands(names: list[str], required: list[str], fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 from msgspec import Raw
 
@@ -12,7 +10,7 @@ from minisgl.server.answers.blocks import Block, BlockChoice, BlockEvent, BlockS
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages import answer_types as answers
-from minisgl.server.apis.messages.request_types import ShownThinking
+from minisgl.server.apis.messages.request_types import MessagesRequest
 from minisgl.server.http.encoding import encode, typed_event
 from minisgl.server.http.error_bodies import messages_error_body
 
@@ -22,22 +20,15 @@ RAW_INPUT = "_raw"  # the member of an input that has what the model wrote, if t
 NO_INPUT = Raw(b"{}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageStyle:
-    """How one answer is reported."""
-
-    id: str
-    model: str
-    max_tokens: int | None  # that the client asked for; the answer may have less room
-    thinking: ShownThinking
-
-
 class MessageChoice(BlockChoice):
     """A message of the assistant. Blocks that are not reported do not count in their `index`."""
 
-    def __init__(self, job: GenerationJob, style: MessageStyle) -> None:
+    def __init__(self, job: GenerationJob, body: MessagesRequest, model: str, id: str) -> None:
         super().__init__(job)
-        self._style = style
+        self._id = id
+        self._model = model
+        self._max_tokens = body.max_tokens  # the answer may have less room
+        self._thinking = body.shown_thinking
         self._stop_text: str | None = None  # the stop sequence that was found
         self._num_shown = 0
         # The frequent event is encoded once for each block, and cut where its text is. Without a
@@ -66,7 +57,7 @@ class MessageChoice(BlockChoice):
     def _stop_reason(self) -> answers.StopReason:
         """Calls are complete only where the model has ended the answer by itself."""
         if self.check_finished() == "length":
-            most = self._style.max_tokens
+            most = self._max_tokens
             out_of_room = most is None or self.last.num_output_tokens < most
             return "model_context_window_exceeded" if out_of_room else "max_tokens"
         if any(block.kind == "call" for block in self.blocks):
@@ -90,9 +81,9 @@ class MessageChoice(BlockChoice):
         self, content: list[answers.AnswerBlock], stop_reason: answers.StopReason | None
     ) -> answers.MessageAnswer:
         return answers.MessageAnswer(
-            id=self._style.id,
+            id=self._id,
             role="assistant",
-            model=self._style.model,
+            model=self._model,
             content=content,
             stop_reason=stop_reason,
             stop_sequence=self._stop_sequence(stop_reason),
@@ -100,14 +91,14 @@ class MessageChoice(BlockChoice):
         )
 
     def _is_shown(self, block: Block) -> bool:
-        return block.kind != "reasoning" or self._style.thinking != "none"
+        return block.kind != "reasoning" or self._thinking != "none"
 
     def _whole_block(self, block: Block) -> answers.AnswerBlock:
         match block.kind:
             case "text":
                 return answers.AnswerText(block.text)
             case "reasoning":
-                shown = self._style.thinking == "shown"
+                shown = self._thinking == "shown"
                 return answers.AnswerThinking(block.text if shown else "", SIGNATURE)
             case "call":
                 return _tool_use(block, _input(block.text))
@@ -131,7 +122,7 @@ class MessageChoice(BlockChoice):
                 case "text":
                     return self._start(answers.AnswerText(""), answers.TextDelta(""))
                 case "reasoning":
-                    shown = self._style.thinking == "shown"
+                    shown = self._thinking == "shown"
                     delta = answers.ThinkingDelta("") if shown else None
                     return self._start(answers.AnswerThinking("", ""), delta)
                 case "call":
@@ -172,9 +163,12 @@ class MessageReply(Reply):
 
     prompt_field = "messages"
 
-    def __init__(self, job: GenerationJob, style: MessageStyle, request_id: str) -> None:
-        super().__init__(style.id)
-        self._choice = MessageChoice(job, style)
+    def __init__(
+        self, job: GenerationJob, body: MessagesRequest, *, model: str, id: str, request_id: str
+    ) -> None:
+        """`id` must differ from that of every other reply."""
+        super().__init__(f"msg_{id}")
+        self._choice = MessageChoice(job, body, model, self.id)
         self._request_id = request_id
         self.choices = (self._choice,)
 

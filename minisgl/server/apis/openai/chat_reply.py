@@ -12,7 +12,7 @@ from minisgl.request import OutputDelta
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import ContentScores, scored_token
 from minisgl.server.answers.plan import AnswerStyle
-from minisgl.server.answers.reply import AnswerReader, Call, EndReason
+from minisgl.server.answers.reply import AnswerReader, Call
 from minisgl.server.apis.openai import answer_types as answers
 from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
 from minisgl.server.http.encoding import encode, event
@@ -40,12 +40,15 @@ class ChatChoice(ChunkedChoice[answers.ChatLogprobs]):
         return event(self._chunk_of(delta, prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
-        self, text: str, logprobs: answers.ChatLogprobs | None = None, token_ids: Sequence[int] = ()
+        self,
+        text: str | None,
+        logprobs: answers.ChatLogprobs | None = None,
+        finish_reason: answers.ChatEndReason | None = None,
+        *,
+        token_ids: Sequence[int] = (),
     ) -> answers.ChatCompletionChunk:
-        return self._chunk_of(answers.ChatDelta(content=text), logprobs, token_ids=token_ids)
-
-    def _last_chunk(self, finish_reason: EndReason) -> answers.ChatCompletionChunk:
-        return self._chunk_of(answers.ChatDelta(), finish_reason=finish_reason)
+        delta = answers.ChatDelta(content=UNSET if text is None else text)
+        return self._chunk_of(delta, logprobs, finish_reason, token_ids=token_ids)
 
     def _chunk_of(
         self,
@@ -118,11 +121,9 @@ class ParsedChoice(ChatChoice):
             if parts[-1]:
                 token_ids = ()
         if token_ids or (self._placed and self._finish_reason is not None):
-            rest = self._chunk_of(answers.ChatDelta(), self._shown(), token_ids=token_ids)
-            parts.append(event(rest))
+            parts.append(event(self._chunk(None, self._shown(), token_ids=token_ids)))
         if self._finish_reason is not None:
-            last = self._chunk_of(answers.ChatDelta(), finish_reason=self._end_reason())
-            parts.append(event(last))
+            parts.append(event(self._chunk(None, finish_reason=self._end_reason())))
         return b"".join(parts)
 
     def keep(self, delta: OutputDelta) -> None:
@@ -181,8 +182,7 @@ class ParsedChoice(ChatChoice):
             case ContentText(text):
                 if self._plain:
                     return self._head + encode(text) + self._tail
-                delta = answers.ChatDelta(content=text)
-                return event(self._chunk_of(delta, self._shown(), token_ids=token_ids))
+                return event(self._chunk(text, self._shown(), token_ids=token_ids))
             case ReasoningText(text):
                 if not self._style.reasoning_fields:
                     return b""

@@ -117,7 +117,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         elif text:
             events += self._head + encode(text) + self._tail
         if self._finish_reason is not None:
-            events += event(self._last_chunk(self._finish_reason))
+            events += event(self._chunk(None, finish_reason=self._finish_reason))
         return events
 
     def keep(self, delta: OutputDelta) -> None:
@@ -168,13 +168,14 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
 
     @abstractmethod
     def _chunk(
-        self, text: str, logprobs: LogprobsT | None = None, token_ids: Sequence[int] = ()
+        self,
+        text: str | None,
+        logprobs: LogprobsT | None = None,
+        finish_reason: EndReason | None = None,
+        *,
+        token_ids: Sequence[int] = (),
     ) -> Struct:
-        """The chunk that adds `text`."""
-
-    @abstractmethod
-    def _last_chunk(self, finish_reason: EndReason) -> Struct:
-        """The chunk that ends the choice and adds nothing."""
+        """The chunk that adds `text`; None: it ends the choice and adds nothing."""
 
     @abstractmethod
     def _show(self, placed: Sequence[PlacedToken]) -> LogprobsT:
@@ -187,7 +188,8 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         token_ids = delta.token_ids if self.job.return_token_ids else []
         if not (text or placed or token_ids):
             return b""
-        return event(self._chunk(text, self._show(placed) if placed else None, token_ids))
+        logprobs = self._show(placed) if placed else None
+        return event(self._chunk(text, logprobs, token_ids=token_ids))
 
     def _place(
         self, text: str, logprobs: Sequence[TokenLogprobs], prompt_logprobs: Sequence[TokenLogprobs]

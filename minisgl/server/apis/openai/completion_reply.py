@@ -37,22 +37,11 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
     def _opening(self) -> bytes:
         if not self.job.return_token_ids:
             return b""
-        return event(self._chunk_of("", prompt_token_ids=self.prompt_token_ids))
+        return event(self._chunk(None, prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
         self,
-        text: str,
-        logprobs: answers.CompletionLogprobs | None = None,
-        token_ids: Sequence[int] = (),
-    ) -> answers.CompletionChunk:
-        return self._chunk_of(text, logprobs, token_ids=token_ids)
-
-    def _last_chunk(self, finish_reason: EndReason) -> answers.CompletionChunk:
-        return self._chunk_of("", finish_reason=finish_reason)
-
-    def _chunk_of(
-        self,
-        text: str,
+        text: str | None,
         logprobs: answers.CompletionLogprobs | None = None,
         finish_reason: EndReason | None = None,
         *,
@@ -61,7 +50,7 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
     ) -> answers.CompletionChunk:
         choice = answers.CompletionChunkChoice(
             index=self.job.index,
-            text=text,
+            text=text or "",
             logprobs=logprobs,
             finish_reason=finish_reason,
             prompt_token_ids=prompt_token_ids,

@@ -1,4 +1,4 @@
-"""How much memory there is for this process."""
+"""What this process may use of its machine: memory and cores of the CPU."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # another version, or "max"
             total = min(total, int(Path(path).read_text()))
     return total
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]

@@ -1,0 +1,157 @@
+"""The gated delta net of a layer, which keeps a state for each request in the place of keys and
+values (Yang, Kautz, Hatamizadeh, arXiv 2412.06464)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.config import StateSpec
+from minisgl.distributed.communicator import Communicator
+from minisgl.kernels.gated_delta import delta_net
+from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.residual import Residual
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.step import Step
+from minisgl.shards import even_shard, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHeads:
+    """The heads of a gated delta net, and the width of the convolution before it."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple
+    key_dim: int  # of a head
+    value_dim: int
+    conv_width: int
+
+    @property
+    def num_keys(self) -> int:
+        """The outputs of the map to queries, and of that to keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def num_values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    def state(self, dtype: str) -> StateSpec:
+        """What a request keeps: the last inputs of the convolution, in the dtype of the
+        activations, and a matrix of each value head."""
+        channels = 2 * self.num_keys + self.num_values
+        return StateSpec(
+            shapes=(
+                (channels, self.conv_width - 1),
+                (self.num_value_heads, self.key_dim, self.value_dim),
+            ),
+            dtypes=(dtype, "float32"),
+            num_heads=self.num_key_heads,
+        )
+
+
+class Convolution(nn.Module):
+    """The weights of a convolution of each channel by itself, the newest row's last."""
+
+    weight: nn.Parameter  # [channels, 1, width]
+
+    def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = parameter(torch.empty((channels, 1, width), dtype=dtype))
+
+
+class GatedDeltaNet(nn.Module):
+    """o(norm(delta(silu(conv(q(x), k(x), v(x)))), z(x))) for x the norm of the residual stream;
+    added to the stream. A rank computes its share of the heads.
+
+    `layer`: its number. `merged`: the maps of a checkpoint that have several of those to q, k, v
+    and z, and to the gates.
+    """
+
+    A_log: nn.Parameter  # [value heads] float32
+    dt_bias: nn.Parameter  # [value heads] float32
+
+    def __init__(
+        self,
+        hidden_size: int,
+        layer: int,
+        heads: DeltaHeads,
+        format: WeightFormat,
+        comm: Communicator,
+        *,
+        norm_eps: float,
+        merged: Iterable[MergedMap],
+    ) -> None:
+        super().__init__()
+        self._layer, self._heads, merged = layer, heads, tuple(merged)
+        key_heads = even_shard(heads.num_key_heads, comm.rank, comm.size)
+        self.value_heads = even_shard(heads.num_value_heads, comm.rank, comm.size)
+        self.keys = key_heads.times(heads.key_dim)
+        self.values = self.value_heads.times(heads.value_dim)
+        parts = {"q": self.keys, "k": self.keys, "v": self.values, "in_proj_z": self.values}
+        gates = {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+        inputs = whole(hidden_size)
+        self.in_proj = Linear(inputs, parts, format, merged=_within(parts, merged))
+        self.gates = Linear(inputs, gates, format, merged=_within(gates, merged))
+        self.conv1d = Convolution(
+            2 * self.keys.size + self.values.size, heads.conv_width, format.dtype
+        )
+        self.A_log = parameter(torch.empty(self.value_heads.size, dtype=torch.float32))
+        self.dt_bias = parameter(torch.empty(self.value_heads.size, dtype=torch.float32))
+        self.norm = RMSNorm(heads.value_dim, norm_eps, format.dtype)
+        self.out_proj = RowParallelLinear("out_proj", self.values, hidden_size, format, comm)
+
+    def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
+        """Advances the states of the rows' requests."""
+        x, qkvz, rows = self.in_proj.product.of_kept_norm(residual, norm)
+        num_rows, num_values = len(x), self.values.size
+        b, a = self.gates.product(x).chunk(2, dim=1)
+        gates = Gates(a, b, self.A_log, self.dt_bias)
+        z = qkvz[:, -num_values:].unflatten(1, (-1, self._heads.value_dim))
+        out = self._delta(qkvz[:, :-num_values], gates, step)
+        out = delta_net.gated_rms_norm(out, z, self.norm.weight, self.norm.eps)
+        return self.out_proj.add_to(out.view(num_rows, num_values), rows)
+
+    def _delta(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
+        """Returns [num_rows, value heads, value_dim]."""
+        conv_states, states = step.state(self._layer).tensors
+        weight, batch = self.conv1d.weight[:, 0], step.batch
+        parts: list[Tensor] = []
+        num_decodes = batch.decodes.num_rows
+        if num_decodes:
+            slots = batch.slots.decodes
+            convolved = delta_net.causal_conv_decode(
+                qkv[:num_decodes], weight, None, conv_states, slots
+            )
+            q, k, v = self._split(convolved)
+            of_rows = gates._replace(a=gates.a[:num_decodes], b=gates.b[:num_decodes])
+            parts.append(delta_net.gated_delta_decode(q, k, v, of_rows, states, slots))
+        if num_decodes < len(qkv):
+            slots = batch.slots.chunks
+            segments = Segments(slots, slots, batch.chunks.row_starts)
+            convolved = delta_net.causal_conv(
+                qkv[num_decodes:], weight, None, conv_states, segments
+            )
+            q, k, v = self._split(convolved)
+            of_rows = gates._replace(a=gates.a[num_decodes:], b=gates.b[num_decodes:])
+            parts.append(delta_net.gated_delta_prefill(q, k, v, of_rows, states, segments))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of queries, keys and values."""
+        keys, heads = self.keys.size, self._heads
+        q, k, v = qkv.split((keys, keys, self.values.size), dim=1)
+        return (
+            q.unflatten(1, (-1, heads.key_dim)),
+            k.unflatten(1, (-1, heads.key_dim)),
+            v.unflatten(1, (-1, heads.value_dim)),
+        )
+
+
+def _within(parts: Collection[str], merged: Iterable[MergedMap]) -> list[MergedMap]:
+    """Those of these parts."""
+    return [each for each in merged if each.parts[0] in parts]

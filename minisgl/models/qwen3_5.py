@@ -1,0 +1,268 @@
+"""Qwen3-Next and Qwen3.5 to 3.8: a gated delta net in most layers, attention in the others, each
+before an MLP or a mixture of experts. Of models that also see images, the text part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from minisgl.config import AttentionSpec, StateSpec
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.layers.experts import SharedExpertMoeBlock
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.gated_delta import DeltaHeads, GatedDeltaNet
+from minisgl.layers.linear import MergedMap
+from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.transformer import CausalLM, DecoderLayer
+
+NEXT = "Qwen3NextForCausalLM"
+TEXT = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+WITH_TOWER = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+_TOWER = "visual"
+_DRAFTER = "mtp"
+# Of the config of a model with a tower, beside text_config.
+_FIELDS_OF_WHOLE = field_names(
+    """architectures model_type text_config vision_config image_token_id video_token_id
+    vision_start_token_id vision_end_token_id tie_word_embeddings transformers_version dtype
+    torch_dtype quantization_config language_model_only"""
+)
+_FIELDS = DECODER_FIELDS | field_names(
+    """attention_bias attn_output_gate full_attention_interval
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads mamba_ssm_dtype
+    decoder_sparse_step mlp_only_layers moe_intermediate_size shared_expert_intermediate_size
+    num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings"""
+)
+# Text has the same position in all three dimensions of an image's, so these change nothing.
+_IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
+# What Qwen3-Next's checkpoints merge for each key head, and those of the others one after another.
+_INTERLEAVED = {
+    "in_proj_qkvz": ("q", "k", "v", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+_IN_TURN = (MergedMap("in_proj_qkv", ("q", "k", "v")),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig(NativeConfig):
+    """A decoder with a gated delta net in some layers."""
+
+    delta_heads: DeltaHeads
+    delta_layers: frozenset[int]
+    merged: tuple[MergedMap, ...]  # the maps of these layers that a checkpoint has together
+
+    def layer(self, layer: int) -> AttentionSpec | StateSpec:
+        """As in NativeConfig."""
+        if layer in self.delta_layers:
+            return self.delta_heads.state(self.dtype)
+        return self.attention(layer)
+
+    def state_maps(self) -> list[tuple[int, int]]:
+        """As in NativeConfig."""
+        heads, hidden = self.delta_heads, self.hidden_size
+        keys, values = heads.num_keys, heads.num_values
+        to_heads, to_gates = (keys + keys + values + values, hidden), heads.num_value_heads
+        return [to_heads, (2 * to_gates, hidden), (hidden, values)]
+
+
+def read_config(whole: Fields) -> HybridConfig:
+    """Raises as `read_decoder` does."""
+    architecture = str(whole.values["architectures"][0])
+    fields, notes = whole, list[str]()
+    if architecture in WITH_TOWER:
+        whole.refuse_others(_FIELDS_OF_WHOLE)
+        text = whole.values.get("text_config")
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{CONFIG_FILE}: text_config is not a JSON object.")
+        outer = {name: whole.values.get(name) for name in ("dtype", "tie_word_embeddings")}
+        fields = Fields(
+            {name: value for name, value in outer.items() if value is not None} | text,
+            f"{CONFIG_FILE}: text_config",
+        )
+        notes.append(f"the text part of the model; left out: {_TOWER}")
+    fields.refuse_others(_FIELDS)
+    if not fields.flag("attn_output_gate", True):
+        raise UnsupportedModelError(f"{CONFIG_FILE}: attn_output_gate false is not supported.")
+    if fields.values.get("mamba_ssm_dtype") not in (None, "float32"):
+        raise UnsupportedModelError(
+            f"{CONFIG_FILE}: mamba_ssm_dtype {fields.values['mamba_ssm_dtype']!r} is not "
+            "supported; states are kept in float32."
+        )
+    head_dim, attention_bias = fields.count("head_dim", 256), fields.flag("attention_bias", False)
+    experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")
+    read = read_decoder(
+        Fields(_plain(fields.values, experts), fields.where),
+        architecture,
+        head_dim=head_dim,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        experts=experts,
+    )
+    heads = DeltaHeads(
+        num_key_heads=fields.count("linear_num_key_heads", 16),
+        num_value_heads=fields.count("linear_num_value_heads", 32),
+        key_dim=fields.count("linear_key_head_dim", 128),
+        value_dim=fields.count("linear_value_head_dim", 128),
+        conv_width=fields.count("linear_conv_kernel_dim", 4),
+    )
+    if heads.num_value_heads % heads.num_key_heads or not 2 <= heads.conv_width <= 4:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {heads.num_value_heads} value heads, {heads.num_key_heads} key heads "
+            f"and a convolution of {heads.conv_width} do not fit: value heads must divide into key "
+            "heads, and the convolution must have a width from 2 to 4."
+        )
+    merged: tuple[MergedMap, ...] = _IN_TURN
+    if architecture == NEXT:
+        merged = tuple(
+            MergedMap(name, parts, heads.num_key_heads) for name, parts in _INTERLEAVED.items()
+        )
+    return HybridConfig(
+        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
+        | {
+            "notes": (*read.notes, *notes),
+            "norm_adds_one": True,
+            "has_gate": True,
+            "rotary_dim": int(head_dim * _partial_rotary(fields)),
+        },
+        delta_heads=heads,
+        delta_layers=frozenset(
+            index for index, kind in enumerate(_kinds(fields, num_layers)) if kind.startswith("l")
+        ),
+        merged=merged,
+    )
+
+
+def name_of(stored_name: str) -> str | None:
+    """What a tensor of a checkpoint is called in the model; None for what is left aside: the tower,
+    and the layers that draft tokens."""
+    name = stored_name.removeprefix("model.")
+    if name.startswith((f"{_TOWER}.", f"{_DRAFTER}.")):
+        return None
+    return name.removeprefix("language_model.")
+
+
+def _kinds(fields: Fields, num_layers: int) -> list[str]:
+    """linear_attention or full_attention of each layer."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        interval = fields.count("full_attention_interval", 4)
+        kinds = [
+            "linear_attention" if (layer + 1) % interval else "full_attention"
+            for layer in range(num_layers)
+        ]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {"linear_attention", "full_attention"}
+    ):
+        raise fields.wrong("layer_types", f"{num_layers} times linear_attention or full_attention")
+    if "full_attention" not in kinds:
+        raise UnsupportedModelError(
+            f"{CONFIG_FILE}: no layer has full_attention, which is not supported."
+        )
+    return kinds
+
+
+def _partial_rotary(fields: Fields) -> float:
+    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    inner = Fields(rope if isinstance(rope, dict) else {}, fields.where)
+    share = inner.number_above(
+        0, "partial_rotary_factor", fields.number_above(0, "partial_rotary_factor", 0.25)
+    )
+    if share > 1 or fields.count("head_dim", 256) * share % 2:
+        raise fields.wrong("partial_rotary_factor", "a share of the head that is an even number")
+    return share
+
+
+def _plain(values: Mapping[str, Any], experts: ExpertsConfig | None) -> dict[str, Any]:
+    """The fields for `read_decoder`, without those that are read here."""
+    plain = {**values, "layer_types": None, "partial_rotary_factor": None}
+    if experts is not None and plain.get("intermediate_size") is None:
+        plain["intermediate_size"] = experts.shared_size
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := plain.get(name), dict):
+            left_out = (*_IMAGE_ROPE_FIELDS, "partial_rotary_factor")
+            plain[name] = {key: value for key, value in rope.items() if key not in left_out}
+    return plain
+
+
+def _read_experts(fields: Fields) -> ExpertsConfig | None:
+    if not fields.values.get("num_experts"):
+        return None
+    dense = frozenset(fields.whole_numbers("mlp_only_layers"))
+    step = fields.count("decoder_sparse_step", 1)
+    num_experts, num_chosen = fields.count("num_experts"), fields.count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than num_experts "
+            f"{num_experts}."
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=fields.count("moe_intermediate_size"),
+        normalize=fields.flag("norm_topk_prob", True),
+        layers=frozenset(
+            layer
+            for layer in range(fields.count("num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
+        shared_size=fields.count("shared_expert_intermediate_size"),
+    )
+
+
+class HybridLayer(DecoderLayer):
+    """A layer with a gated delta net or attention, and an MLP or a mixture of experts."""
+
+    def mixer_name(self, config: NativeConfig, index: int) -> str:
+        assert isinstance(config, HybridConfig)
+        return "linear_attn" if index in config.delta_layers else "self_attn"
+
+    def make_mixer(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        assert isinstance(config, HybridConfig)
+        if index not in config.delta_layers:
+            return super().make_mixer(config, index, format, comm)
+        return GatedDeltaNet(
+            config.hidden_size,
+            index,
+            config.delta_heads,
+            format,
+            comm,
+            norm_eps=config.norm_eps,
+            merged=config.merged,
+        )
+
+    def make_mlp(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        experts = config.experts
+        if experts is None or index not in experts.layers:
+            return super().make_mlp(config, index, format, comm)
+        return SharedExpertMoeBlock(
+            config.hidden_size,
+            format,
+            comm,
+            num_experts=experts.num_experts,
+            top_k=experts.num_chosen,
+            expert_size=experts.size,
+            normalize=experts.normalize,
+            shared_size=experts.shared_size,
+        )
+
+
+class HybridForCausalLM(CausalLM):
+    """Qwen3-Next, and Qwen3.5 to 3.8."""
+
+    layer_type = HybridLayer

@@ -1,0 +1,54 @@
+"""Fits the messages of a conversation to what its chat template does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from minisgl.text.template_facts import REASONING, TemplateFacts, with_reasoning
+
+Message: TypeAlias = Mapping[str, Any]
+GAP = "\n\n"  # between a thought and the text after it
+
+
+def fitted_history(messages: Sequence[Message], facts: TemplateFacts) -> list[dict[str, Any]]:
+    """The messages with reasoning and calls where and as the template takes them.
+
+    Where it takes one text beside calls, the content follows the reasoning there. Where it takes
+    one call in a message, the calls of a message become messages, each with its result after it.
+    """
+    fitted = [_with_reasoning(message, facts) for message in messages]
+    return [*_with_single_calls(fitted)] if facts.takes_one_call else fitted
+
+
+def _with_reasoning(message: Message, facts: TemplateFacts) -> dict[str, Any]:
+    reasoning = message.get(REASONING)
+    if not reasoning:
+        return {**message}
+    content = message.get("content")
+    if facts.takes_one_text and content and message.get("tool_calls"):
+        return with_reasoning({**message, "content": ""}, reasoning + GAP + content)
+    return with_reasoning(message, reasoning)
+
+
+def _with_single_calls(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        first, *others = message.get("tool_calls") or (None,)
+        if not others:
+            yield message
+            continue
+        results: list[dict[str, Any]] = []
+        while place < len(messages) and messages[place]["role"] == "tool":
+            results.append(messages[place])
+            place += 1
+        parts = [{**message, "tool_calls": [first]}]
+        role = message["role"]
+        parts += ({"role": role, "content": "", "tool_calls": [call]} for call in others)
+        for part in parts:
+            [call] = part["tool_calls"]
+            yield part
+            yield from (result for result in results if result["tool_call_id"] == call["id"])
+        called = {call["id"] for call in (first, *others)}
+        yield from (result for result in results if result["tool_call_id"] not in called)

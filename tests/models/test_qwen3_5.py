@@ -1,0 +1,263 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts, against transformers, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.checkpoints import GreedyRun, greedy_reference
+from support.parity import NOISE, batch, greedy, load_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import CheckpointError, ConfigError
+from minisgl.kernels.elementwise.reference import rms_norm
+from minisgl.kernels.gated_delta import reference
+from minisgl.layers.attention import SelfAttention
+from minisgl.layers.gated_delta import DeltaHeads
+from minisgl.models import qwen3_5, targets
+from minisgl.models.adopted.proof import give_teeth
+from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
+
+NUM_TOKENS = 24
+LENGTHS = (3, 17, 70, 70, 9)
+_FOLDER = TemporaryDirectory()
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "full_attention_interval": 2,
+    "max_position_embeddings": 512,
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    folder: Path
+    prompts: list[list[int]]
+    runs: list[GreedyRun]
+
+
+@cache
+def case_of(architecture: str) -> Case:
+    folder = Path(_FOLDER.name) / architecture
+    model_class = getattr(transformers, architecture)
+    has_experts = "Moe" in architecture or architecture == NEXT
+    text = SIZES | (EXPERTS if has_experts else {})
+    if architecture in WITH_TOWER:
+        config = model_class.config_class(text_config=text, vision_config=TOWER)
+    else:
+        config = model_class.config_class(**text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = model_class._from_config(config, dtype=torch.float32).eval()
+        give_teeth(model)
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):  # a state of long and of short memory
+                weight.data.uniform_(-4, 0.5)
+            if name.endswith("conv1d.weight"):
+                weight.data.normal_(std=0.5)
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(2, 257, (40,), generator=generator).tolist()
+    prompts = []
+    for length in LENGTHS:
+        own = torch.randint(2, 257, (length,), generator=generator).tolist()
+        prompts.append((shared + own)[:length] if length > 40 else own)
+    runs = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
+    assert all(len({*run.token_ids}) > 5 for run in runs)
+    return Case(folder, prompts, runs)
+
+
+def check(case: Case, **options: Any) -> None:
+    """Compare each token up to a close call, of which there may be one."""
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            outputs = await batch(engine, case.prompts, [greedy(NUM_TOKENS)] * len(case.prompts))
+        close_calls = 0
+        for output, run in zip(outputs, case.runs, strict=True):
+            for step, (got, token) in enumerate(zip(output.token_ids, run.token_ids, strict=True)):
+                if got != token:
+                    assert run.margins[step] < NOISE * float(run.logits[step].abs().max())
+                    close_calls += 1
+                    break
+        assert close_calls <= 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("architecture", [NEXT, *TEXT, *WITH_TOWER])
+def test_tokens_equal_those_of_transformers(architecture: str) -> None:
+    check(case_of(architecture))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_prefill_length": 7},
+    "one-row-chunks": {"max_prefill_length": 1},
+    "few-requests": {"max_running_requests": 2},
+    "pages-of-one": {"page_size": 1},
+    "calm": {"overlap": False},
+    "padded": {"padded": 8},
+    "retracted": {"num_pages": 40, "page_size": 4, "schedule_conservativeness": 0.02}
+    | {"max_seq_len_override": 100},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_depend_on_no_option(name: str) -> None:
+    check(case_of(TEXT[0]), **OPTIONS[name])
+
+
+@pytest.mark.parametrize("architecture", [NEXT, WITH_TOWER[1]])
+@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str, int]) -> None:
+    check(case_of(architecture), max_prefill_length=20, **split)
+
+
+# -- mistakes that must show ----------------------------------------------------------------------
+
+
+def _keep_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request goes on from the state of the one that had its slot before."""
+    monkeypatch.setattr(torch.Tensor, "index_fill_", lambda tensor, *_: tensor)
+
+
+def _forget_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference.gated_delta_prefill
+
+    def prefill(q: Any, k: Any, v: Any, gates: Any, state: Any, segments: Any) -> Any:
+        state[segments.sources] = 0
+        return whole(q, k, v, gates, state, segments)
+
+    monkeypatch.setattr(reference, "gated_delta_prefill", prefill)
+
+
+def _shift_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference._convolve
+    monkeypatch.setattr(
+        reference, "_convolve", lambda x, weight, bias: whole(x, weight.roll(1, -1), bias)
+    )
+
+
+def _leave_gate_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        reference, "gated_rms_norm", lambda x, gate, weight, eps: rms_norm(x, weight, eps)
+    )
+
+
+def _leave_gate_of_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SelfAttention.forward
+
+    def forward(self: SelfAttention, residual: Any, norm: Any, step: Any) -> Any:
+        outputs = -self.spec.num_heads * self.spec.head_dim
+        product = self.qkv_proj.product
+        with monkeypatch.context() as patch:
+            of_norm = type(product).of_norm
+
+            def open_gate(product: Any, residual: Any, norm: Any) -> Any:
+                y, rows = of_norm(product, residual, norm)
+                y[:, outputs:] = 100
+                return y, rows
+
+            patch.setattr(type(product), "of_norm", open_gate)
+            return whole(self, residual, norm, step)
+
+    monkeypatch.setattr(SelfAttention, "forward", forward)
+
+
+def _rotate_whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = qwen3_5._partial_rotary
+    monkeypatch.setattr(qwen3_5, "_partial_rotary", lambda fields: 2 * read(fields))
+
+
+def _add_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_store_one_more", lambda weight, part: weight.copy_(part))
+
+
+def _merge_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maps of Qwen3-Next, which interleave."""
+    whole = targets._merged_maps
+
+    def merged_maps(path: str, module: Any, scheme: Any) -> Any:
+        module.merged = tuple(
+            dataclasses.replace(each, num_heads=1) if each.name == "in_proj_qkvz" else each
+            for each in module.merged
+        )
+        return whole(path, module, scheme)
+
+    monkeypatch.setattr(targets, "_merged_maps", merged_maps)
+
+
+MISTAKES = (
+    *(_keep_states, _forget_between_chunks, _shift_convolution, _leave_gate_out),
+    *(_leave_gate_of_attention_out, _rotate_whole_heads, _add_no_one, _merge_in_turn),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(NEXT)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case, max_prefill_length=20, max_running_requests=2)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"host_cache": 1.0}])
+def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="keeps a state for each request"):
+        load_engine(case_of(TEXT[0]).folder, **option)
+
+
+def test_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(case_of(TEXT[0]).folder, tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    config["linear_key_head_dim"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"linear_attn\.\w+\.weight has the shape"):
+        load_engine(folder)
+
+
+def test_the_memory_of_a_request_is_counted() -> None:
+    """Of the published sizes of Qwen3.8-27B."""
+    heads = DeltaHeads(
+        num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, conv_width=4
+    )
+    spec = heads.state("bfloat16")
+    assert spec.bytes_per_slot == 48 * 128 * 128 * 4 + 10_240 * 3 * 2
+    assert spec.on_rank(4).bytes_per_slot * 4 == spec.bytes_per_slot
