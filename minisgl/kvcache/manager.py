@@ -16,7 +16,8 @@ device they touch only pages in `transits`, those for and from other engines.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk, DiskTier
@@ -26,6 +27,7 @@ from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.transits import Transits
 
 # Pages that are offloaded together at least, in caches large enough.
@@ -37,6 +39,13 @@ SPARE_PART = 8
 # While less than one device page in so many is free, what will be evicted next is copied ahead, so
 # that as many pages are free or cost nothing to evict.
 AHEAD_PART = 16
+
+
+class TakenSnapshot(NamedTuple):
+    """A snapshot that a step leaves of a request's state."""
+
+    end: int  # number of tokens of which it is the state
+    snapshot: int
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +63,11 @@ class Lease:
     num_to_load: int = 0  # at the end of the match, in host memory only: `reserve` loads them
     num_loaded: int = 0  # of the committed pages: in host memory when they were matched
     loads: frozenset[int] = frozenset()  # that write committed pages
+    start_snapshot: int | None = None  # at the end of the match; None: it has no pages
+    # Numbers of pages after which a snapshot is to be taken, and those that were and are not in the
+    # cache yet.
+    boundaries: tuple[int, ...] = ()
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def owned(self) -> list[int]:
@@ -78,13 +92,14 @@ class KVCacheManager:
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
         max_in_transit: int = 0,
+        num_snapshots: int | None = None,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: number of pages that travel there beside a decode step without disturbing
         it. None: any, and none are copied ahead. max_loading: number of pages on their way from
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
-        always fit.
+        always fit. num_snapshots: of the states of requests; None: the model keeps none.
         """
         self.page_size = page_size
         self.num_pages = num_pages
@@ -98,7 +113,11 @@ class KVCacheManager:
         self._spare = -(-num_host_pages // SPARE_PART)
         self._offloads_per_plan = offloads_per_plan
         keeps = cache_type == "radix"
-        self._cache = RadixCache(page_size, self._host, self._disk, keeps=keeps)
+        self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
+        self._takes_snapshots = keeps and bool(num_snapshots)
+        self._cache = RadixCache(
+            page_size, self._host, self._disk, keeps=keeps, snapshots=self.snapshots
+        )
         self._leases: set[Lease] = set()
         self.loads = Loads(self._cache, self._device, max_loading)
         self.transits = Transits(self._cache, self._device, self._host, self.loads, max_in_transit)
@@ -140,6 +159,12 @@ class KVCacheManager:
         lease = Lease(match.pages, match.node, len(match.pages), match.num_host)
         loads = self.loads.above(match.node)
         lease.loads, lease.num_loaded = frozenset(loads), sum(loads.values())
+        if self.snapshots is not None:
+            lease.start_snapshot = match.node.snapshot
+            # Where the prompt ends, and where it leaves another that has no snapshot there.
+            ends = {match.num_found, self._cache.max_match(num_tokens)}
+            if self._takes_snapshots:
+                lease.boundaries = tuple(sorted(end for end in ends if end > len(match.pages)))
         self._leases.add(lease)
         return lease
 
@@ -281,6 +306,28 @@ class KVCacheManager:
 
     # -- sharing -----------------------------------------------------------------------------------
 
+    def take_snapshots(
+        self, lease: Lease, start: int, end: int, step: int
+    ) -> tuple[TakenSnapshot, ...]:
+        """The snapshots that `step` leaves, which computes the tokens `start` .. `end` - 1."""
+        taken: list[TakenSnapshot] = []
+        for boundary in lease.boundaries:
+            num_tokens = boundary * self.page_size
+            if start < num_tokens <= end and self.snapshots is not None:
+                snapshot = self.snapshots.take(step)
+                if snapshot is not None:
+                    lease.snapshots[boundary] = snapshot
+                    taken.append(TakenSnapshot(num_tokens, snapshot))
+        return tuple(taken)
+
+    def _place_snapshots(self, lease: Lease, key: bytes, num_pages: int) -> None:
+        """Give snapshots of a lease to the cache, as far as that has their pages."""
+        for boundary, snapshot in list(lease.snapshots.items()):
+            if boundary <= num_pages and self._cache.place_snapshot(
+                lease.node, key, boundary, snapshot
+            ):
+                del lease.snapshots[boundary]
+
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
         """Share the full pages among the first `num_tokens` tokens of `key`.
 
@@ -289,12 +336,13 @@ class KVCacheManager:
         """
         num_pages = num_tokens // self.page_size
         fresh = lease.pages[lease.num_committed : num_pages]
-        if not fresh:
-            return
-        node = self._cache.extend(lease.node, key, lease.num_committed, fresh)
-        if node is not None:
-            lease.node, lease.num_committed = node, num_pages
-            self._device.mark_written(fresh, step)
+        if fresh:
+            node = self._cache.extend(lease.node, key, lease.num_committed, fresh)
+            if node is not None:
+                lease.node, lease.num_committed = node, num_pages
+                self._device.mark_written(fresh, step)
+        if lease.snapshots:
+            self._place_snapshots(lease, key, num_pages)
 
     def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
         """End the lease. Its pages become cached or free for any later step.
@@ -308,11 +356,16 @@ class KVCacheManager:
         self._device.mark_written(fresh, step)
         self._device.free(refused)
         self._device.free(lease.pages[lease.num_committed + len(fresh) :])
+        if self.snapshots is not None and lease.snapshots:
+            self._place_snapshots(lease, key, num_tokens // self.page_size)
+            self.snapshots.free(lease.snapshots.values())
         self._cache.release(lease.node)
 
     def drop_written_since(self, step: int) -> None:
         """Drop the cached pages that failed steps wrote or copied. Their leases are closed."""
         self.loads.drop_since(step)
+        if self.snapshots is not None:
+            self.snapshots.drop_written_since(step)
         dropped = self._cache.drop_written_since(step, self._device.written_by)
         self._device.free(dropped)
         self.transits.drop_written_since(step)
@@ -334,6 +387,9 @@ class KVCacheManager:
         written_by = self._device.written_by
         assert all(written_by[page] <= launched for page in cached), "written too early"
         self._audit_host(launched)
+        if self.snapshots is not None:
+            held = [each for lease in self._leases for each in lease.snapshots.values()]
+            self.snapshots.audit(self._cache.nodes(), held, launched)
 
     def _audit_host(self, launched: int) -> None:
         host_pages = [*self._cache.host_pages(), *self.transits.owned(Place.HOST)]

@@ -33,6 +33,7 @@ class Node:
     num_bare: int = 0  # children with pages on the device only
     is_ahead: bool = False  # copied to host memory before its eviction, and not used since
     load: int = 0  # the load that fills `pages`; 0: they are filled
+    snapshot: int | None = None  # of the state of a request that ends with the run
 
     @property
     def num_pages(self) -> int:
@@ -54,8 +55,13 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Match:
     """A locked prefix, which stays cached until `release(node)`: pages on the device, then
-    `num_host` pages in host memory."""
+    `num_host` pages in host memory.
+
+    Where a prefix is of use only with a snapshot, it ends with its deepest one; `num_found` pages
+    were found.
+    """
 
     node: Node
     pages: list[int]
     num_host: int = 0
+    num_found: int = 0

@@ -14,6 +14,8 @@ Nodes that will be evicted soon may be copied ahead (`copy_ahead`), children bef
 
 With a disk, host memory keeps some pages free (`make_spare`): what it evicts for that goes to disk.
 What must make way at once is dropped.
+
+With snapshots (`Snapshots`), a match ends with the deepest node that has one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from minisgl.kvcache.disk import DiskTier
 from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
+from minisgl.kvcache.snapshots import Snapshots
 
 
 class RadixCache:
@@ -35,14 +38,18 @@ class RadixCache:
         disk: DiskTier | None = None,
         *,
         keeps: bool = True,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """disk: behind host memory, without which there is none. keeps: otherwise it takes no page,
-        and every request computes its whole prompt."""
+        and every request computes its whole prompt. snapshots: without which a prefix is of no use;
+        None: it needs none."""
+        assert snapshots is None or not host.num_pages, "host memory keeps no snapshots"
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._keeps = keeps
         self._host = host
         self._disk = disk
+        self._snapshots = snapshots
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
         self._num_ahead = 0  # of these, pages of nodes that are ahead
@@ -64,11 +71,17 @@ class RadixCache:
         return (num_tokens - 1) // self._page_size
 
     def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
-        """Number of cached pages of `key`, at most `max_pages`. Changes nothing. O(key)."""
+        """Number of pages of `key` that `acquire` would find, at most `max_pages`. Changes nothing.
+        O(key)."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        return sum(common for _, common in self._matches(root, key, 0, max_pages))
+        useful = found = 0
+        for node, common in self._matches(root, key, 0, max_pages):
+            found += common
+            if self._snapshots is None or (node.snapshot is not None and common == node.num_pages):
+                useful = found
+        return useful
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key).
@@ -78,6 +91,12 @@ class RadixCache:
         self._clock += 1
         root = self._root(namespace)
         path = [*self._walk(root, key, 0, max_pages)]
+        num_found = sum(each.num_pages for each in path)
+        if self._snapshots is not None:
+            while path and path[-1].snapshot is None:
+                path.pop()
+            if path:
+                self._snapshots.use(path[-1])
         on_device = [*takewhile(lambda each: each.pages, path)]
         num_host = sum(each.num_pages for each in path[len(on_device) :])
         if num_host and not self._host.rule.pays(num_host):
@@ -86,7 +105,19 @@ class RadixCache:
             each.last_used = self._clock
         node = path[-1] if path else root
         self._lock(node)
-        return Match(node, [page for each in on_device for page in each.pages], num_host)
+        pages = [page for each in on_device for page in each.pages]
+        return Match(node, pages, num_host, num_found)
+
+    def place_snapshot(self, lease_node: Node, key: bytes, num_pages: int, snapshot: int) -> bool:
+        """Give the node that ends with the first `num_pages` pages of `key` a snapshot; False if
+        the tree does not have them all. lease_node: any node of the tree of its namespace."""
+        assert self._snapshots is not None
+        *_, root = lease_node.upwards()
+        path = [*self._walk(root, key, 0, num_pages)]
+        if sum(each.num_pages for each in path) < num_pages:
+            return False
+        self._snapshots.put(path[-1], snapshot)
+        return True
 
     def _root(self, namespace: bytes) -> Node:
         """The root of a namespace, made if there is none; `_let_go` ends it."""
@@ -308,6 +339,7 @@ class RadixCache:
             elif len(node.pages) > wanted:  # evicting the tail is enough
                 evicted += node.pages[-wanted:]
                 del node.pages[-wanted:]
+                self._drop_snapshot(node)  # of an end that it has no more
                 self._leaves.offer(node, self._num_nodes)
             else:
                 evicted += node.pages
@@ -427,7 +459,7 @@ class RadixCache:
     def store_all(self) -> None:
         """Send all host pages to disk, where they stay in memory, too: the latest used first."""
         assert self._disk is not None
-        for node in sorted(self._nodes(), key=lambda node: -node.last_used):  # parents first
+        for node in sorted(self.nodes(), key=lambda node: -node.last_used):  # parents first
             if node.host_pages:
                 self._write(node, self._disk)
 
@@ -497,17 +529,22 @@ class RadixCache:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
+        self._drop_snapshot(node)
         self._place_at(node, [], [])
         del parent.children[self._first_page(node.key, 0)]
         node.parent = None
         self._num_nodes -= 1
         self._let_go(parent)
 
+    def _drop_snapshot(self, node: Node) -> None:
+        if self._snapshots is not None:
+            self._snapshots.drop(node)
+
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         """Drop every device page whose entry in `written_by` is at least `step`, and every host
         page that such a step's plan wrote. None may be locked. Returns the device pages."""
         dropped: list[int] = []
-        for node in reversed(list(self._nodes())):  # children first
+        for node in reversed(list(self.nodes())):  # children first
             late = [page for page in node.pages if written_by[page] >= step]
             copied_late = any(self._host.written_by[page] >= step for page in node.host_pages)
             if copied_late:
@@ -530,7 +567,7 @@ class RadixCache:
 
     # -- looking at it -----------------------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
         pending = [child for root in self._roots.values() for child in root.children.values()]
         while pending:
@@ -540,18 +577,18 @@ class RadixCache:
 
     def pages(self) -> list[int]:
         """Every device page in the cache. O(cache)."""
-        return [page for node in self._nodes() for page in node.pages]
+        return [page for node in self.nodes() for page in node.pages]
 
     def host_pages(self) -> list[int]:
         """Every host page in the cache. O(cache)."""
-        return [page for node in self._nodes() for page in node.host_pages]
+        return [page for node in self.nodes() for page in node.host_pages]
 
     def check(self, locked: Sequence[Node]) -> None:
         """Recompute every invariant, given the node of each lock; AssertionError if one fails."""
         users: dict[Node, int] = {}
         for node in locked:
             users[node] = users.get(node, 0) + 1
-        nodes = [*self._roots.values(), *self._nodes()]
+        nodes = [*self._roots.values(), *self.nodes()]
         assert set(users) <= set(nodes), "a lease ends outside the tree"
         evictable = ahead = 0
         offered, host_offered = self._leaves.nodes(), self._host_leaves.nodes()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.copies import Copies
+from minisgl.kvcache.manager import TakenSnapshot
 from minisgl.request import SamplingParams, TokenLogprobs
 
 
@@ -25,6 +26,8 @@ class SlotJoin:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # empty unless the request resumes after retraction
     masked: bool = False  # every token of the slot is sampled under a mask
+    # What the state of the slot starts from, before the step writes any; None: from nothing.
+    snapshot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Chunk:
     # of top logprobs to report for each.
     scored_token_ids: Sequence[int] = ()
     prompt_logprobs: int = 0
+    snapshots: tuple[TakenSnapshot, ...] = ()  # of the slot's state within the chunk, in order
 
     @property
     def end(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from minisgl.errors import (
@@ -234,6 +234,8 @@ class Scheduler:
         self._step = work.step
         self.counters.num_steps += 1
         self._admission.ratio.step()
+        if self.kv.snapshots is not None:
+            self._take_snapshots(work)
         decoding, masked = group.rows, list[Running]()
         # A run would need masks in between.
         max_run = 1 if self._slots.num_masked else self._rows.max_run
@@ -259,6 +261,16 @@ class Scheduler:
         if work.chunks:
             self._launch_chunks(work)
         return plan
+
+    def _take_snapshots(self, work: StepWork) -> None:
+        """Let the chunks leave the snapshots that later requests can start from."""
+        work.chunks = [
+            replace(
+                chunk,
+                snapshots=self.kv.take_snapshots(running.lease, chunk.start, chunk.end, work.step),
+            )
+            for chunk, running in zip(work.chunks, work.chunk_owners, strict=True)
+        ]
 
     def _launch_chunks(self, work: StepWork) -> None:
         """Count the tokens of chunks as computed."""

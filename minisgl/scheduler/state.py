@@ -127,6 +127,7 @@ class StepWork:
                 prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
                 output_token_ids=request.output_token_ids,
                 masked=request.matcher is not None,
+                snapshot=running.lease.start_snapshot,
             )
         )
         self.grants.append(PageGrant(running.slot, 0, tuple(running.lease.pages)))

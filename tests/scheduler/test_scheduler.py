@@ -91,6 +91,7 @@ class Harness:
     load_rule: LoadRule = ALWAYS
     disk: FakeDisk | None = None
     longest: int | None = None  # of its sequences
+    num_snapshots: int | None = None
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +107,7 @@ class Harness:
             max_loading=self.max_loading,
             load_rule=self.load_rule,
             disk=None if self.disk is None else Disk(self.disk, b"model"),
+            num_snapshots=self.num_snapshots,
         )
         self.scheduler = Scheduler(
             kv=kv,
@@ -130,7 +132,11 @@ class Harness:
             return pages
 
         kv.reserve = count_granted  # type: ignore[method-assign]
-        self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
+        self.runner = FakeRunner(
+            page_size=self.page_size,
+            runs=random.Random(self.run_seed),
+            keeps_states=self.num_snapshots is not None,
+        )
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
         self.disk_namespaces: dict[bytes, bytes] = {}
@@ -1645,3 +1651,74 @@ def run_schedule(
         harness.land(load)
     kv = harness.scheduler.kv
     assert kv.num_available == kv.num_pages - 1
+
+
+# -- snapshots of states ---------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_snapshots_gives_the_same_tokens(seed: int) -> None:
+    """The runner checks before each token that the state is that of the tokens in front of it."""
+    rng = random.Random(seed)
+    harness = cramped_harness(
+        rng,
+        seed,
+        cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
+        num_snapshots=rng.choice([0, 1, 2, 5, 100]),
+    )
+    harness.max_run = harness.scheduler._rows.max_run = 1  # a run that is shortened has no state
+    waiting = random_requests(
+        rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def cached_of(num_shared: int, num_own: int, *, num_requests: int = 64) -> list[int]:
+    """The tokens that each of some requests, one after the other, finds in the prefix cache."""
+    harness = Harness(
+        page_size=16, num_pages=3000, max_prefill_length=1000, num_snapshots=3 * num_requests
+    )
+    rng = random.Random(0)
+    shared = [rng.randrange(50) for _ in range(num_shared)]
+    cached: list[int] = []
+    for index in range(num_requests):
+        own = [rng.randrange(50) for _ in range(num_own)]
+        request = make_request(str(index), shared + own, 2, ignore_eos=True)
+        harness.run(request)
+        check_output(request)
+        cached.append(request.num_cached_tokens)
+    return cached
+
+
+@pytest.mark.parametrize(("num_shared", "num_own"), [(1500, 700), (1600, 600)])
+def test_a_shared_prefix_is_found_from_the_third_request_on(num_shared: int, num_own: int) -> None:
+    cached = cached_of(num_shared, num_own)
+    assert cached[:2] == [0, 0]
+    assert all(found >= num_shared - 15 for found in cached[2:])
+
+
+def test_snapshots_cost_no_step() -> None:
+    """A prompt is computed in as many steps as it would be without."""
+    prompt = [token % 50 for token in range(100)]
+    plans = []
+    for num_snapshots in (None, 8):
+        harness = Harness(num_snapshots=num_snapshots)
+        harness.run(make_request("1", prompt[:41] + [7] * 59, 2, ignore_eos=True))
+        harness.run(make_request("2", prompt, 2, ignore_eos=True))
+        plans.append(harness.plans)
+    with_snapshots = [chunk for plan in plans[1] for chunk in plan.chunks]
+    assert [each.end for chunk in with_snapshots for each in chunk.snapshots] == [96, 40, 96]
+    steps_of_first = [len([plan for plan in each if plan.chunks]) for each in plans]
+    assert steps_of_first == [7 + 4, 7 + 7]  # the second finds 40 tokens only where none are needed
+
+
+def test_the_snapshots_used_least_recently_make_way() -> None:
+    prompts = [[index] * 9 + list(range(4)) for index in range(4)]
+    harness = Harness(num_snapshots=3)
+    found: list[int] = []
+    for name, index in enumerate((0, 1, 2, 0, 3, 0, 1)):
+        request = make_request(str(name), prompts[index], 1)
+        harness.run(request)
+        found.append(request.num_cached_tokens)
+    assert found == [0, 0, 0, 12, 0, 12, 0]

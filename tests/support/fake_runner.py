@@ -3,6 +3,9 @@
 The KV of a token is a hash of itself and of the KV in front of it, read through the page table. A
 sampled token is a function of that hash, so it depends on every token of its sequence and on
 nothing else: one page lost, shared while being written or handed out too early changes the output.
+
+It keeps a state for each slot, too, if told to: the same hash, which a slot starts from nothing or
+from a snapshot, and which must agree with the pages.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class _Slot:
     pages: dict[int, int] = field(default_factory=dict)
     length: int = 0
     state: int = 0  # the KV of the last token that was computed
+    advanced: int = 0  # number of tokens by which the state has advanced
+    by_rows: int = 0  # the state that the rows have advanced
     last_token: int = -1
 
 
@@ -102,6 +107,7 @@ class FakeRunner:
         vocab_size: int = 50,
         fail_at: frozenset[int] = frozenset(),
         runs: random.Random | None = None,
+        keeps_states: bool = False,
     ):
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -109,6 +115,8 @@ class FakeRunner:
         self.num_computed_tokens = 0
         self._runs = runs or random.Random(0)
         self._has_runs = False
+        self._keeps_states = keeps_states
+        self._snapshots: dict[int, tuple[int, int]] = {}  # length and state of each
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
         self._host: dict[int, list[int]] = {}
@@ -129,7 +137,9 @@ class FakeRunner:
             self._copy(plan.copies)
             self._loads_of[plan.step] = plan.copies.loads
         for join in plan.joins:
-            self._slots[join.slot] = _Slot(join)
+            slot = self._slots[join.slot] = _Slot(join)
+            if join.snapshot is not None:
+                slot.advanced, slot.by_rows = self._snapshots[join.snapshot]
         for grant in plan.grants:
             for offset, page in enumerate(grant.pages):
                 self._slots[grant.slot].pages[grant.index + offset] = page
@@ -218,6 +228,9 @@ class FakeRunner:
             slot = self._slots[chunk.slot]
             for position, token_id in enumerate(chunk.token_ids, chunk.start):
                 self._compute(slot, position, token_id)
+                for taken in chunk.snapshots:
+                    if taken.end == position + 1:
+                        self._snapshots[taken.snapshot] = slot.advanced, slot.by_rows
             if chunk.samples:
                 sampling.append(slot)
             else:
@@ -300,6 +313,10 @@ class FakeRunner:
         slot.state = self._cells[self._cell(slot, position)] = mix(before, token_id)
         slot.length = position + 1
         slot.last_token = -1
+        if self._keeps_states:
+            assert slot.advanced == position, "the state is of another position"
+            slot.by_rows, slot.advanced = mix(slot.by_rows, token_id), position + 1
+            assert slot.by_rows == slot.state, "the state is of another prefix"
 
     def _draw(self, slot: _Slot, words: MaskRows | None = None) -> int:
         """The token that the slot samples next, which is fed to it."""
