@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minisgl.errors import MinisglError
 from minisgl.request import RequestOutput, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from minisgl.engine import AsyncEngine
     from minisgl.llm import LLM
 
-__all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams", "StructuredOutput"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "MinisglError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+]
 __version__ = "0.1.0"
 
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.engine.chats import Chats
+from minisgl.engine.chats import Prompt as ReadPrompt
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.progress import LoadProgress
-from minisgl.request import RequestOutput, SamplingParams, StructuredOutput, TokenLogprobs
+from minisgl.request import (
+    OutputDelta,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprobs,
+    ToolCall,
+)
+from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 
 # The caller waits for all answers anyway, so a bound would only refuse prompts.
 UNBOUNDED_QUEUE = 1 << 31
@@ -30,7 +44,12 @@ UNBOUNDED_QUEUE = 1 << 31
 NOT_BOOLS = "must be texts or token ids, which are integers; True and False are neither."
 
 Prompt = str | Iterable[int]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
+
+SAMPLING_NAMES = tuple(spec.name for spec in fields(SamplingParams))
+# The parameters of `LLM.chat` itself, for suggestions.
+CHAT_NAMES = ("sampling_params", "tools", "response_format", "n", "cache_salt")
 
 
 class LLM:
@@ -74,62 +93,165 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int | None = None,
         cache_salt: str | None = None,
         progress: bool = True,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids); returns the outputs in their order.
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's defaults.
-        The outputs of SamplingParams(structured=StructuredOutput(...)) follow its constraint, and
-        `parsed` is the value of a JSON one. Without max_tokens an output may fill the rest of the
-        context. cache_salt: cached prefixes are shared only between calls with the same salt.
-        progress: draw a bar if stderr is a terminal. Raises MinisglError for the first prompt that
-        is refused or fails, after aborting the others.
+        sampling: fields of SamplingParams by name, such as `max_tokens=16`, which replace those of
+        sampling_params. The outputs of SamplingParams(structured=StructuredOutput(...)) follow its
+        constraint, and `parsed` is the value of a JSON one. Without max_tokens an output may fill
+        the rest of the context. n: outputs for each prompt, which follow each other in the list; a
+        seed is that of the first. cache_salt: cached prefixes are shared only between calls with
+        the same salt. progress: draw a bar if stderr is a terminal. Raises MinisglError for the
+        first prompt that is refused or fails, after aborting the others.
         """
         batch = _as_batch(prompts)
-        if sampling_params is None:
-            sampling_params = self.engine.defaults.sampling()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(batch)
-        if not all(isinstance(params, SamplingParams) for params in sampling_params):
-            raise InvalidRequestError("sampling_params", "must be SamplingParams, one or a list.")
-        if len(sampling_params) != len(batch):
-            raise InvalidRequestError(
-                "sampling_params", f"{len(sampling_params)} for {len(batch)} prompts."
-            )
-        return self._wait_for(self._run(batch, sampling_params, cache_salt, progress))
+        _check_sampling_names(sampling, ("n", "cache_salt", "progress", "sampling_params"))
+        params = self._sampling(sampling_params, sampling, len(batch), "prompts")
+        return self._wait_for(self._run(batch, params, n, cache_salt, progress))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        response_format: Any = None,
+        n: None = None,
+        cache_salt: str | None = None,
+        **options: Any,
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        response_format: Any = None,
+        n: int | None = None,
+        cache_salt: str | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]: ...
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | None = None,
         *,
+        tools: Sequence[Any] | None = None,
         response_format: Any = None,
+        n: int | None = None,
         cache_salt: str | None = None,
-        **template_options: Any,
-    ) -> RequestOutput:
+        **options: Any,
+    ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
 
+        For a list of conversations, and with n, the result is a list: the n replies to each
+        conversation follow each other.
+
+        options: fields of SamplingParams by name, which replace those of sampling_params, and
+        variables of the chat template, such as `enable_thinking=False`; other names are refused.
+        tools: Python functions with annotations and a docstring, or OpenAI's form. The reply's
+        `reasoning` and `tool_calls` are taken out of its `text` where the model's format is known.
         response_format: a JSON schema (a dict) or a pydantic model, which the reply follows. Its
         value is `parsed`: an instance of the model, of which pydantic raises ValidationError where
         it checks more than a schema says; None where the reply was cut.
         """
+        conversations, is_one = _as_conversations(messages)
+        asked = self._ask(sampling_params, response_format, tools, options)
+        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt))
+        if hasattr(response_format, "model_validate"):
+            for output in outputs:
+                if output.parsed is not None:
+                    output.parsed = response_format.model_validate(output.parsed)
+        return outputs[0] if is_one and n is None else outputs
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        response_format: Any = None,
+        cache_salt: str | None = None,
+        **options: Any,
+    ) -> Iterator[OutputDelta]:
+        """Yield the answer to a prompt, or to a conversation as `chat` takes it, piece by piece.
+
+            for piece in llm.stream([{"role": "user", "content": "Hello!"}]):
+                print(piece.text, end="", flush=True)
+
+        Output that has come since the last piece is one piece. `events` of a conversation has the
+        reasoning and the calls beside the text. Leaving the loop ends the request. Raises
+        MinisglError with the first piece, or where the answer fails.
+        """
+        stream = self._wait_for(
+            self._open(prompt, sampling_params, response_format, tools, cache_salt, options)
+        )
+        try:
+            while (piece := self._wait_for(_next(stream))) is not None:
+                yield piece
+        finally:
+            # May run in any thread, also that of the loop, when the generator is collected.
+            if os.getpid() == self._process_id:
+                with contextlib.suppress(RuntimeError):  # the loop was closed, and the engine
+                    self._loop.call_soon_threadsafe(stream.abort)
+
+    def _ask(
+        self,
+        sampling_params: SamplingParams | None,
+        response_format: Any,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+    ) -> _Asked:
+        """What the options of a conversation say. Raises InvalidRequestError."""
+        sampling = {name: options[name] for name in options if name in SAMPLING_NAMES}
+        variables = {name: options[name] for name in options if name not in SAMPLING_NAMES}
+        if variables:
+            self._chats.check_options((*variables,), (*SAMPLING_NAMES, *CHAT_NAMES))
+        [params] = self._sampling(sampling_params, sampling, 1, "conversations")
         if response_format is not None:
-            if sampling_params is None:
-                sampling_params = self.engine.defaults.sampling()
-            if sampling_params.structured is not None:
+            if params.structured is not None:
                 raise InvalidRequestError(
                     "response_format", "is not allowed with `structured` in sampling_params."
                 )
             structured = StructuredOutput(
                 json_schema=_schema_of(response_format), field="response_format"
             )
-            sampling_params = replace(sampling_params, structured=structured)
-        prompt = self._wait_for(self.engine.encode_chat(messages, **template_options))
-        [output] = self.generate([prompt], sampling_params, cache_salt=cache_salt, progress=False)
-        if output.parsed is not None and hasattr(response_format, "model_validate"):
-            output.parsed = response_format.model_validate(output.parsed)
-        return output
+            params = replace(params, structured=structured)
+        return _Asked(params, tuple(tools or ()), variables)
+
+    def _sampling(
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        named: Mapping[str, Any],
+        num: int,
+        what: str,
+    ) -> Sequence[SamplingParams]:
+        """The parameters of `num` requests; named: fields that replace the given ones."""
+        if given is None:
+            return [self.engine.defaults.sampling(**named)] * num
+        if isinstance(given, SamplingParams):
+            return [replace(given, **named)] * num
+        if isinstance(given, Mapping) or not all(isinstance(one, SamplingParams) for one in given):
+            raise InvalidRequestError(
+                "sampling_params",
+                "must be SamplingParams, one or a list; fields may be given by name instead.",
+            )
+        if len(given) != num:
+            raise InvalidRequestError("sampling_params", f"{len(given)} for {num} {what}.")
+        return [replace(params, **named) for params in given] if named else given
+
+    @functools.cached_property
+    def _chats(self) -> Chats:
+        return Chats(self.engine)
 
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""
@@ -210,15 +332,71 @@ class LLM:
         finally:
             self._waiting.discard(thread)
 
+    async def _answer(
+        self, conversations: Sequence[Messages], asked: _Asked, n: int | None, salt: str | None
+    ) -> list[RequestOutput]:
+        prompts = [await self._read(messages, asked) for messages in conversations]
+        return await self._run(prompts, [asked.params] * len(prompts), n, salt, len(prompts) > 1)
+
+    async def _read(self, messages: Messages, asked: _Asked) -> ReadPrompt:
+        skips = asked.params.skip_special_tokens
+        return await self._chats.prompt(
+            messages, asked.tools, asked.variables, skip_special_tokens=skips
+        )
+
+    async def _open(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None,
+        response_format: Any,
+        tools: Sequence[Any] | None,
+        cache_salt: str | None,
+        options: Mapping[str, Any],
+    ) -> OutputStream:
+        """Submit the request of `stream`."""
+        items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
+        if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
+            asked = self._ask(sampling_params, response_format, tools, options)
+            return await self._submit(await self._read(items, asked), asked.params, cache_salt)
+        if tools or response_format is not None:
+            raise InvalidRequestError(
+                "tools" if tools else "response_format", "is for conversations, not for prompts."
+            )
+        _check_sampling_names(options, ("cache_salt", "sampling_params"))
+        [one, *others] = _as_batch(items) or [[]]
+        if others:
+            raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
+        [params] = self._sampling(sampling_params, options, 1, "prompts")
+        return await self._submit(one, params, cache_salt)
+
+    async def _submit(
+        self, prompt: str | Sequence[int] | ReadPrompt, params: SamplingParams, salt: str | None
+    ) -> OutputStream:
+        if isinstance(prompt, str):
+            prompt = await self.engine.encode(prompt)
+        if not isinstance(prompt, ReadPrompt):
+            prompt = ReadPrompt(token_ids=prompt)
+        matcher = None
+        if params.structured is not None:
+            matcher = (await self.engine.compile(params.structured)).matcher(prompt.gate)
+        return self.engine.submit(
+            prompt.token_ids, params, cache_salt=salt, matcher=matcher, parser=prompt.parser()
+        )
+
     async def _run(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[str | list[int] | ReadPrompt],
         params: Sequence[SamplingParams],
+        n: int | None,
         cache_salt: str | None,
         progress: bool,
     ) -> list[RequestOutput]:
+        if n is not None and not (type(n) is int and n >= 1):
+            raise InvalidRequestError("n", f"must be an integer of at least 1, not {n!r}.")
         encoded = [
-            await self.engine.encode(prompt) if isinstance(prompt, str) else prompt
+            ReadPrompt(token_ids=await self.engine.encode(prompt))
+            if isinstance(prompt, str)
+            else prompt
             for prompt in prompts
         ]
         streams: list[OutputStream] = []
@@ -226,14 +404,10 @@ class LLM:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         tokens_column = TextColumn("{task.fields[rate]:.0f} tok/s")
         try:
-            for prompt_ids, request_params in zip(encoded, params, strict=True):
-                matcher = None
-                if request_params.structured is not None:
-                    matcher = (await self.engine.compile(request_params.structured)).matcher()
-                stream = self.engine.submit(
-                    prompt_ids, request_params, cache_salt=cache_salt, matcher=matcher
-                )
-                streams.append(stream)
+            for prompt, prompt_params in zip(encoded, params, strict=True):
+                for choice in range(n or 1):
+                    own = _seeded(prompt_params, choice)
+                    streams.append(await self._submit(prompt, own, cache_salt))
             with Progress(
                 *columns,
                 tokens_column,
@@ -261,6 +435,11 @@ class LLM:
                 stream.abort()
 
 
+async def _next(stream: OutputStream) -> OutputDelta | None:
+    """The next delta, None at the end."""
+    return await anext(stream, None)
+
+
 async def _gather(stream: OutputStream) -> RequestOutput:
     """Collect a whole output, waking the loop only once."""
     await stream.wait_finished()
@@ -269,6 +448,9 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     if request.params.prompt_logprobs is not None:
         prompt_logprobs = [None, *request.prompt_logprobs]
     text = "".join(stream.text)
+    events: Sequence[Event] = ()
+    if isinstance(stream.detokenizer, ParsingDetokenizer):
+        events = stream.detokenizer.take_events()
     return RequestOutput(
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
         token_ids=request.output_token_ids,
@@ -280,7 +462,59 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         parsed=_parse(text, request.params.structured),
+        reasoning=_reasoning_of(events),
+        tool_calls=_calls_of(events),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of a conversation besides its messages."""
+
+    params: SamplingParams
+    tools: Sequence[Any]
+    variables: Mapping[str, Any]  # of the chat template
+
+
+def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one of several answers, each of which has its own seed."""
+    if not choice or params.seed is None:
+        return params
+    return replace(params, seed=params.seed + choice)
+
+
+def _reasoning_of(events: Sequence[Event]) -> str | None:
+    return "".join(event.text for event in events if isinstance(event, ReasoningText)) or None
+
+
+def _calls_of(events: Sequence[Event]) -> list[ToolCall]:
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    arguments = [""] * len(names)
+    for event in events:
+        if isinstance(event, CallArguments):
+            arguments[event.index] += event.text
+    return [ToolCall(name, text) for name, text in zip(names, arguments, strict=True)]
+
+
+def _check_sampling_names(named: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Raise InvalidRequestError for the first name that is no sampling parameter."""
+    for name in named:
+        if name not in SAMPLING_NAMES:
+            near = get_close_matches(name, (*SAMPLING_NAMES, *others), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise InvalidRequestError(name, f"is no sampling parameter{hint}")
+
+
+def _as_conversations(messages: Any) -> tuple[list[Messages], bool]:
+    """Conversations, and whether one was given instead of a list of them."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequestError(
+            "messages", 'must be a list of {"role": ..., "content": ...}, or a list of such lists.'
+        )
+    items = [*messages]
+    if items and all(isinstance(item, list | tuple) for item in items):
+        return items, False
+    return [items], True
 
 
 def _parse(text: str, structured: StructuredOutput | None) -> Any:

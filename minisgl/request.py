@@ -409,9 +409,17 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: str  # JSON text, as the model wrote it; incomplete where the answer was cut
+
+
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request, as `LLM.generate` returns it."""
+    """A finished request, as `LLM.generate` and `LLM.chat` return it."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -423,6 +431,9 @@ class RequestOutput:
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
     num_disk_tokens: int = 0  # of the cached tokens, those read from disk
     parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
+    # Of a conversation, whose text has neither; None and empty for a model without their formats.
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)

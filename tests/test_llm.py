@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from minisgl import LLM, RequestOutput, SamplingParams, StructuredOutput
+from minisgl import LLM, MinisglError, RequestOutput, SamplingParams, StructuredOutput
 from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -63,7 +63,7 @@ def test_more_prompts_than_slots_run_each_with_its_own_parameters(llm: LLM) -> N
     with pytest.raises(InvalidRequestError, match="40 for 1 prompts"):
         llm.generate(["x"], params)
     with pytest.raises(InvalidRequestError, match="either one"):
-        llm.generate([[1, 2], 5, "x"])  # type: ignore[list-item]
+        llm.generate(cast(Any, [[1, 2], 5, "x"]))
     bools = ([True], [[True]], [[1, False]], np.array([True]), [torch.tensor([True, False])])
     wrong: list[Any] = [[None], [["x"]], [object()], 7, *bools]
     for prompts in wrong:
@@ -198,7 +198,7 @@ def test_ctrl_c_at_the_very_end_of_a_load_closes_the_engine(
 
 
 def test_iterators_of_prompts_are_accepted_and_bytes_are_refused(llm: LLM) -> None:
-    expected = [output.token_ids for output in llm.generate(["a", [5, 6]], GREEDY)]
+    expected = [output.token_ids for output in llm.generate(cast(Any, ["a", [5, 6]]), GREEDY)]
     made: Iterator[Any] = (prompt for prompt in ("a", iter([5, 6])))
     assert [output.token_ids for output in llm.generate(made, GREEDY)] == expected
     assert llm.generate(iter([5, 6]), GREEDY)[0].token_ids == expected[1]
@@ -266,11 +266,11 @@ def test_the_reply_to_a_response_format_is_parsed(
 ) -> None:
     asked: list[SamplingParams] = []
 
-    def reply(prompts: Any, params: SamplingParams, **_: Any) -> list[RequestOutput]:
-        asked.append(params)
+    async def reply(prompts: Any, params: list[SamplingParams], *_: Any) -> list[RequestOutput]:
+        asked.extend(params)
         return [RequestOutput([], [], "", "stop", parsed={"name": "Rome", "people": 3})]
 
-    monkeypatch.setattr(llm, "generate", reply)
+    monkeypatch.setattr(llm, "_run", reply)
     city = llm.chat([{"role": "user", "content": "A city?"}], response_format=response_format)
     expected = City(name="Rome", people=3)
     assert city.parsed == (expected if response_format is City else expected.model_dump())
@@ -294,3 +294,142 @@ def test_a_response_format_that_is_wrong_is_refused(llm: LLM) -> None:
     params = SamplingParams(structured=StructuredOutput(json_object=True))
     with pytest.raises(InvalidRequestError, match="is not allowed with `structured`"):
         llm.chat(question, params, response_format=City)
+
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+SUM = [{"role": "user", "content": "What is 17 + 25?"}]
+
+
+def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: LLM) -> None:
+    expected = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    named: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    assert llm.generate("Hello", **named)[0].token_ids == expected[0].token_ids
+    assert llm.generate("Hello", GREEDY, max_tokens=3)[0].token_ids == expected[0].token_ids
+    several = llm.generate(["Hello", "Hello"], [GREEDY, GREEDY], max_tokens=3)
+    assert [len(output.token_ids) for output in several] == [3, 3]
+    assert len(llm.chat(CAPITAL, temperature=0, max_tokens=2).token_ids) == 2
+    assert len(llm.chat(CAPITAL, GREEDY, max_tokens=2).token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"temprature": 7}, "temprature: is no sampling parameter.*did you mean temperature"),
+        ({"foo": "bar"}, r"foo: is no sampling parameter and no variable of the chat template\.$"),
+        ({"enable_thinking": False}, "enable_thinking: is no sampling parameter and no variable"),
+        ({"temperature": 7}, "temperature: must be from 0 to 2"),
+        ({"n": 0}, "n: must be an integer of at least 1"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: are not supported"),
+        ({"tools": ["f"]}, "tools: "),
+    ],
+)
+def test_options_without_effect_are_refused(llm: LLM, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(MinisglError, match=message):
+        llm.chat(CAPITAL, **named)
+
+
+def test_names_that_are_no_sampling_parameter_are_refused_by_generate(llm: LLM) -> None:
+    with pytest.raises(MinisglError, match=r"max_token: .*did you mean max_tokens"):
+        llm.generate("Hello", max_token=3)
+
+
+def test_lists_of_conversations_and_n_answers_come_in_their_order(llm: LLM) -> None:
+    single = [llm.chat(messages, GREEDY) for messages in (CAPITAL, SUM)]
+    together = llm.chat([CAPITAL, SUM], GREEDY)
+    assert [output.token_ids for output in together] == [output.token_ids for output in single]
+    sampled: dict[str, Any] = {"temperature": 2, "max_tokens": 8, "ignore_eos": True}
+    pairs = llm.chat([CAPITAL, SUM], n=2, seed=5, **sampled)
+    alone = [llm.chat(each, seed=seed, **sampled) for each in (CAPITAL, SUM) for seed in (5, 6)]
+    assert [output.token_ids for output in pairs] == [output.token_ids for output in alone]
+    assert len({tuple(output.token_ids) for output in llm.generate("Hello", n=4, **sampled)}) > 1
+    seeded = llm.generate("Hello", n=4, seed=3, **sampled)
+    assert len({tuple(output.token_ids) for output in seeded}) > 1
+    assert [o.token_ids for o in llm.chat(CAPITAL, n=1, seed=5, **sampled)] == [alone[0].token_ids]
+    assert len(llm.generate(["a", "b"], n=3, max_tokens=1)) == 6
+    assert llm.generate([], n=3) == []
+
+
+def test_a_stream_has_the_pieces_of_the_whole_answer(llm: LLM) -> None:
+    whole = llm.chat(CAPITAL, GREEDY)
+    for prompt in (CAPITAL, whole.prompt_token_ids):
+        pieces = [*llm.stream(cast(Any, prompt), GREEDY)]
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+        assert [piece.finish_reason is not None for piece in pieces][-1]
+    [hello] = llm.generate("Hello", GREEDY)
+    assert "".join(piece.text for piece in llm.stream("Hello", GREEDY)) == hello.text
+    wrong: list[Any] = [["a", "b"], 7, [1.5]]
+    for prompt in wrong:
+        with pytest.raises(InvalidRequestError):
+            next(llm.stream(prompt))
+    with pytest.raises(InvalidRequestError, match="tools: is for conversations"):
+        next(llm.stream("Hello", tools=[len]))
+
+
+def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    for piece in llm.stream(CAPITAL, endless):
+        assert piece.token_ids
+        break
+    llm.generate("Hello", GREEDY)  # the abort is settled before it
+    assert llm.engine.stats().num_running == 0
+    with LLM(device="cpu", num_pages=100) as other:
+        pieces = other.stream(CAPITAL, endless)
+        next(pieces)
+    with pytest.raises(EngineStoppedError):
+        next(pieces)
+
+
+def get_weather(city: str) -> str:
+    """
+    Look the weather up.
+
+    Args:
+        city: The name of the city.
+    """
+    return city
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if style %}{{ style }}{% endif %}{# comment #}{{ '<think>' }}"
+)
+
+
+def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is held to what a reasoning model with tools would write."""
+    written = 'I look it up.</think>Wait.<tool_call>{"name": "get_weather", "arguments": {"city": '
+    written += '"Paris"}}</tool_call>'
+    with LLM(device="cpu", num_pages=100) as llm:
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None
+        tokenizer._tokenizer.chat_template = TOOL_TEMPLATE
+        matcher = llm._wait_for(llm.engine.compile(StructuredOutput(choice=[written])))
+        submit = llm.engine.submit
+        monkeypatch.setattr(
+            llm.engine,
+            "submit",
+            lambda *args, **options: submit(*args, **{**options, "matcher": matcher.matcher()}),
+        )
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
+        output = llm.chat(CAPITAL, tools=[get_weather], style="plain", **options)
+        assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
+        [call] = output.tool_calls
+        assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
+        prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        assert '"description": "Look the weather up."' in prompt and "plain" in prompt
+        events = [
+            event
+            for piece in llm.stream(CAPITAL, tools=[get_weather], **options)
+            for event in piece.events
+        ]
+        assert any(getattr(event, "name", "") == "get_weather" for event in events)
+        untold = llm.chat(CAPITAL, **options)  # calls are parsed where tools were offered
+        assert untold.tool_calls == [] and "<tool_call>" in untold.text
+        with pytest.raises(MinisglError, match=r"tools: .* cannot be described"):
+            llm.chat(CAPITAL, tools=[lambda city: city])
+        for name in ("comment", "function", "stile"):
+            with pytest.raises(MinisglError, match=f"{name}: is no sampling parameter"):
+                llm.chat(CAPITAL, **cast(Any, {name: 1}))
