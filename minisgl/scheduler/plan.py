@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from minisgl.kvcache.copies import Copies
-from minisgl.request import SamplingParams, TokenLogprobs
+from minisgl.request import Pooling, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # imports numpy, which takes a while
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Chunk:
     # of top logprobs to report for each.
     scored_token_ids: Sequence[int] = ()
     prompt_logprobs: int = 0
+    pooling: Pooling | None = None  # of which the chunk has rows
 
     @property
     def end(self) -> int:
@@ -118,5 +124,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # of the chunk's scored_token_ids, by chunk index
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # of the chunk's pooling, by chunk index
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     captured: bool = False  # the step was replayed as a CUDA graph
     run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token per row
