@@ -25,6 +25,7 @@ from minisgl.engine.chats import Chats
 from minisgl.engine.chats import Prompt as ReadPrompt
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
+from minisgl.engine.vectors import Embedding, EmbedOptions, Score
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.progress import LoadProgress
@@ -252,6 +253,57 @@ class LLM:
     @functools.cached_property
     def _chats(self) -> Chats:
         return Chats(self.engine)
+
+    def embed(
+        self,
+        inputs: Prompt | Iterable[Prompt],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]:
+        """The vectors of texts (or token ids, which are taken as they are), in their order.
+
+        prompt_name: which of the checkpoint's prompts precedes each text; None: its default one.
+        instruction: what the texts, which are queries, look for; for models with a form for it.
+        dimensions: the first numbers of each vector that are kept, normalised again.
+        truncate_prompt_tokens: tokens to which longer texts are cut, -1 for all that the model
+        takes; None refuses them. Raises MinisglError.
+        """
+        options = EmbedOptions(
+            prompt_name=prompt_name,
+            instruction=instruction,
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        batch = _as_batch(inputs)
+        return self._wait_for(self.engine.embed(batch, options, cache_salt=cache_salt))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Score]:
+        """The scores of documents, 0 to 1, in their order; of a model with task="rerank".
+
+        instruction: what to look for; None: the passages that answer a web search.
+        truncate_prompt_tokens: as in `embed`. Raises MinisglError.
+        """
+        pairs = [(query, document) for document in documents]
+        return self._wait_for(
+            self.engine.rerank(
+                pairs,
+                instruction=instruction,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                cache_salt=cache_salt,
+            )
+        )
 
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""

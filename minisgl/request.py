@@ -15,6 +15,9 @@ from minisgl.events import Event
 from minisgl.parameters import Role, check_number, number, parameters_of
 
 if TYPE_CHECKING:  # imports numpy, which takes a while
+    import numpy as np
+    from numpy.typing import NDArray
+
     from minisgl.matcher import Matcher
 
 MAX_LOGPROBS = 20
@@ -286,6 +289,28 @@ def check_token_ids(
     )
 
 
+class PooledRows(enum.StrEnum):
+    """Which tokens of a prompt a vector is made of."""
+
+    LAST = "last"
+    FIRST = "first"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What is computed of a prompt instead of the tokens that follow it: one vector."""
+
+    rows: PooledRows
+    num_skipped: int = 0  # first tokens that a mean leaves out
+    token_ids: tuple[int, ...] = ()  # their logits make the vector; none: the hidden state does
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether rows of cached tokens, which no step computes again, would be missing."""
+        return self.rows is not PooledRows.LAST
+
+
 class RequestStatus(enum.Enum):
     """The states of a request. Retraction changes RUNNING back to WAITING."""
 
@@ -325,6 +350,8 @@ class Request:
         "num_host_tokens",
         "num_prompt_tokens",
         "params",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "seed",
         "status",
@@ -346,8 +373,10 @@ class Request:
         tenant: Tenant = EVERYONE,
         cache_salt: str | None = None,
         matcher: Matcher | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """max_tokens, seed: as in `params`, with None resolved. matcher: masks the tokens.
+        pooling: what is computed if no token is to follow, with max_tokens 0.
 
         Raises InvalidRequestError for a `cache_salt` that is empty or too long.
         """
@@ -358,6 +387,10 @@ class Request:
         self.max_tokens = max_tokens
         self.seed = seed
         self.matcher = matcher
+        self.pooling = pooling
+        self.pooled: list[
+            NDArray[np.float32]
+        ] = []  # of each chunk that has some of the pooled rows
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids).union(
@@ -391,6 +424,22 @@ class Request:
             self.params.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
         )
+
+    @property
+    def computes_all_tokens(self) -> bool:
+        """True if cached tokens do not help: rows of the whole prompt are asked for."""
+        return self.wants_prompt_logprobs or (
+            self.pooling is not None and self.pooling.needs_all_rows
+        )
+
+    def num_to_share(self, num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
+        have. The last one of a prompt is computed each time."""
+        if self.pooling is None:
+            return num_tokens
+        if self.pooling.needs_all_rows:
+            return 0
+        return min(num_tokens, self.num_prompt_tokens - 1)
 
     @property
     def finished(self) -> bool:

@@ -17,6 +17,7 @@ from minisgl.config.options import (
 from minisgl.errors import ConfigError, one_of
 
 QUANTIZATIONS = ("fp8",)
+TASKS = ("generate", "embed", "rerank")
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 
@@ -45,6 +46,12 @@ class EngineConfig:
         "auto",
         "native runs minisgl's code for the architecture, adopted transformers' with minisgl's "
         "kernels; auto takes the first that there is.",
+        group="Model",
+    )
+    task: str = option(
+        "auto",
+        "What the model is for: generate, embed (a vector for each text) or rerank (scores of "
+        "documents for a query); auto is embed for a checkpoint with modules.json, else generate.",
         group="Model",
     )
     max_seq_len_override: int | None = option(
@@ -176,6 +183,7 @@ class EngineConfig:
         check_choice(self, "device", ("auto", "cuda", "cpu"))
         check_choice(self, "load_format", ("auto", "dummy"))
         check_choice(self, "model_impl", ("auto", "native", "adopted"))
+        check_choice(self, "task", ("auto", *TASKS))
         check_choice(self, "cache_type", ("radix", "naive"))
         check_choice(self, "kv_cache_dtype", ("auto", "model", "fp8"))
         check_choice(self, "dense_copies", ("auto", "always", "never"))

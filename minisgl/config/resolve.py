@@ -42,6 +42,7 @@ class ResolvedConfig:
     dtype: str
     kv_dtype: str  # of the KV cache: dtype, or FP8
     load_format: str
+    task: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
     pp: int
@@ -137,6 +138,7 @@ def resolve(
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "load_format": "safetensors" if config.load_format == "auto" else config.load_format,
+        "task": "generate" if config.task == "auto" else config.task,
         "max_seq_len": _resolve_max_seq_len(config, model, notes),
         "num_pages": _resolve_num_pages(config, model, device, kv_dtype, page_size),
         "page_size": page_size,
@@ -325,7 +327,9 @@ def _resolve_graphs(
     """The largest decode batch to capture if memory permits; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
-    if config.device == "cpu":
+    if config.task in ("embed", "rerank"):
+        reason = f"CUDA graphs are for decoding, and --task {config.task} decodes nothing"
+    elif config.device == "cpu":
         reason = "CUDA graphs need a GPU"
     elif not decode.captures_decode:
         reason = f"decoding by {decode.name} needs the host at each step, and runs without graphs"

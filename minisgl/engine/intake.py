@@ -19,6 +19,7 @@ from minisgl.matcher import Matcher
 from minisgl.request import (
     MAX_EDITS,
     NOT_BESIDE_A_CONSTRAINT,
+    Pooling,
     Request,
     SamplingParams,
     StructuredOutput,
@@ -95,8 +96,9 @@ class Intake:
         *,
         tenant: Tenant,
         cache_salt: str | None,
+        pooling: Pooling | None = None,
     ) -> Request:
-        """Make a request, whose output `matcher` constrains.
+        """Make a request, whose output `matcher` constrains, or with `pooling` one without output.
 
         Raises InvalidRequestError or ContextLengthError.
         """
@@ -104,7 +106,7 @@ class Intake:
             raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
         check_token_ids("prompt", prompt, self._vocab_size)
         self.check(params)
-        max_tokens = params.max_tokens
+        max_tokens = params.max_tokens if pooling is None else 0
         if max_tokens is None:
             max_tokens = self._max_seq_len - len(prompt)
             if max_tokens < 1:
@@ -119,6 +121,7 @@ class Intake:
             tenant=tenant,
             cache_salt=cache_salt,
             matcher=self._with_token_rules(params, matcher),
+            pooling=pooling,
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -27,6 +27,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
+from minisgl.models.pooling import EmbeddingRules, default_rules, read_embedding_rules
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.nodes.worker_node import work
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
@@ -60,6 +61,8 @@ class Loaded(Generic[Handle]):
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
     fingerprint: Callable[[], bytes] = bytes
+    embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class _Prepared:
     model_config: ModelConfig
     facts: ModelFacts
     resolved: ResolvedConfig
+    embedding: EmbeddingRules
 
 
 def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
@@ -142,6 +146,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         load_rule=runner.load_rule,
         disk=runner.disk,
         fingerprint=partial(model_fingerprint, resolved, model_config, folder),
+        embedding=prepared.embedding,
+        hidden_size=model_config.hidden_size,
     )
 
 
@@ -188,8 +194,16 @@ def work_for_node_0(config: EngineConfig) -> None:
 def _prepare(config: EngineConfig) -> _Prepared:
     """Locate the model and resolve the options for it."""
     folder = locate_model(config.model, load_format=config.load_format)
+    embedding: EmbeddingRules | None = None
+    if config.task in ("auto", "embed"):
+        embedding = read_embedding_rules(folder)
+        if config.task == "auto":
+            config = replace(config, task="generate" if embedding is None else "embed")
     model_config = read_model_config(
-        folder, quantization=config.quantization, model_impl=config.model_impl
+        folder,
+        quantization=config.quantization,
+        model_impl=config.model_impl,
+        needs_head=config.task != "embed",
     )
     if config.kv_cache_dtype != "model" and config.load_format != "dummy":
         model_config = with_kv_scales(model_config, folder)
@@ -197,7 +211,7 @@ def _prepare(config: EngineConfig) -> _Prepared:
     # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
-    return _Prepared(folder, model_config, facts, resolved)
+    return _Prepared(folder, model_config, facts, resolved, embedding or default_rules(folder))
 
 
 def _tell_of_windows(model: ModelFacts, max_seq_len: int) -> None:

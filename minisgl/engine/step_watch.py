@@ -111,5 +111,5 @@ def _kind(plan: StepPlan) -> Kind:
     for chunk in plan.chunks:
         num_rows += len(chunk.token_ids)
         longest = max(longest, chunk.end)
-        scores |= bool(chunk.scored_token_ids)
+        scores |= bool(chunk.scored_token_ids or chunk.pooling)
     return num_rows.bit_length(), longest.bit_length(), len(plan.chunks).bit_length(), scores

@@ -43,11 +43,18 @@ FAMILIES = {
     ),
 }
 
+_BARE, _WITH_HEAD = "Model", "ForCausalLM"  # ends of names of architectures
+
 
 def read_model_config(
-    folder: Path, *, quantization: str | None = None, model_impl: str = "auto"
+    folder: Path,
+    *,
+    quantization: str | None = None,
+    model_impl: str = "auto",
+    needs_head: bool = True,
 ) -> ModelConfig:
-    """Read `folder`/config.json. quantization and model_impl: the options.
+    """Read `folder`/config.json. quantization and model_impl: the options. needs_head: refuse a
+    decoder that was saved without its head.
 
     Raises ModelNotFoundError without the file, CheckpointError where it is broken or contradicts
     itself, UnsupportedModelError where it asks for what minisgl does not compute, ConfigError where
@@ -62,6 +69,16 @@ def read_model_config(
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    if name.endswith(_BARE) and _is_known(with_head := name.removesuffix(_BARE) + _WITH_HEAD):
+        if needs_head:
+            raise UnsupportedModelError(
+                f"{name} is a decoder without a head, which cannot generate; allowed: --task embed."
+            )
+        # The embedding stands in for the head, which nothing asks for.
+        fields, name = (
+            Fields({**fields.values, "tie_word_embeddings": True}, CONFIG_FILE),
+            with_head,
+        )
     has_own_code = name in FAMILIES
     is_known = not has_own_code and (name in ADOPTED or name in TOWERS)
     if model_impl == "adopted" or (model_impl == "auto" and is_known):
@@ -86,6 +103,10 @@ def _stacks_experts(config: ModelConfig) -> bool:
     """Whether a checkpoint has one tensor of all experts, in minisgl's own code."""
     experts = config.experts if isinstance(config, NativeConfig) else None
     return experts is not None and experts.clamped is not None
+
+
+def _is_known(name: str) -> bool:
+    return name in FAMILIES or name in ADOPTED
 
 
 def _why_unsupported(name: str, model_impl: str) -> str:

@@ -143,7 +143,7 @@ class StepGraphs:
 
 
 def _scores(plan: StepPlan) -> bool:
-    return any(chunk.scored_token_ids for chunk in plan.chunks)
+    return any(chunk.scored_token_ids or chunk.pooling for chunk in plan.chunks)
 
 
 def _smallest(steps: Iterable[CapturedStep], plan: StepPlan) -> CapturedStep | None:

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from minisgl.device.copy_lanes import CopyMark
 from minisgl.device.lanes import EventMark
 from minisgl.request import TokenLogprobs
+from minisgl.runner.pooled_rows import PooledVectors
 from minisgl.runner.prompt_scores import PromptScores
 from minisgl.runner.sampler import list_logprobs
 from minisgl.runner.step_outputs import StepOutputs
@@ -28,10 +29,12 @@ class QueuedStep:
     num_logprobs: Sequence[int | None] = ()  # requested by each sampled slot; empty if none
     run: int = 1  # rows of each slot in the first part, of which those count that the ring says
     prompt_scores: PromptScores | None = None
+    pooled: PooledVectors | None = None
 
     def collect(self, outputs: StepOutputs) -> StepResult:
         """Block until the step is done, and read its outputs."""
         self.done.wait()
+        pooled = {} if self.pooled is None else self.pooled.by_chunk()
         prompt_logprobs = {} if self.prompt_scores is None else self.prompt_scores.logprobs()
         parts: Sequence[range] = self.parts
         num_logprobs, run_lengths = self.num_logprobs, None
@@ -54,5 +57,5 @@ class QueuedStep:
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(
-            self.step, token_ids, logprobs, prompt_logprobs, self.captured, run_lengths
+            self.step, token_ids, logprobs, prompt_logprobs, pooled, self.captured, run_lengths
         )

@@ -42,6 +42,7 @@ from minisgl.runner.capture import Capture
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.launching import LaunchThread
+from minisgl.runner.pooled_rows import PooledVectors, pool_rows
 from minisgl.runner.prompt_scores import PromptScores, score_prompts
 from minisgl.runner.queued_step import QueuedStep
 from minisgl.runner.sampling_features import SamplingFeatures
@@ -64,6 +65,7 @@ class _Forwarded:
     logits: Tensor | None = None  # of `samples`; None if there are none, or a graph has them
     samples: SampleRows | None = None
     prompt_scores: PromptScores | None = None
+    pooled: PooledVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +325,11 @@ class ModelRunner:
                 stage.send(plan, hidden)
                 return step
             scores = score_prompts(plan, hidden, computation)
+            pooled = pool_rows(plan, hidden, computation)
             logits = computation.logits(hidden, samples)
-            return replace(step, logits=logits, samples=samples, prompt_scores=scores)
+            return replace(
+                step, logits=logits, samples=samples, prompt_scores=scores, pooled=pooled
+            )
         return step
 
     def _queue_end(
@@ -368,6 +373,7 @@ class ModelRunner:
             else (),
             run=shape.run,
             prompt_scores=step.prompt_scores,
+            pooled=step.pooled,
         )
 
     def _features(self, plan: StepPlan) -> SamplingFeatures:

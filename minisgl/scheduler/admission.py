@@ -86,7 +86,7 @@ class Admission:
         """
         request, key = waiting.request, waiting.pack()
         num_known = len(request.token_ids)
-        reuse = not request.wants_prompt_logprobs
+        reuse = not request.computes_all_tokens
         lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
         waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
         if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
@@ -162,7 +162,7 @@ class Admission:
     def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
         def sort_key(waiting: Waiting) -> tuple[bool, int]:
             request, matched = waiting.request, 0
-            if not request.wants_prompt_logprobs:  # these must compute the whole prompt
+            if not request.computes_all_tokens:  # these must compute the whole prompt
                 num_tokens = len(request.token_ids)
                 matched = self._kv.match(waiting.pack(), num_tokens, request.namespace)
             return waiting.num_overtaken < MAX_OVERTAKEN, -matched
@@ -185,7 +185,7 @@ class Admission:
         """Whether a request has to wait because the disk has more of its prefix."""
         waiting.asked_disk = True
         request = waiting.request
-        if request.wants_prompt_logprobs:
+        if request.computes_all_tokens:
             return False
 
         def ended(pages: range) -> None:

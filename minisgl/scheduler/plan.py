@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import TakenSnapshot
-from minisgl.request import SamplingParams, TokenLogprobs
+from minisgl.request import Pooling, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # imports numpy, which takes a while
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Chunk:
     scored_token_ids: Sequence[int] = ()
     prompt_logprobs: int = 0
     snapshots: tuple[TakenSnapshot, ...] = ()  # of the slot's state within the chunk, in order
+    pooling: Pooling | None = None  # of which the chunk has rows
 
     @property
     def end(self) -> int:
@@ -122,5 +128,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # of the chunk's scored_token_ids, by chunk index
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # of the chunk's pooling, by chunk index
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     captured: bool = False  # the step was replayed as a CUDA graph
     run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token per row

@@ -186,6 +186,7 @@ class Scheduler:
             # look-ahead, which must not affect later prefix hits.
             token_ids = running.request.token_ids
             num_tokens = min(running.num_scheduled, len(token_ids) - 1)
+            num_tokens = running.request.num_to_share(num_tokens)
             key = pack_tokens(token_ids[:num_tokens])
             self.kv.close(running.lease, key, num_tokens, self._step)
         else:
@@ -277,7 +278,8 @@ class Scheduler:
         for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
             running.num_scheduled = chunk.end
             # Whole pages of the prompt may be matched from the next step on.
-            self.kv.commit(running.lease, running.key, chunk.end, work.step)
+            num_tokens = running.request.num_to_share(chunk.end)
+            self.kv.commit(running.lease, running.key, num_tokens, work.step)
             if chunk.samples:
                 self._rows.join(running, work.step)
         self._prefilling = [
@@ -303,6 +305,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # recomputed from the start
+        request.pooled.clear()
         sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_to_prefill
         num_expected = running.num_scheduled + 1 if sampled else len(request.token_ids)
         self._waiting.put(Waiting(request, running.arrival, num_expected, retracted=True))
@@ -350,6 +353,9 @@ class Scheduler:
         for index, scores in result.prompt_logprobs.items():
             if work.chunk_owners[index].active:
                 work.chunk_owners[index].request.prompt_logprobs += scores
+        for index, vector in result.pooled.items():
+            if work.chunk_owners[index].active:
+                work.chunk_owners[index].request.pooled.append(vector)
         progressed: list[Request] = []
         finished: list[Request] = []
         finished_status = RequestStatus.FINISHED

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.request import Request
+from minisgl.request import PooledRows, Pooling, Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 
@@ -156,11 +156,25 @@ class StepWork:
                 samples=samples,
                 scored_token_ids=scored,
                 prompt_logprobs=request.params.prompt_logprobs or 0,
+                pooling=_pooling_of(request, start, end),
             )
         )
         self.chunk_owners.append(running)
         if samples:
             self.sampling.append(running)
+
+
+def _pooling_of(request: Request, start: int, end: int) -> Pooling | None:
+    """The pooling of a request, if tokens `start` to `end` have some of its rows."""
+    pooling = request.pooling
+    if pooling is None:
+        return None
+    has_some = {
+        PooledRows.LAST: end == request.num_prompt_tokens,
+        PooledRows.FIRST: start == 0,
+        PooledRows.MEAN: end > pooling.num_skipped,
+    }
+    return pooling if has_some[pooling.rows] else None
 
 
 @dataclass(frozen=True, slots=True)
