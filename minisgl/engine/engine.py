@@ -19,7 +19,7 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter
+from minisgl.engine.stats import EngineStats, Meter, SnapshotStats
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Embedding, EmbedOptions, Score, Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
@@ -417,6 +417,7 @@ class AsyncEngine:
             num_cached_pages=kv.num_cached,
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
+            snapshots=SnapshotStats.of(kv.snapshots),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
@@ -131,8 +131,7 @@ class GatedDeltaNet(nn.Module):
             of_rows = gates._replace(a=gates.a[:num_decodes], b=gates.b[:num_decodes])
             parts.append(delta_net.gated_delta_decode(q, k, v, of_rows, states, slots))
         if num_decodes < len(qkv):
-            slots = batch.slots.chunks
-            segments = Segments(slots, slots, batch.chunks.row_starts)
+            segments = batch.slots.segments
             convolved = delta_net.causal_conv(
                 qkv[num_decodes:], weight, None, conv_states, segments
             )

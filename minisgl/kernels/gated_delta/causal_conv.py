@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.gated_delta.delta_parts import tile_of_segment
-from minisgl.kernels.gated_delta.reference import Segments
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.segments import Segments
 
 _WIDEST = 4
 _ROWS, _CHANNELS = 16, 128  # of a tile

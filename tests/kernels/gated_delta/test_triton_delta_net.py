@@ -27,7 +27,7 @@ from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_dec
 from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
-from minisgl.kernels.gated_delta.reference import Segments
+from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DeltaDecodeTiles, DeltaPrefillTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
