@@ -20,9 +20,16 @@ from minisgl.kernels.segments import Segments
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, segments: Segments
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: Segments,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """silu of the convolution of each channel with the rows of its segment, up to each row.
+    """The convolution of each channel with the rows of its segment, up to each row; silu of it if
+    `silu` is set.
 
     x: [num_rows, channels], channels contiguous; weight: [channels, width], the newest row's last;
     bias: [channels] or None; state: [num_slots, channels, width - 1], the last inputs of each
@@ -32,19 +39,25 @@ def causal_conv(
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import causal_conv
 
-        return causal_conv.causal_conv(x, weight, bias, state, segments)
-    return reference.causal_conv(x, weight, bias, state, segments)
+        return causal_conv.causal_conv(x, weight, bias, state, segments, silu=silu)
+    return reference.causal_conv(x, weight, bias, state, segments, silu=silu)
 
 
 def causal_conv_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """As causal_conv, for one row of each of `slots` [num_rows] int64."""
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import causal_conv
 
-        return causal_conv.causal_conv_decode(x, weight, bias, state, slots)
-    return reference.causal_conv_decode(x, weight, bias, state, slots)
+        return causal_conv.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
+    return reference.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
 
 
 def gated_delta_prefill(

@@ -27,23 +27,37 @@ class Gates(NamedTuple):
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, segments: Segments
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: Segments,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     out = torch.empty_like(x)
     for source, slot, rows in _by_segment(segments):
         seen = torch.cat((state[source], x[rows].T), dim=1)  # [channels, width - 1 + rows]
         state[slot] = seen[:, seen.shape[1] - state.shape[2] :]
         if rows.stop > rows.start:
-            out[rows] = F.silu(_convolve(seen[None], weight, bias)[0].T)
+            result = _convolve(seen[None], weight, bias)[0].T
+            out[rows] = F.silu(result) if silu else result
     return out
 
 
 def causal_conv_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     seen = torch.cat((state[slots], x[:, :, None]), dim=2)  # [num_rows, channels, width]
     state[slots] = seen[:, :, 1:]
-    return F.silu(_convolve(seen, weight, bias)[:, :, 0])
+    result = _convolve(seen, weight, bias)[:, :, 0]
+    return F.silu(result) if silu else result
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
