@@ -111,7 +111,8 @@ class QuantizedMatrix:
             return packing.group_values(values.mT, inputs, scheme.group_size, weights.group_size)
 
         def check_shape(_: Tensor, shape: Tensor) -> None:
-            if shape.tolist() != [outputs.whole, inputs.whole]:
+            # Where the parts of a map interleave, it has several times the outputs of this one.
+            if shape[0] % outputs.whole or shape[1] != inputs.whole:
                 raise CheckpointError(
                     f"says {shape.tolist()}; the config asks for {[outputs.whole, inputs.whole]}"
                 )
@@ -128,7 +129,9 @@ class QuantizedMatrix:
                 (outputs, groups),
                 store=_storing(lambda scale: spread(packing.checked(scale))),
             ),
-            "weight_shape": Target(None, (whole(2),), _INT64, check_shape, is_required=False),
+            "weight_shape": Target(
+                *(None, (whole(2),), _INT64, check_shape), is_required=False, of_outputs=None
+            ),
             "weight_g_idx": _ignored(_INTEGERS, partial(self._check_order, scheme=scheme)),
         }
         if weights.zero is not None:
@@ -171,6 +174,7 @@ class QuantizedMatrix:
                 weights.scale,
                 (groups, outputs),
                 store=_storing(lambda scale: spread(packing.checked(scale))),
+                of_outputs=1,
             ),
         }
         if scheme.storage == Storage.AWQ:
@@ -179,12 +183,14 @@ class QuantizedMatrix:
                 (inputs, packed_outputs),
                 _INT32,
                 _storing(lambda packed: pack_int4(packing.awq_numbers_of(packed, outputs).mT)),
+                of_outputs=1,
             )
             found["qzeros"] = Target(
                 weights.zero,
                 (groups, packed_outputs),
                 _INT32,
                 _storing(lambda packed: spread(packing.awq_numbers_of(packed, outputs))),
+                of_outputs=1,
             )
             return found
         # GPTQ's first version stored zero points less one.
@@ -202,14 +208,16 @@ class QuantizedMatrix:
             (covering(inputs, PER_INT32), outputs),
             _INT32,
             _storing(lambda packed: pack_int4(packing.numbers(packed.mT.contiguous()))),
+            of_outputs=1,
         )
-        found["qzeros"] = Target(None, (groups, packed_outputs), _INT32, check_zeros)
+        found["qzeros"] = Target(None, (groups, packed_outputs), _INT32, check_zeros, of_outputs=1)
         found["g_idx"] = Target(
             None,
             (whole(inputs.whole),),
             _INT32,
             partial(self._check_order, scheme=scheme),
             is_required=False,
+            of_outputs=None,
         )
         return found
 

@@ -32,6 +32,7 @@ class Target:
     scale: Tensor | None = None  # a parameter that `store` fills, too
     is_required: bool = True
     any_shape: bool = False  # of a tensor that is only checked, and read as a whole
+    of_outputs: int | None = 0  # the dimension that the outputs of a linear map divide
 
     @property
     def shapes(self) -> list[list[int]]:

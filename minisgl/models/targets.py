@@ -168,9 +168,10 @@ class _OfHeads:
 
     def target(self, target: Target) -> Target:
         """The destination of the whole map's tensor, given that of the part's own."""
-        if target.scalar or target.any_shape or not target.cut:
+        at = target.of_outputs
+        if target.scalar or target.any_shape or at is None:
             return target
-        cut, *others = target.cut
+        cut = target.cut[at]
         each, rest = divmod(cut.whole, self.num_heads)
         if rest or cut.first % each or cut.size % each or self.size % cut.whole:
             raise UnsupportedModelError(
@@ -184,11 +185,12 @@ class _OfHeads:
         wide_each = wide // self.num_heads
 
         def store(weight: Tensor, part: Tensor) -> None:
-            of_heads = part.unflatten(0, (heads.stop - heads.start, wide_each))
-            target.store(weight, of_heads[:, begin : begin + each].flatten(0, 1))
+            of_heads = part.unflatten(at, (heads.stop - heads.start, wide_each))
+            target.store(weight, of_heads.narrow(at + 1, begin, each).flatten(at, at + 1))
 
         interleaved = Shard(heads.start * wide_each, part_size(heads) * wide_each, wide)
-        return replace(target, cut=(interleaved, *others), store=store)
+        whole_cut = (*target.cut[:at], interleaved, *target.cut[at + 1 :])
+        return replace(target, cut=whole_cut, store=store)
 
 
 def part_size(part: slice) -> int:

@@ -41,6 +41,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise.reference import to_stored
+from minisgl.kernels.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Case:
 
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
-        return ForwardBatch(*[nothing] * 3, self.decodes, self.chunks, BatchSlots(nothing, nothing))
+        slots = BatchSlots(nothing, Segments(nothing, nothing, nothing))
+        return ForwardBatch(*[nothing] * 3, self.decodes, self.chunks, slots)
 
     def attend(self, attention: Attention) -> list[Tensor]:
         outputs = []

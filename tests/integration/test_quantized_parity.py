@@ -56,6 +56,21 @@ SPECS = {
             "norm_topk_prob": True,
         },
     ),
+    # A map of a delta net has several of the parts that ranks divide.
+    "hybrid": Spec(
+        "hybrid",
+        "Qwen3_5ForCausalLM",
+        head_dim=128,
+        extra={
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+        rope={"partial_rotary_factor": 0.25},
+        **SIZES,
+    ),
     # Of 96, which is less than a block.
     "narrow-moe": Spec(
         "narrow-moe",
@@ -96,7 +111,13 @@ CASES = [
 
 @cache
 def case_of(spec: str, format: str) -> Quantized:
-    return quantize(SPECS[spec], FORMATS[format], Path(FOLDER.name) / f"{spec}-{format}")
+    folder = Path(FOLDER.name) / f"{spec}-{format}"
+    return quantize(SPECS[spec], FORMATS[format], folder, keeps=is_to_gates)
+
+
+def is_to_gates(path: str) -> bool:
+    """Whether a linear map is one of a delta net to its gates, which published checkpoints keep."""
+    return path.endswith(("in_proj_a", "in_proj_b"))
 
 
 def load(folder: Path, model_impl: str = "auto") -> Any:
@@ -194,7 +215,10 @@ def test_inputs_are_rounded_as_by_the_reference(
     assert (whole - rounded).square().mean() < 0.25 * (whole - exact).square().mean()
 
 
-@pytest.mark.parametrize(("spec", "format"), [("llama", "awq")])
+@pytest.mark.parametrize(
+    ("spec", "format"),
+    [("llama", "awq"), ("hybrid", "ct-fp8-weights"), ("hybrid", "ct-int4"), ("hybrid", "awq")],
+)
 def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None:
     case = engine_case(spec, format)
     check(case)
@@ -202,7 +226,8 @@ def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("spec", "format"), [("odd", "ct-fp8-weights"), ("moe", "ct-int4-zeros-32")]
+    ("spec", "format"),
+    [("odd", "ct-fp8-weights"), ("moe", "ct-int4-zeros-32"), ("hybrid", "ct-fp8-weights")],
 )
 def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> None:
     """Of the first, a rank's part is one and a half blocks."""

@@ -35,6 +35,7 @@ from minisgl.attention.base import Attention, BatchSlots, DecodeBatch, ForwardBa
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.kernels import dispatch
+from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -230,7 +231,7 @@ def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
         slot_mapping=torch.cat((slots, chunk_slots)),
         decodes=rows,
         chunks=chunks if num_chunk_rows else PrefillBatch.of(table[:0], (), ()),
-        slots=BatchSlots(positions, chunk),  # not looked at
+        slots=BatchSlots(positions, Segments(chunk, chunk, chunk)),  # not looked at
     )
     turned: list[int] = []
     qk_norm_rope_store_kv = dispatch.qk_norm_rope_store_kv
