@@ -72,7 +72,7 @@ def test_the_option_tables_list_every_option_with_default_and_help(
 
 
 def test_the_server_reference_lists_every_request_field() -> None:
-    section = SERVER_README.partition("## Request fields\n")[2].partition("\n## ")[0]
+    section = SERVER_README.partition("### In detail\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_.]+)", section))
     named |= {name.rpartition(".")[2] for name in named}
     # The bodies of requests, and StreamOptions and Message, which are inside them.
