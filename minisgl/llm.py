@@ -279,7 +279,7 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
         batch = _as_batch(inputs)
-        return self._wait_for(self.engine.embed(batch, options, cache_salt=cache_salt))
+        return self._wait_for(self.engine.vectors.embed(batch, options, cache_salt=cache_salt))
 
     def rerank(
         self,
@@ -297,7 +297,7 @@ class LLM:
         """
         pairs = [(query, document) for document in documents]
         return self._wait_for(
-            self.engine.rerank(
+            self.engine.vectors.rerank(
                 pairs,
                 instruction=instruction,
                 truncate_prompt_tokens=truncate_prompt_tokens,

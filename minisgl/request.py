@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # imports numpy, which takes a while
     from numpy.typing import NDArray
 
     from minisgl.matcher import Matcher
+
+Vector: TypeAlias = "NDArray[np.float32]"
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -388,9 +390,7 @@ class Request:
         self.seed = seed
         self.matcher = matcher
         self.pooling = pooling
-        self.pooled: list[
-            NDArray[np.float32]
-        ] = []  # of each chunk that has some of the pooled rows
+        self.pooled: list[Vector] = []  # of each chunk that has some of the pooled rows
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids).union(
@@ -432,7 +432,7 @@ class Request:
             self.pooling is not None and self.pooling.needs_all_rows
         )
 
-    def num_to_share(self, num_tokens: int) -> int:
+    def num_shared(self, num_tokens: int) -> int:
         """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
         have. The last one of a prompt is computed each time."""
         if self.pooling is None:

@@ -14,6 +14,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,11 @@ class PrefillBatch:
 
 
 class BatchSlots(NamedTuple):
-    """The slots of the requests of a batch, which index a layer's `StateBySlot`. Padding has the
-    scratch slot."""
+    """Which parts of a layer's `StateBySlot` the rows of a batch advance. Padding has the scratch
+    slot."""
 
-    decodes: Tensor  # [num_decodes] int64: of each run of decode rows
-    chunks: Tensor  # [num_chunks] int64: of each chunk
+    decodes: Tensor  # [num_decodes] int64: the slot of each run of decode rows
+    segments: Segments  # of the chunks; a chunk that leaves snapshots is several
 
 
 @dataclass(frozen=True, slots=True)

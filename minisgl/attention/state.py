@@ -40,15 +40,14 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class StateBySlot:
-    """The state of each request in one layer, whatever its length. The last slot is scratch, for
-    padded rows.
+    """The state of each request in one layer, whatever its length, by its slot. Behind the slots
+    come the scratch slot, for padded rows, and the snapshots, which are copies of states.
 
-    The runner sets the state of a request that joins to zeros. A prefix that is found in the prefix
-    cache brings no state, so a model with such a layer needs requests that compute their whole
-    prompt. A layer updates it by the rows of the request, in the order of their positions.
+    The runner sets the state of a request that joins to that of a snapshot, or to zeros. A layer
+    advances it by the rows of the request, in the order of their positions.
     """
 
-    tensors: tuple[Tensor, ...]  # each [num_slots + 1, ...]
+    tensors: tuple[Tensor, ...]  # each [num_slots + 1 + num_snapshots, ...]
 
     @property
     def planes(self) -> tuple[Tensor, ...]:

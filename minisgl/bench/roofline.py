@@ -2,7 +2,8 @@
 
 The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model", 2009) of serving:
 each step reads every weight once, each decoded token reads the keys and values of everything before
-it, and each token is multiplied by the weights.
+it, and each token is multiplied by the weights. A state of a request counts as KV cache: each
+decoded token reads and writes it, and so does each prompt, once.
 
 A kernel computes while it loads, so that the longer of the two counts (`KernelWork`). Kernels run
 one after the other: the products of the layers, the experts, the head and attention of a step add
@@ -84,7 +85,8 @@ class Work:
         prefilling = _products(model, dtype, num_prefills, num_new, len(requests))
         decode_attention = _decode_attention(requests, model, kv_dtype)
         prefill_attention = KernelWork(
-            num_new * model.kv_bytes_per_token(kv_dtype), _prefill_pair_operations(requests, model)
+            num_new * model.kv_bytes_per_token(kv_dtype) + len(requests) * _state_traffic(model),
+            _prefill_pair_operations(requests, model),
         )
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
         decode_loads = (*decoding, decode_attention)
@@ -212,12 +214,17 @@ def _decode_attention(
     """The attention of all decode steps of the requests."""
     num_decoded = sum(request.num_output_tokens - 1 for request in requests)
     stored, computed = _bytes_per_token(model, kv_dtype), _operations_per_pair(model)
-    num_bytes = operations = 0
+    num_bytes, operations = num_decoded * _state_traffic(model), 0
     for window in stored:
         num_read = sum(_num_decode_reads(request, window) for request in requests)
         num_bytes += (num_read + num_decoded) * stored[window]
         operations += num_read * computed[window]
     return KernelWork(num_bytes, operations)
+
+
+def _state_traffic(model: ModelFacts) -> int:
+    """Bytes to read and write the state of a request once."""
+    return 2 * sum(spec.bytes_per_slot for spec in model.states)
 
 
 def _num_prefill_pairs(request: RequestRecord, window: int | None) -> int:

@@ -49,6 +49,7 @@ from minisgl.config.quantization import (
     Storage,
 )
 from minisgl.config.resolve import (
+    SNAPSHOT_SHARE,
     Capacity,
     ResolvedConfig,
     overlap_enabled,

@@ -125,6 +125,13 @@ class EngineConfig:
         "loaded again where that is faster than computing them. 0 turns it off.",
         group="Memory",
     )
+    state_cache: float | None = option(
+        None,
+        "For models that keep a state of each request: GB on the devices, over all ranks, for "
+        "snapshots from which the prefix cache goes on; if not given, a part of what is left. 0 "
+        "turns it off.",
+        group="Memory",
+    )
     disk_cache: str | None = option(
         None,
         "Folder for prefixes that fall out of --host-cache, which is needed; they outlive the "
@@ -198,6 +205,8 @@ class EngineConfig:
         check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
+        if self.state_cache is not None and not 0 <= self.state_cache < math.inf:
+            refuse(self, "state_cache", "allowed: a number of GB, or 0 for none")
         if self.disk_cache is not None and not self.disk_cache:
             refuse(self, "disk_cache", "allowed: a folder")
         if self.disk_cache is not None and not self.host_cache:

@@ -27,6 +27,9 @@ MAX_HOST_SHARE = 0.8  # of the memory of a machine, that a host cache may take
 DENSE_COPIES_SHARES = {"auto": 1 / 3, "always": math.inf, "never": 0.0}
 
 MAX_CPU_RANKS = 8
+# Of the KV cache and the snapshots of states together, the snapshots: for Qwen3.8-27B one for each
+# 4,700 tokens of the KV cache. A prompt leaves one or two.
+SNAPSHOT_SHARE = 1 / 3
 # Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
@@ -56,6 +59,7 @@ class ResolvedConfig:
     num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
+    num_snapshots: int | None  # of the states of requests; None: as many as memory allows
     dense_copies_share: float  # of what weights leave of the memory, that dense copies may take
     num_host_pages: int  # in the host memory of each rank
     disk_cache: str  # folder; empty: none
@@ -88,15 +92,17 @@ class Capacity:
     num_slots: int
     max_seq_len: int
     max_graph_batch: int = 0  # largest decode batch that is captured
+    num_snapshots: int = 0  # of the states of requests
 
     @staticmethod
-    def of(config: ResolvedConfig, num_pages: int) -> Capacity:
+    def of(config: ResolvedConfig, num_pages: int, num_snapshots: int = 0) -> Capacity:
         """The capacity with `num_pages` pages, which limit the length of a sequence."""
         return Capacity(
             num_pages=num_pages,
             page_size=config.page_size,
             num_slots=config.max_running_requests,
             max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
+            num_snapshots=num_snapshots,
         )
 
     @property
@@ -134,15 +140,19 @@ def resolve(
     kv_dtype = _resolve_kv_dtype(config, model, device, dtype, notes)
     prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
+    num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
+    num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
+    if num_snapshots == 0 and model.states and config.cache_type != "naive":
+        notes.append("prefix cache off: no memory is for snapshots of the states of requests")
     resolved: dict[str, Any] = {
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "load_format": "safetensors" if config.load_format == "auto" else config.load_format,
         "task": "generate" if config.task == "auto" else config.task,
         "max_seq_len": _resolve_max_seq_len(config, model, notes),
-        "num_pages": _resolve_num_pages(config, model, device, kv_dtype, page_size),
+        "num_pages": num_pages,
         "page_size": page_size,
-        "cache_type": _resolve_cache_type(config, model, notes),
+        "num_snapshots": num_snapshots,
         "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
         "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
         "disk_cache": config.disk_cache or "",
@@ -367,23 +377,27 @@ def _resolve_num_pages(
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
 
 
-def _resolve_cache_type(config: EngineConfig, model: ModelFacts, notes: list[str]) -> str:
-    """Raise ConfigError where pages are to be kept, of a model that needs more than pages."""
+def _resolve_snapshots(
+    config: EngineConfig, model: ModelFacts, num_kv_tokens: int, kv_dtype: str
+) -> int | None:
+    """Number of snapshots of states; None if memory decides. num_kv_tokens: 0 if memory decides."""
     if not model.states:
-        return config.cache_type
+        if config.state_cache:
+            refuse(config, "state_cache", "this model keeps no state for each request; allowed: 0")
+        return 0
     for name, off in (("host_cache", 0), ("disk_cache", "none")):
         if getattr(config, name):
-            refuse(
-                config,
-                name,
-                "this model keeps a state for each request, which no page of the KV cache has; "
-                f"allowed: {off}",
-            )
-    if config.cache_type != "naive":
-        notes.append(
-            "prefix cache off: this model keeps a state for each request, which no page has"
-        )
-    return "naive"
+            reason = "this model keeps a state for each request, which no page of the KV cache has"
+            refuse(config, name, f"{reason}; allowed: {off}")
+    if config.cache_type == "naive":
+        return 0
+    num_bytes = sum(spec.bytes_per_slot for spec in model.states)
+    if config.state_cache is not None:
+        return int(config.state_cache * GB) // num_bytes
+    if not num_kv_tokens:
+        return None
+    of_cache = num_kv_tokens * model.kv_bytes_per_token(kv_dtype)
+    return int(of_cache * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE)) // num_bytes
 
 
 def _resolve_host_pages(

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -19,9 +18,9 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter
+from minisgl.engine.stats import EngineStats, Meter, SnapshotStats
 from minisgl.engine.stream import OutputStream
-from minisgl.engine.vectors import Embedding, EmbedOptions, Score, Vectors
+from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
 from minisgl.matcher import Matcher
@@ -40,8 +39,6 @@ from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.template_facts import TemplateFacts
 
 SHUTTING_DOWN = "The server is shutting down."
-NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
-NO_OPTIONS = EmbedOptions()
 CLOSED = "The engine was closed."
 # Closing the engine writes to a disk cache for no longer than this.
 STORE_S = 10.0
@@ -63,8 +60,8 @@ class AsyncEngine:
         self._scheduler = scheduler_of(loaded)
         self._intake = Intake(loaded, self._meter)
         self._delivery = Delivery(self.tokenizer, self._scheduler, self._meter)
-        self._vectors = Vectors(loaded)
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
+        self.vectors = Vectors(loaded, self.encode, self.submit)
         self._ranks = loaded.ranks
         self._refusal: str | None = None  # why new requests are refused
         self._closing: asyncio.Future[None] | None = None
@@ -160,8 +157,9 @@ class AsyncEngine:
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
         matcher: Matcher | None = None,
+        pooling: Pooling | None = None,
     ) -> OutputStream:
-        """Queue a request, whose output `matcher` constrains.
+        """Queue a request, whose output `matcher` constrains; `pooling` is for `self.vectors`.
 
         Cached prefixes are shared only between requests of the same client and `cache_salt`.
         `params.structured` needs a `matcher`, from `compile`. With a `parser`, which serves this
@@ -169,87 +167,16 @@ class AsyncEngine:
 
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
-        self._check_task("generate")
-        return self._submit(
-            prompt_token_ids,
-            params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            parser=parser,
-            matcher=matcher,
-        )
-
-    def _submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None,
-        tenant: Tenant,
-        parser: AnswerParser | None = None,
-        matcher: Matcher | None = None,
-        pooling: Pooling | None = None,
-    ) -> OutputStream:
         intake = self._open_intake()
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._delivery.streams:
             raise InvalidRequestError("request_id", f"{request_id} is running already.")
         request = intake.request(
-            *(request_id, prompt_token_ids, params, matcher),
-            tenant=tenant,
-            cache_salt=cache_salt,
-            pooling=pooling,
+            request_id, prompt_token_ids, params, matcher, tenant, cache_salt, pooling
         )
         stream = self._delivery.submit(request, parser, self._abort)
         self._steps.wake()
         return stream
-
-    async def embed(
-        self,
-        inputs: Sequence[str | Sequence[int]],
-        options: EmbedOptions = NO_OPTIONS,
-        *,
-        cache_salt: str | None = None,
-        tenant: Tenant = EVERYONE,
-    ) -> list[Embedding]:
-        """The vectors of texts, or of token ids, which are taken as they are; in their order.
-
-        Raises as `submit` and `encode` do, after aborting the others.
-        """
-        self._check_task("embed")
-        texts = None if self.tokenizer is None else self._open_intake().texts
-        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
-        return await self._vectors.embed(texts, inputs, options, submit)
-
-    async def rerank(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        *,
-        instruction: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        cache_salt: str | None = None,
-        tenant: Tenant = EVERYONE,
-    ) -> list[Score]:
-        """The scores of pairs of a query and a document, in their order; as LLM.rerank."""
-        self._check_task("rerank")
-        texts = self._open_intake().texts
-        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
-        return await self._vectors.rerank(texts, pairs, instruction, truncate_prompt_tokens, submit)
-
-    def _pool(
-        self, token_ids: Sequence[int], pooling: Pooling, *, cache_salt: str | None, tenant: Tenant
-    ) -> OutputStream:
-        return self._submit(
-            token_ids, NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, pooling=pooling
-        )
-
-    def _check_task(self, task: str) -> None:
-        if self.config.task != task:
-            raise InvalidRequestError(
-                "task", f"the model was loaded with --task {self.config.task}; this needs {task}."
-            )
 
     async def share_pages(self, address: str, *, always_load: bool) -> str:
         """Exchange KV pages with other engines, which find this one at `address`.
@@ -417,6 +344,7 @@ class AsyncEngine:
             num_cached_pages=kv.num_cached,
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
+            snapshots=SnapshotStats.of(kv.snapshots),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

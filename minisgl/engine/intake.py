@@ -13,6 +13,7 @@ from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import Meter
 from minisgl.engine.texts import Texts
 from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
+from minisgl.engine.vectors import check_task
 from minisgl.errors import ContextLengthError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled, Grammars
 from minisgl.matcher import Matcher
@@ -32,7 +33,7 @@ class Intake:
     """Tokenizes, compiles and checks, and makes requests. Used on the engine's loop."""
 
     def __init__(self, loaded: Loaded[Any], meter: Meter) -> None:
-        config = loaded.config
+        self._config = loaded.config
         self._tokenizer = loaded.tokenizer
         self._vocab_size = loaded.model.vocab_size
         self._eos_token_ids = loaded.defaults.eos_token_ids
@@ -43,7 +44,7 @@ class Intake:
             self._texts = Texts(
                 self._tokenizer,
                 max_seq_len=self._max_seq_len,
-                num_places=config.max_running_requests + config.max_queued_requests,
+                num_places=self._config.max_running_requests + self._config.max_queued_requests,
             )
         self._grammars: Grammars | None = None  # made when first needed
         # The choices that one HTTP request asks for have the same rules, which are made once.
@@ -93,10 +94,9 @@ class Intake:
         prompt: Sequence[int],
         params: SamplingParams,
         matcher: Matcher | None,
-        *,
         tenant: Tenant,
         cache_salt: str | None,
-        pooling: Pooling | None = None,
+        pooling: Pooling | None,
     ) -> Request:
         """Make a request, whose output `matcher` constrains, or with `pooling` one without output.
 
@@ -104,6 +104,8 @@ class Intake:
         """
         if params.structured is not None and matcher is None:
             raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
+        if pooling is None:
+            check_task(self._config.task, "generate")
         check_token_ids("prompt", prompt, self._vocab_size)
         self.check(params)
         max_tokens = params.max_tokens if pooling is None else 0

@@ -17,6 +17,7 @@ from minisgl.config import (
     ResolvedConfig,
     overlap_enabled,
     resolve,
+    slot_bytes,
 )
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
@@ -118,6 +119,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
     )
     _tell_of_windows(prepared.facts, capacity.max_seq_len)
+    if prepared.facts.states:
+        _tell_of_states(resolved, prepared.facts, capacity)
     if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
         logger.warning(
             "No memory for CUDA graphs of batches over %d: larger ones run without; lower "
@@ -168,6 +171,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             load_rule=loaded.load_rule,
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
+            num_snapshots=capacity.num_snapshots if loaded.model.states else None,
         ),
         num_slots=capacity.num_slots,
         max_seq_len=capacity.max_seq_len,
@@ -226,6 +230,27 @@ def _tell_of_windows(model: ModelFacts, max_seq_len: int) -> None:
             len(model.layers),
             max_seq_len,
             100 * share,
+        )
+
+
+def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacity) -> None:
+    """Say how many states of requests there is room for, and snapshots for the prefix cache."""
+    megabytes = slot_bytes(model.layer_specs(config.kv_dtype)) / 1e6
+    logger.info(
+        "%d of %d layers keep a state of %.4g MB for each request: room for %d requests at once, "
+        "and for %d snapshots, from which the prefix cache goes on",
+        len(model.states),
+        len(model.layers),
+        megabytes,
+        capacity.num_slots,
+        capacity.num_snapshots,
+    )
+    if capacity.num_slots < config.max_running_requests:
+        logger.warning(
+            "Of %d requests at most %d run at once: the states of more would take over half of "
+            "the memory that the weights leave",
+            config.max_running_requests,
+            capacity.num_slots,
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.snapshots import Snapshots
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.scheduler import SchedulerCounters
 
@@ -152,6 +153,18 @@ class HostStats:
         return self.num_used_pages / self.num_pages
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotStats:
+    """The snapshots of states from which the prefix cache goes on."""
+
+    num: int
+    num_cached: int
+
+    @staticmethod
+    def of(snapshots: Snapshots | None) -> SnapshotStats | None:
+        return None if snapshots is None else SnapshotStats(snapshots.num, snapshots.num_cached)
+
+
 @dataclass(slots=True)
 class TransferTotals:
     """The transfers of one direction that were complete."""
@@ -190,6 +203,7 @@ class EngineStats:
     totals: Totals
     host: HostStats | None = None  # None: there is no host tier
     transfers: TransferStats | None = None  # None: there are no other engines
+    snapshots: SnapshotStats | None = None  # None: the model keeps no state of a request
 
     @property
     def num_used_pages(self) -> int:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stream import OutputStream
-from minisgl.engine.texts import Texts
 from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError
-from minisgl.request import PooledRows, Pooling, Request
+from minisgl.request import EVERYONE, PooledRows, Pooling, Request, SamplingParams, Tenant
 from minisgl.text.tokenizer import Tokenizer
 
 # Of the card of Qwen3-Reranker.
@@ -29,8 +29,31 @@ _BODY = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _ANSWERS = ("no", "yes")
 
-Submit = Callable[[Sequence[int], Pooling], OutputStream]
+_NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
+
 Input = str | Sequence[int]
+
+
+class Encode(Protocol):
+    """`AsyncEngine.encode`."""
+
+    def __call__(
+        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> Awaitable[list[int]]: ...
+
+
+class Submit(Protocol):
+    """`AsyncEngine.submit`, for a request of which no token is sampled."""
+
+    def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None,
+        tenant: Tenant,
+        pooling: Pooling,
+    ) -> OutputStream: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +87,26 @@ class EmbedOptions:
     truncate_prompt_tokens: int | None = None
 
 
+NO_OPTIONS = EmbedOptions()
+
+
+def check_task(loaded: str, needed: str) -> None:
+    """Raise InvalidRequestError if the model was loaded for another task."""
+    if loaded != needed:
+        raise InvalidRequestError(
+            "task", f"the model was loaded with --task {loaded}; this needs {needed}."
+        )
+
+
 class Vectors:
     """Makes prompts of inputs, and vectors of what is computed of them. Used on the engine's
     loop."""
 
-    def __init__(self, loaded: Loaded[Any]) -> None:
+    def __init__(self, loaded: Loaded[Any], encode: Encode, submit: Submit) -> None:
         """Raises ConfigError for a reranker without the tokens of its answers."""
+        self._encode = encode
+        self._submit = submit
+        self._task = loaded.config.task
         self._rules = loaded.embedding
         self._tokenizer = loaded.tokenizer
         self._max_seq_len = loaded.capacity.max_seq_len
@@ -82,24 +119,32 @@ class Vectors:
             if loaded.tokenizer is None:
                 raise ConfigError("--task", "rerank", "needs a checkpoint with a tokenizer")
             self._answers = _answers(loaded.tokenizer)
-            encode = loaded.tokenizer.encode
-            self._before = encode(_BEFORE, add_special_tokens=False)
-            self._after = encode(_AFTER, add_special_tokens=False)
+            self._before = loaded.tokenizer.encode(_BEFORE, add_special_tokens=False)
+            self._after = loaded.tokenizer.encode(_AFTER, add_special_tokens=False)
         self._end = self._find_end()
 
     async def embed(
-        self, texts: Texts | None, inputs: Sequence[Input], options: EmbedOptions, submit: Submit
+        self,
+        inputs: Sequence[Input],
+        options: EmbedOptions = NO_OPTIONS,
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> list[Embedding]:
-        """The vectors of inputs, in their order; see `AsyncEngine.embed`."""
+        """The vectors of texts, or of token ids, which are taken as they are; in their order.
+
+        Raises as `AsyncEngine.submit` and `encode` do, after aborting the others.
+        """
+        check_task(self._task, "embed")
         self._check(options)
         before = self._prompt_text(options)
         pooling = Pooling(self._rules.rows)
         if before and self._rules.rows is PooledRows.MEAN and not self._rules.with_prompt:
-            pooling = Pooling(self._rules.rows, num_skipped=await self._num_of(texts, before))
+            pooling = Pooling(self._rules.rows, num_skipped=await self._num_of(before))
         prompts = [
-            await self._prompt(texts, each, before, options.truncate_prompt_tokens)
-            for each in inputs
+            await self._prompt(each, before, options.truncate_prompt_tokens) for each in inputs
         ]
+        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
         with ExitStack() as open_streams:
             streams = [_submitted(submit(each, pooling), open_streams) for each in prompts]
             for stream in streams:
@@ -115,17 +160,20 @@ class Vectors:
 
     async def rerank(
         self,
-        texts: Texts,
         pairs: Sequence[tuple[str, str]],
-        instruction: str | None,
-        truncate_prompt_tokens: int | None,
-        submit: Submit,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> list[Score]:
-        """The scores of pairs of query and document; see `AsyncEngine.rerank`."""
+        """The scores of pairs of a query and a document, in their order; as LLM.rerank."""
+        check_task(self._task, "rerank")
         prompts = [
-            await self._question(texts, query, document, instruction, truncate_prompt_tokens)
+            await self._question(query, document, instruction, truncate_prompt_tokens)
             for query, document in pairs
         ]
+        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
         pooling = Pooling(PooledRows.LAST, token_ids=self._answers)
         with ExitStack() as open_streams:
             streams: list[OutputStream] = []
@@ -143,6 +191,13 @@ class Vectors:
             )
             for stream in streams
         ]
+
+    def _pool(
+        self, token_ids: Sequence[int], pooling: Pooling, *, cache_salt: str | None, tenant: Tenant
+    ) -> OutputStream:
+        return self._submit(
+            token_ids, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, pooling=pooling
+        )
 
     def _share_pages(self, one: list[int], other: list[int]) -> bool:
         """Whether two prompts begin with the same page."""
@@ -191,22 +246,19 @@ class Vectors:
                 end = [*end, token_id]
         return end
 
-    async def _num_of(self, texts: Texts | None, before: str) -> int:
+    async def _num_of(self, before: str) -> int:
         """Number of tokens of what precedes a text, counted as sentence-transformers does: with
         what begins each text, without what ends it."""
-        assert texts is not None
-        token_ids = await texts.encode(before)
+        token_ids = await self._encode(before)
         end = self._end
         return len(token_ids) - (len(end) if end and token_ids[-len(end) :] == end else 0)
 
-    async def _prompt(
-        self, texts: Texts | None, given: Input, before: str, cut_to: int | None
-    ) -> list[int]:
+    async def _prompt(self, given: Input, before: str, cut_to: int | None) -> list[int]:
         if not isinstance(given, str):
             return self._fitted(list(given), [], cut_to)
-        if texts is None:
+        if self._tokenizer is None:
             raise InvalidRequestError("input", "the model has no tokenizer; send token ids.")
-        token_ids = await texts.encode(before + given, any_length=cut_to is not None)
+        token_ids = await self._encode(before + given, any_length=cut_to is not None)
         end = self._end
         for size in range(len(end), 0, -1):  # the tokenizer may have appended some of it
             if token_ids[-size:] == end[:size]:
@@ -215,11 +267,11 @@ class Vectors:
         return self._fitted(token_ids, end, cut_to)
 
     async def _question(
-        self, texts: Texts, query: str, document: str, instruction: str | None, cut_to: int | None
+        self, query: str, document: str, instruction: str | None, cut_to: int | None
     ) -> list[int]:
         chosen = RERANK_INSTRUCTION if instruction is None else instruction
         body = _BODY.format(instruction=chosen, query=query, document=document)
-        token_ids = await texts.encode(
+        token_ids = await self._encode(
             body, add_special_tokens=False, any_length=cut_to is not None
         )
         return self._fitted([*self._before, *token_ids], self._after, cut_to)

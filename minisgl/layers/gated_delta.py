@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
 from minisgl.kernels.residual import Residual
+from minisgl.layers.convolution import Convolution
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
 from minisgl.layers.norm import RMSNorm
@@ -54,16 +55,6 @@ class DeltaHeads:
         )
 
 
-class Convolution(nn.Module):
-    """The weights of a convolution of each channel by itself, the newest row's last."""
-
-    weight: nn.Parameter  # [channels, 1, width]
-
-    def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = parameter(torch.empty((channels, 1, width), dtype=dtype))
-
-
 class GatedDeltaNet(nn.Module):
     """o(norm(delta(silu(conv(q(x), k(x), v(x)))), z(x))) for x the norm of the residual stream;
     added to the stream. A rank computes its share of the heads.
@@ -97,9 +88,8 @@ class GatedDeltaNet(nn.Module):
         inputs = whole(hidden_size)
         self.in_proj = Linear(inputs, parts, format, merged=_within(parts, merged))
         self.gates = Linear(inputs, gates, format, merged=_within(gates, merged))
-        self.conv1d = Convolution(
-            2 * self.keys.size + self.values.size, heads.conv_width, format.dtype
-        )
+        convolved = (self.keys, self.keys, self.values)
+        self.conv1d = Convolution(convolved, heads.conv_width, format.dtype)
         self.A_log = parameter(torch.empty(self.value_heads.size, dtype=torch.float32))
         self.dt_bias = parameter(torch.empty(self.value_heads.size, dtype=torch.float32))
         self.norm = RMSNorm(heads.value_dim, norm_eps, format.dtype)
@@ -131,8 +121,7 @@ class GatedDeltaNet(nn.Module):
             of_rows = gates._replace(a=gates.a[:num_decodes], b=gates.b[:num_decodes])
             parts.append(delta_net.gated_delta_decode(q, k, v, of_rows, states, slots))
         if num_decodes < len(qkv):
-            slots = batch.slots.chunks
-            segments = Segments(slots, slots, batch.chunks.row_starts)
+            segments = batch.slots.segments
             convolved = delta_net.causal_conv(
                 qkv[num_decodes:], weight, None, conv_states, segments
             )

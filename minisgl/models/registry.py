@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from minisgl.models import gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
@@ -32,6 +32,7 @@ class Family:
 
 FAMILIES = {
     gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
+    lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     llama.ARCHITECTURE: Family(llama.read_config),
     mistral.ARCHITECTURE: Family(mistral.read_config),
     qwen2.ARCHITECTURE: Family(qwen2.read_config),

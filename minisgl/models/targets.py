@@ -14,6 +14,7 @@ from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.attention import SelfAttention
+from minisgl.layers.convolution import Convolution
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.gated_delta import GatedDeltaNet
@@ -251,7 +252,7 @@ def checkpoint_stacks(
         path = full_path.removeprefix(prefix)
         if isinstance(module, Linear):
             stacks |= _merged_maps(path, module, scheme)
-        elif isinstance(module, GatedDeltaNet):
+        elif isinstance(module, Convolution):
             stacks |= _convolution(path, module)
         if not isinstance(module, FusedExperts) or module.interleaved:
             continue
@@ -276,10 +277,9 @@ def checkpoint_stacks(
     return stacks
 
 
-def _convolution(path: str, module: GatedDeltaNet) -> dict[str, Stack]:
-    """Of the channels of queries, keys and values, one after the other."""
-    weight = module.conv1d.weight
-    parts = (module.keys, module.keys, module.values)
+def _convolution(path: str, module: Convolution) -> dict[str, Stack]:
+    """Of the channels of several maps, one after the other."""
+    weight, parts = module.weight, module.parts
     starts = itertools.accumulate((part.whole for part in parts), initial=0)
     total, first = sum(part.whole for part in parts), 0
     targets = []
@@ -287,7 +287,7 @@ def _convolution(path: str, module: GatedDeltaNet) -> dict[str, Stack]:
         cut = Shard(start + part.first, part.size, total), whole(1), whole(weight.shape[-1])
         targets.append(Target(weight[first : first + part.size], cut))
         first += part.size
-    name = f"{path}.conv1d.weight"
+    name = f"{path}.weight"
     return {name: Stack(tuple(targets), (name,))}
 
 

@@ -12,11 +12,12 @@ from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.models.decoder import Decoder
+from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
-from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
@@ -69,16 +70,26 @@ class Computation:
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
-        """Assign slots to requests: sampling parameters, and states of zeros."""
+        """Assign slots to requests: sampling parameters, and states."""
         if not joins:
             return
         self.sampler.join(joins)
-        by_slot = [state for state in self.states if isinstance(state, StateBySlot)]
-        if by_slot:
-            (slots,) = self.lanes.upload([[join.slot for join in joins]])
-            for state in by_slot:
-                for tensor in state.tensors:
-                    tensor.index_fill_(0, slots, 0)
+        states = [state for state in self.states if isinstance(state, StateBySlot)]
+        if not states:
+            return
+        begun = [
+            (join.slot, snapshot_slot(join.snapshot, self.tables.scratch_slot))
+            for join in joins
+            if join.snapshot is not None
+        ]
+        fresh = [join.slot for join in joins if join.snapshot is None]
+        zeroed, slots, sources = self.lanes.upload(
+            [fresh, [slot for slot, _ in begun], [source for _, source in begun]]
+        )
+        for tensor in (tensor for state in states for tensor in state.tensors):
+            tensor.index_fill_(0, zeroed, 0)
+            if begun:
+                tensor.index_copy_(0, slots, tensor[sources])
 
     def forward(
         self,

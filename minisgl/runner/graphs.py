@@ -8,14 +8,16 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.sampling_features import SamplingVariant
-from minisgl.runner.step_inputs import StepShape
 from minisgl.scheduler.plan import StepPlan
 
 # Maximum number of chunks in a captured step, and the captured numbers of chunk rows. With more of
 # either, the step takes longer on the device than to queue, so a graph gains nothing.
 MAX_CHUNKS = 16
 CHUNK_ROWS = (128, 256, 512)
+# Of models with states: snapshots that the chunks of a captured step may leave.
+MAX_SNAPSHOTS = 16
 # Numbers of decode rows in captured steps with chunks. Few, because padding costs little there.
 MIXED_BATCHES = (8, 32)
 # The same of masked steps: fewer, since each is several graphs. Decode rows alone come in powers of
@@ -52,11 +54,13 @@ class CapturedStep:
         (self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED])()
 
 
-def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[GraphKey]:
+def graph_keys(
+    max_batch: int, max_chunk_rows: int, num_ranks: int = 1, *, max_snapshots: int = 0
+) -> list[GraphKey]:
     """List the steps to capture for batches of up to `max_batch` rows; empty if that is 0.
 
     Largest first, so that later graphs reuse the memory of the first.
-    max_chunk_rows: the prefill budget of a step.
+    max_chunk_rows: the prefill budget of a step. max_snapshots: that the chunks of a step leave.
     """
     if max_batch == 0:
         return []
@@ -70,26 +74,27 @@ def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[
     keys = [GraphKey(StepShape(n), variant) for n in sizes if n <= max_batch for variant in plain]
     keys += [GraphKey(StepShape(size), SamplingVariant.FULL) for size in powers]
     keys += [
-        GraphKey(mixed_shape(size, rows))
+        GraphKey(mixed_shape(size, rows, max_snapshots))
         for size in {*MIXED_BATCHES, max_batch}
         for smaller, rows in pairwise((0, *CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows
     ]
-    keys += [GraphKey(shape, masked=True) for shape in _masked_shapes(max_batch, max_chunk_rows)]
+    masked = _masked_shapes(max_batch, max_chunk_rows, max_snapshots)
+    keys += [GraphKey(shape, masked=True) for shape in masked]
     return sorted(keys, key=_num_rows, reverse=True)
 
 
-def mixed_shape(num_decodes: int, num_chunk_rows: int) -> StepShape:
+def mixed_shape(num_decodes: int, num_chunk_rows: int, max_snapshots: int = 0) -> StepShape:
     """The shape of a captured step with chunks, each of which may be sampled."""
-    return StepShape(num_decodes, num_chunk_rows, MAX_CHUNKS, MAX_CHUNKS)
+    return StepShape(num_decodes, num_chunk_rows, MAX_CHUNKS, MAX_CHUNKS, max_snapshots)
 
 
-def _masked_shapes(max_batch: int, max_chunk_rows: int) -> list[StepShape]:
+def _masked_shapes(max_batch: int, max_chunk_rows: int, max_snapshots: int) -> list[StepShape]:
     powers = [1 << bit for bit in range(max_batch.bit_length())]
     quarters = [3 * size // 4 for size in (*powers, 2 * powers[-1])]
     sizes = {*powers, *(size for size in quarters if size >= MASKED_QUARTERS_FROM), max_batch}
     return [StepShape(size) for size in sizes if size <= max_batch] + [
-        mixed_shape(size, rows)
+        mixed_shape(size, rows, max_snapshots)
         for size in {*MASKED_MIXED_BATCHES, max_batch}
         for smaller, rows in pairwise((0, *MASKED_CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows

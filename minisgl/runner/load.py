@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
 
 from minisgl.attention.backends import make_attention, make_captured_attention
 from minisgl.attention.base import AttentionShape
-from minisgl.config import Capacity, ModelFacts, ResolvedConfig
+from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
@@ -24,12 +24,13 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
 from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
-from minisgl.runner.graphs import graph_keys
+from minisgl.runner.graphs import MAX_SNAPSHOTS, GraphKey, graph_keys
 from minisgl.runner.memory import (
     GIB,
     MemoryUse,
     allocate_states,
-    fit_num_pages,
+    fit_caches,
+    fit_slots,
     free_bytes,
     page_table_bytes,
 )
@@ -85,6 +86,7 @@ def load_runner(
     model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
     report("tuning GEMMs", 0.0)
     layer_specs = model.layer_specs(config.kv_dtype)
+    config = _with_fitting_slots(config, layer_specs, device, free_at_start, pipeline)
     copy_bytes = prepare_model(config, model, layer_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
@@ -114,10 +116,9 @@ def load_runner(
         fingerprint = model_fingerprint(config, model_config, folder)
         rank = pipeline.stage * config.tp + ranks.rank
         build.disk = open_store(config, layer_specs, fingerprint, rank), fingerprint
-    num_pages = config.num_pages or fit_num_pages(
-        config,
-        layer_specs,
-        MemoryUse(
+    num_pages, num_snapshots = config.num_pages, config.num_snapshots or 0
+    if not num_pages:
+        use = MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
             # The page tables of the trial were only as wide as its small cache.
@@ -126,11 +127,12 @@ def load_runner(
             + stage.bytes_on_the_way(config.max_prefill_length),
             graph_bytes=graph_bytes,
             copy_bytes=copy_bytes,
-        ),
-    )
-    # Page ids are the same on all ranks.
-    runner = build(pipeline.host_min(num_pages), prefill_s, report)
-    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
+        )
+        num_pages, num_snapshots = fit_caches(config, layer_specs, use)
+    # Their numbers are the same on all ranks.
+    num_pages, num_snapshots = pipeline.host_min(num_pages), pipeline.host_min(num_snapshots)
+    runner = build(num_pages, num_snapshots, prefill_s, report)
+    keys = _graph_keys(config)
     try:
         if keys:
             runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
@@ -138,6 +140,35 @@ def load_runner(
         runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     return runner
+
+
+def _with_fitting_slots(
+    config: ResolvedConfig,
+    layers: Sequence[LayerSpec],
+    device: torch.device,
+    free_at_start: int,
+    pipeline: Pipeline,
+) -> ResolvedConfig:
+    """The options, with as many requests at once as their states allow on all ranks."""
+    if device.type != "cuda":
+        return config
+    room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
+    num_slots = pipeline.host_min(fit_slots(config, layers, room))
+    return replace(
+        config,
+        max_running_requests=num_slots,
+        cuda_graph_max_bs=min(config.cuda_graph_max_bs, num_slots),
+    )
+
+
+def _graph_keys(config: ResolvedConfig) -> list[GraphKey]:
+    """The steps to capture. Stages agree on them, also those without states."""
+    return graph_keys(
+        config.cuda_graph_max_bs,
+        config.max_prefill_length,
+        config.tp,
+        max_snapshots=MAX_SNAPSHOTS if config.num_snapshots != 0 else 0,
+    )
 
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
@@ -215,7 +246,11 @@ class _Builder:
             )
 
     def __call__(
-        self, num_pages: int, prefill_s: float | None = None, report: Report | None = None
+        self,
+        num_pages: int,
+        num_snapshots: int = 0,
+        prefill_s: float | None = None,
+        report: Report | None = None,
     ) -> ModelRunner:
         """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
         host cache."""
@@ -225,6 +260,7 @@ class _Builder:
             num_pages=num_pages,
             page_size=config.page_size,
             num_slots=config.max_running_requests,
+            num_snapshots=num_snapshots,
             device=self._lanes.device,
         )
         tiers: Tiers | None = None
@@ -247,7 +283,7 @@ class _Builder:
             if store is not None:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
-        capacity = Capacity.of(config, num_pages)
+        capacity = Capacity.of(config, num_pages, num_snapshots)
         computation = Computation(
             model=self._model,
             states=states,
@@ -310,7 +346,7 @@ def _time_prefill(runner: ModelRunner, config: ResolvedConfig) -> float:
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
     """Estimate the bytes of all graphs: those of the first, which allocates the shared pool, plus
     the average of two smaller ones for each graph."""
-    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
+    keys = _graph_keys(config)
     if not keys or config.device != "cuda":
         return 0
     free = [free_bytes(runner.lanes.device)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from minisgl.attention.state import LayerState, PagedKV, StateBySlot
 from minisgl.config import (
+    SNAPSHOT_SHARE,
     KVSpec,
     LayerSpec,
     ResolvedConfig,
@@ -30,6 +32,7 @@ def allocate_states(
     num_pages: int,
     page_size: int,
     num_slots: int,
+    num_snapshots: int = 0,
     device: torch.device,
 ) -> list[LayerState]:
     """Allocate what all layers keep between steps.
@@ -50,8 +53,9 @@ def allocate_states(
                     states.append(PagedKV(k, v, spec.scales))
                 case StateSpec():
                     sizes = zip(spec.dtypes, spec.shapes, strict=True)
-                    tensors = (zeros(dtype, num_slots + 1, *shape) for dtype, shape in sizes)
-                    states.append(StateBySlot(tuple(tensors)))
+                    num = num_slots + 1 + num_snapshots
+                    tensors = tuple(zeros(dtype, num, *shape) for dtype, shape in sizes)
+                    states.append(StateBySlot(tensors))
                 case SharedKV():
                     states.append(states[spec.layer])
         return states
@@ -94,23 +98,43 @@ def state_bytes(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> int:
     return (config.max_running_requests + 1) * slot_bytes(layers)
 
 
-def fit_num_pages(config: ResolvedConfig, layers: Sequence[LayerSpec], use: MemoryUse) -> int:
-    """Number of pages that fit into `memory_ratio` of a GPU's free memory next to `use` and the
-    states of all slots.
+def fit_slots(config: ResolvedConfig, layers: Sequence[LayerSpec], room: int) -> int:
+    """Number of requests whose states fit into half of `room`, the bytes that the weights leave on
+    a GPU; at least one, and at most as many as may run.
 
-    Raises DeviceMemoryError if nothing is left for the cache.
+    With prompts and answers of 1,500 tokens, as many fit into the KV cache that the other half
+    leaves.
     """
-    bytes_each = page_bytes(layers, config.page_size)
+    bytes_each = slot_bytes(layers)
+    fitting = room // 2 // bytes_each - 1 if bytes_each else config.max_running_requests
+    return max(1, min(config.max_running_requests, fitting))
+
+
+def fit_caches(
+    config: ResolvedConfig, layers: Sequence[LayerSpec], use: MemoryUse
+) -> tuple[int, int]:
+    """Number of pages, and of snapshots of states, that fit into `memory_ratio` of a GPU's free
+    memory next to `use` and the states of all slots.
+
+    Raises DeviceMemoryError if nothing is left for the pages.
+    """
+    bytes_each, of_state = page_bytes(layers, config.page_size), slot_bytes(layers)
     budget = int(use.free_at_start * config.memory_ratio)
     of_slots = state_bytes(config, layers)
     taken = use.weight_bytes + use.activation_bytes + use.graph_bytes + of_slots
+    num_snapshots = config.num_snapshots or 0
+    if config.num_snapshots is None:  # the other stages decide where one has no states
+        room = max(0, int((budget - taken) * SNAPSHOT_SHARE))
+        num_snapshots = room // of_state if of_state else sys.maxsize
+    taken += num_snapshots * of_state
     num_pages = (budget - taken) // bytes_each
     if num_pages < MIN_PAGES:
         least = math.ceil(100 * (taken + MIN_PAGES * bytes_each) / use.free_at_start) / 100
         weights, remedy = f"{use.weight_bytes / GIB:.1f}", ""
         step = f"{use.activation_bytes / GIB:.1f}"
         if of_slots:
-            step += f", the states of requests {of_slots / GIB:.1f}"
+            of_all = of_slots + num_snapshots * of_state
+            step += f", the states of requests and their snapshots {of_all / GIB:.1f}"
         if use.copy_bytes:
             weights += f" ({use.copy_bytes / GIB:.1f} of that dense copies)"
             remedy = " --dense-copies never does without the copies."
@@ -123,4 +147,4 @@ def fit_num_pages(config: ResolvedConfig, layers: Sequence[LayerSpec], use: Memo
             + "--max-prefill-length, --max-running-requests or --cuda-graph-max-bs."
             + remedy
         )
-    return num_pages
+    return num_pages, num_snapshots

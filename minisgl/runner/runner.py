@@ -39,6 +39,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.runner.capture import Capture
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.launching import LaunchThread
@@ -46,7 +47,7 @@ from minisgl.runner.pooled_rows import PooledVectors, pool_rows
 from minisgl.runner.prompt_scores import PromptScores, score_prompts
 from minisgl.runner.queued_step import QueuedStep
 from minisgl.runner.sampling_features import SamplingFeatures
-from minisgl.runner.step_inputs import SampleRows, StepShape
+from minisgl.runner.step_inputs import SampleRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.tiers.tiers import Tiers
 

@@ -1,52 +1,19 @@
-"""Keeps the slot tables on the device, and builds the inputs of steps from them.
-
-The *shape* of a step is its number of decode rows, which come first, and of chunk rows. An eager
-step has the shape of its plan. The shape of a captured step is at least as large, with padding:
-decode rows of the scratch slot, empty chunks, and chunk rows of the scratch slot at position 0.
-"""
+"""Keeps the slot tables on the device, and builds the inputs of steps from them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.device.lanes import Lanes
+from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
+from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
 from minisgl.scheduler.plan import StepPlan
-
-
-class StepShape(NamedTuple):
-    """The number of rows of each kind in a step; without chunk rows there are no chunks."""
-
-    num_decodes: int
-    num_chunk_rows: int = 0
-    num_chunks: int = 0
-    num_chunk_samples: int = 0  # chunks whose last row is sampled
-    run: int = 1  # rows of each decoded request
-
-    @property
-    def num_decode_rows(self) -> int:
-        return self.num_decodes * self.run
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decode_rows + self.num_chunk_rows
-
-    @staticmethod
-    def of(plan: StepPlan) -> StepShape:
-        num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        num_decodes, num_chunks = len(plan.decode_slots), len(plan.chunks)
-        samples = plan.num_chunk_samples
-        return StepShape(num_decodes, num_chunk_rows, num_chunks, samples, plan.max_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +24,6 @@ class SampleRows:
     rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
     slots: Tensor  # [num_samples] int64
     output_index: Tensor  # [num_samples] int64, of the token to sample
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTensors:
-    """The chunks of a step on the device; all tensors are int64."""
-
-    token_ids: Tensor  # [num_chunk_rows]
-    positions: Tensor  # [num_chunk_rows]
-    token_slots: Tensor  # [num_chunk_rows]
-    row_starts: Tensor  # [num_chunks + 1]
-    slots: Tensor  # [num_chunks]
-    ends: Tensor  # [num_chunks]
-    sample_rows: Tensor  # [num_chunk_samples]: the sampled rows, counted from the first chunk row
-    sample_slots: Tensor  # [num_chunk_samples]
-    sample_ends: Tensor  # [num_chunk_samples]
-
-    @staticmethod
-    def split(packed: Tensor, shape: StepShape) -> ChunkTensors:
-        """Split the tensor that `_pack_chunks` made into views."""
-        tokens, chunks = shape.num_chunk_rows, shape.num_chunks
-        sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [shape.num_chunk_samples] * 3
-        return ChunkTensors(*packed.split(sizes))
 
 
 class SlotTables:
@@ -156,7 +101,7 @@ class SlotTables:
         `ChunkTensors.split`; None if the shape has no room for chunks."""
         if not shape.num_chunks:
             return None
-        return self._lanes.upload([_pack_chunks(plan, shape, self.scratch_slot)])[0]
+        return self._lanes.upload([pack_chunks(plan, shape, self.scratch_slot)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
@@ -194,7 +139,7 @@ class SlotTables:
         if chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
-            slots = BatchSlots(decode_slots, rows.slots[:0])
+            slots = BatchSlots(decode_slots, Segments(rows.slots[:0], rows.slots[:0], nothing))
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
@@ -202,6 +147,11 @@ class SlotTables:
 
         state = self.state
         state.lengths[chunks.slots] = chunks.ends.int()
+        row_starts = chunks.row_starts.int()
+        segments = Segments(chunks.slots, chunks.slots, row_starts)
+        if shape.num_segments:
+            bounds = chunks.segment_starts.int()
+            segments = Segments(chunks.segment_sources, chunks.segment_slots, bounds)
         slot_mapping = slot_mapping_of(
             state.page_table, chunks.token_slots, chunks.positions, state.page_size
         )
@@ -212,13 +162,13 @@ class SlotTables:
             decodes=decodes,
             chunks=PrefillBatch(
                 page_table=state.page_table[chunks.slots, :width],
-                row_starts=chunks.row_starts.int(),
+                row_starts=row_starts,
                 ends=chunks.ends.int(),
                 num_rows=shape.num_chunk_rows,
                 starts=starts,
                 lengths=lengths,
             ),
-            slots=BatchSlots(decode_slots, chunks.slots),
+            slots=BatchSlots(decode_slots, segments),
         )
         decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
@@ -231,39 +181,3 @@ class SlotTables:
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.state.page_size)
-
-
-def _pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> NDArray[np.int64]:
-    """Concatenate the parts of `ChunkTensors`, each padded at its end.
-
-    Works on whole arrays: a loop over thousands of tokens would block the event loop.
-    """
-    chunks = plan.chunks
-    lengths = [len(chunk.token_ids) for chunk in chunks]
-    row_starts = [0, *itertools.accumulate(lengths)]
-    slots = [chunk.slot for chunk in chunks]
-    ends = [chunk.end for chunk in chunks]
-    sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
-    _, room, num_chunks, num_samples, _ = shape
-    parts: tuple[tuple[Sequence[ArrayLike], int, int], ...] = (  # content, size, padding
-        ([chunk.token_ids for chunk in chunks], room, 0),
-        ([np.arange(chunk.start, chunk.end) for chunk in chunks], room, 0),
-        ([np.repeat(np.array(slots, dtype=np.int64), lengths)], room, scratch_slot),
-        ([row_starts], num_chunks + 1, row_starts[-1]),
-        ([slots], num_chunks, scratch_slot),
-        ([ends], num_chunks, 0),
-        ([[row_starts[place + 1] - 1 for place in sampling]], num_samples, 0),
-        ([[slots[place] for place in sampling]], num_samples, scratch_slot),
-        ([[ends[place] for place in sampling]], num_samples, 0),
-    )
-    packed = np.empty(sum(size for _, size, _ in parts), dtype=np.int64)
-    at = 0
-    for pieces, size, filler in parts:
-        end = at + size
-        for piece in pieces:
-            values = np.asarray(piece, dtype=np.int64)
-            packed[at : at + len(values)] = values
-            at += len(values)
-        packed[at:end] = filler
-        at = end
-    return packed

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import TakenSnapshot
-from minisgl.request import Pooling, SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:  # imports numpy, which takes a while
-    import numpy as np
-    from numpy.typing import NDArray
+from minisgl.request import Pooling, SamplingParams, TokenLogprobs, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +124,6 @@ class StepResult:
     # of the chunk's scored_token_ids, by chunk index
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     # of the chunk's pooling, by chunk index
-    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    pooled: dict[int, Vector] = field(default_factory=dict)
     captured: bool = False  # the step was replayed as a CUDA graph
     run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token per row

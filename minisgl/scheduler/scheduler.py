@@ -185,8 +185,7 @@ class Scheduler:
             # Without the last known token, even if a launched step computes its KV: that depends on
             # look-ahead, which must not affect later prefix hits.
             token_ids = running.request.token_ids
-            num_tokens = min(running.num_scheduled, len(token_ids) - 1)
-            num_tokens = running.request.num_to_share(num_tokens)
+            num_tokens = running.request.num_shared(min(running.num_scheduled, len(token_ids) - 1))
             key = pack_tokens(token_ids[:num_tokens])
             self.kv.close(running.lease, key, num_tokens, self._step)
         else:
@@ -278,7 +277,7 @@ class Scheduler:
         for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
             running.num_scheduled = chunk.end
             # Whole pages of the prompt may be matched from the next step on.
-            num_tokens = running.request.num_to_share(chunk.end)
+            num_tokens = running.request.num_shared(chunk.end)
             self.kv.commit(running.lease, running.key, num_tokens, work.step)
             if chunk.samples:
                 self._rows.join(running, work.step)

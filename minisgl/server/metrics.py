@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, HostStats, Totals, TransferStats
+from minisgl.engine.stats import EngineStats, HostStats, SnapshotStats, Totals, TransferStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered
 
@@ -86,6 +86,8 @@ class Metrics(MetricsPage):
                 yield from _tiers(stats, stats.host)
             if stats.transfers is not None:
                 yield from _transfers(stats.transfers)
+            if stats.snapshots is not None:
+                yield from _snapshots(stats.snapshots)
             yield from _histograms(stats.totals)
 
     def _info(self) -> Metric:
@@ -185,6 +187,18 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "minisgl_tier_copy_seconds",
         "Time in which such copies were under way, on one rank.",
         *("direction", {direction: each.seconds for direction, each in copies.items()}),
+    )
+
+
+def _snapshots(stats: SnapshotStats) -> Iterator[Metric]:
+    """For a model that keeps a state of each request."""
+    yield GaugeMetricFamily(
+        "minisgl_snapshots", "Snapshots of states of requests that fit into memory.", stats.num
+    )
+    yield GaugeMetricFamily(
+        "minisgl_snapshots_cached",
+        "Snapshots of states from which requests may go on behind a cached prefix.",
+        stats.num_cached,
     )
 
 

@@ -89,6 +89,30 @@ GPT_OSS: dict[str, Any] = {
     "vocab_size": 201088,
 }
 
+# The text part of the published checkpoints, without the layers that draft tokens.
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     return {
@@ -118,6 +142,32 @@ MODELS = {
         "mlp_only_layers": [],
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
+    "Qwen3.8-27B": QWEN3_5
+    | sizes(5120, 17408, 64, 24)
+    | {"linear_num_value_heads": 48, "num_key_value_heads": 4},
+    "Qwen3.6-35B-A3B": QWEN3_5
+    | sizes(2048, 512, 40, 16)
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
+    "Qwen3.5-tiny": QWEN3_5  # of no publisher: for a CPU
+    | sizes(128, 256, 4, 2)
+    | {
+        "head_dim": 64,
+        "linear_key_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 32,
+        "num_key_value_heads": 1,
+        "vocab_size": 1024,
+    },
     "gpt-oss-20b": GPT_OSS | sizes(2880, 2880, 24, 64) | {"num_local_experts": 32},
     "gpt-oss-120b": GPT_OSS | sizes(2880, 2880, 36, 64) | {"num_local_experts": 128},
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)

@@ -37,8 +37,9 @@ from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_dec
 from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
 from minisgl.kernels.hardware import has_fp8_products
+from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import H200, UNTRIED, DeviceTuning
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config

@@ -34,7 +34,8 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.request import SamplingParams
-from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.runner.chunk_tensors import ChunkTensors, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.scheduler.plan import StepPlan
 
 ALL = [spec.name for spec in SPECS]

@@ -17,7 +17,8 @@ from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.runner.chunk_tensors import ChunkTensors, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
 

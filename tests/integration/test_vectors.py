@@ -226,7 +226,7 @@ def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     folder = checkpoint("qwen3", "lasttoken")
     with loaded(folder) as llm:
-        rules = llm.engine._vectors._rules
+        rules = llm.engine.vectors._rules
         if mistake == "first-row":
             rules = replace(rules, rows=PooledRows.FIRST)
         elif mistake == "mean-of-rows":
@@ -241,7 +241,7 @@ def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(
                 made.Vectors, "_vector", lambda self, request, n: vector(self, request, None)[:n]
             )
-        llm.engine._vectors._rules = rules
+        llm.engine.vectors._rules = rules
         found = vectors(llm, [TEXTS[1]], dimensions=16)[0]
     difference = (found - expected(folder, "lasttoken", TEXTS[1], 16)).abs().max()
     assert float(difference) > 1000 * TOLERANCE

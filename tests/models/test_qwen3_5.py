@@ -21,11 +21,13 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.gated_delta import DeltaHeads
 from minisgl.models import qwen3_5, targets
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
+from minisgl.runner import computation
 
 NUM_TOKENS = 24
 LENGTHS = (3, 17, 70, 70, 9)
@@ -147,6 +149,32 @@ def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str
     check(case_of(architecture), max_prefill_length=20, **split)
 
 
+def check_hits(case: Case, **options: Any) -> None:
+    """Ask each prompt twice, and alone: the second time it is found up to its last page."""
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
+            cached: list[int] = []
+            for place in (*range(len(LENGTHS)), *range(len(LENGTHS))):
+                (output,) = await batch(engine, [case.prompts[place]], [greedy(NUM_TOKENS)])
+                cached.append(output.num_cached_tokens)
+                assert output.token_ids == case.runs[place].token_ids, "a token differs"
+        assert cached == [0, 0, 0, 0, 0, *((length - 1) // 4 * 4 for length in LENGTHS)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}])
+def test_a_hit_changes_no_token(options: dict[str, Any]) -> None:
+    check_hits(case_of(TEXT[0]), **options)
+
+
+def test_without_memory_for_snapshots_nothing_is_found() -> None:
+    with pytest.raises(AssertionError):
+        check_hits(case_of(TEXT[0]), state_cache=0)
+    check(case_of(TEXT[0]), state_cache=0)
+
+
 # -- mistakes that must show ----------------------------------------------------------------------
 
 
@@ -233,6 +261,50 @@ def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
     mistake(monkeypatch)
     with pytest.raises(AssertionError):
         check(case, max_prefill_length=20, max_running_requests=2)
+
+
+def _begin_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computation, "snapshot_slot", lambda _, scratch: scratch)
+
+
+def _begin_from_another_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = computation.snapshot_slot
+    monkeypatch.setattr(computation, "snapshot_slot", lambda _, scratch: whole(0, scratch))
+
+
+def _take_it_a_page_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = KVCacheManager.take_snapshots
+
+    def take_snapshots(*arguments: Any) -> Any:
+        taken = whole(*arguments)
+        return tuple(each._replace(end=max(each.end - 4, arguments[2])) for each in taken)
+
+    monkeypatch.setattr(KVCacheManager, "take_snapshots", take_snapshots)
+
+
+def _take_it_at_the_end_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = KVCacheManager.take_snapshots
+
+    def take_snapshots(*arguments: Any) -> Any:
+        return tuple(each._replace(end=arguments[3]) for each in whole(*arguments))
+
+    monkeypatch.setattr(KVCacheManager, "take_snapshots", take_snapshots)
+
+
+MISTAKES_WITH_SNAPSHOTS = (
+    *(_begin_without_the_snapshot, _begin_from_another_snapshot),
+    *(_take_it_a_page_early, _take_it_at_the_end_of_chunks),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_WITH_SNAPSHOTS)
+def test_mistakes_with_snapshots_change_tokens(
+    mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(TEXT[0])
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match="a token differs"):
+        check_hits(case)
 
 
 # -- what is refused ------------------------------------------------------------------------------

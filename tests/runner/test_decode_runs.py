@@ -20,10 +20,11 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.request import Request, SamplingParams
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.memory import allocate_states
 from minisgl.runner.runner import ModelRunner, StepHandle
-from minisgl.runner.step_inputs import SampleRows, StepShape
+from minisgl.runner.step_inputs import SampleRows
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 from minisgl.scheduler.scheduler import Scheduler
 

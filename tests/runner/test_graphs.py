@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl.device.lanes import Lanes
+from minisgl.runner.chunk_tensors import ChunkTensors, StepShape
 from minisgl.runner.graphs import (
     CHUNK_ROWS,
     MAX_CHUNKS,
@@ -18,7 +19,7 @@ from minisgl.runner.graphs import (
 )
 from minisgl.runner.sampler import SampledRows
 from minisgl.runner.sampling_features import SamplingVariant
-from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 

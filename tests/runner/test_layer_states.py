@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,16 +29,16 @@ from minisgl.device.lanes import Lanes
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import Request, SamplingParams
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
-from minisgl.runner.memory import GIB, MemoryUse, allocate_states, fit_num_pages
+from minisgl.runner.memory import GIB, MemoryUse, allocate_states, fit_caches, fit_slots
 from minisgl.runner.runner import ModelRunner, StepHandle
-from minisgl.runner.step_inputs import StepShape
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 VOCAB = 97
-PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 12, 3
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_SNAPSHOTS = 4, 12, 3, 4
 LAYERS: tuple[LayerSpec, ...] = (
     StateSpec(shapes=((2,), ()), dtypes=("float32", "float32")),
     KVSpec(num_kv_heads=1, key_dim=3, value_dim=0, dtype="float32"),
@@ -77,15 +78,12 @@ class Toy:
         assert isinstance(by_slot, StateBySlot) and isinstance(kv, PagedKV) and shared is kv
         kv.k.flatten(0, 1)[batch.slot_mapping] = batch.token_ids[:, None, None].float()
         num_decodes, tables = batch.decodes.num_rows, list(batch.decodes.page_table)
-        slots, ends = batch.slots.decodes.tolist(), list(range(1, num_decodes + 1))
-        if batch.chunks.num_rows:
-            slots += batch.slots.chunks.tolist()
-            ends += (batch.chunks.row_starts[1:] + num_decodes).tolist()
-            tables += list(batch.chunks.page_table)
         hidden = torch.zeros(len(batch.token_ids))
-        start = 0
-        for slot, end, table in zip(slots, ends, tables, strict=True):
-            for row in range(start, end):
+
+        def advance(source: int, slot: int, rows: range, table: Tensor) -> None:
+            for tensor in by_slot.tensors:
+                tensor[slot] = tensor[source]
+            for row in rows:
                 found = [tensor[slot].tolist() for tensor in by_slot.tensors]
                 state, count = updated(found[0], found[1], int(batch.token_ids[row]))
                 by_slot.tensors[0][slot] = torch.tensor(state)
@@ -93,7 +91,15 @@ class Toy:
                 length = int(batch.positions[row]) + 1
                 keys = kv.k[table[: -(-length // PAGE_SIZE)].long()].flatten(0, 1)[:length]
                 hidden[row] = next_token(state, count, float(keys[:, 0, 2].sum()))
-            start = end
+
+        for row, slot in enumerate(batch.slots.decodes.tolist()):
+            advance(slot, slot, range(row, row + 1), tables[row])
+        ends = batch.chunks.row_starts[1:].tolist()
+        sources, slots, starts = (part.tolist() for part in batch.slots.segments)
+        for source, slot, (start, end) in zip(sources, slots, pairwise(starts), strict=True):
+            chunk = sum(end > last for last in ends)
+            rows = range(num_decodes + start, num_decodes + end)
+            advance(source, slot, rows, batch.chunks.page_table[min(chunk, len(ends) - 1)])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,7 +117,8 @@ def in_a_loop(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def runner_of_toy() -> ModelRunner:
-    capacity = Capacity(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, max_seq_len=(NUM_PAGES - 1) * PAGE_SIZE)
+    longest = (NUM_PAGES - 1) * PAGE_SIZE
+    capacity = Capacity(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, longest, num_snapshots=NUM_SNAPSHOTS)
     lanes, attention = Lanes(CPU), Attention(TorchAttention(), TorchAttention())
     computation = Computation(
         model=Toy(),
@@ -127,19 +134,33 @@ def runner_of_toy() -> ModelRunner:
 
 def states_of(num_pages: int) -> list[LayerState]:
     return allocate_states(
-        LAYERS, num_pages=num_pages, page_size=PAGE_SIZE, num_slots=NUM_SLOTS, device=CPU
+        LAYERS,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_slots=NUM_SLOTS,
+        num_snapshots=NUM_SNAPSHOTS,
+        device=CPU,
     )
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_requests_that_share_slots_pages_and_steps_get_the_tokens_of_a_loop(captured: bool) -> None:
-    """Slots and pages are too few: requests wait, are retracted, and begin anew in other slots."""
+@pytest.mark.parametrize("num_snapshots", [0, 1, NUM_SNAPSHOTS])
+def test_requests_that_share_slots_pages_and_steps_get_the_tokens_of_a_loop(
+    num_snapshots: int, captured: bool
+) -> None:
+    """Slots and pages are too few: requests wait, are retracted, and begin anew in other slots.
+    Others begin from snapshots, of which there are too few, too."""
     runner = runner_of_toy()
     if captured:
-        shapes = (StepShape(3), mixed_shape(3, 8))
+        shapes = (StepShape(3), mixed_shape(3, 8, 2))
         runner.capture([GraphKey(shape) for shape in shapes], lambda done: None)
     scheduler = Scheduler(
-        kv=KVCacheManager(num_pages=NUM_PAGES, page_size=PAGE_SIZE, cache_type="naive"),
+        kv=KVCacheManager(
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            cache_type="radix",
+            num_snapshots=num_snapshots,
+        ),
         num_slots=NUM_SLOTS,
         max_seq_len=(NUM_PAGES - 1) * PAGE_SIZE,
         max_prefill_length=5,
@@ -150,6 +171,7 @@ def test_requests_that_share_slots_pages_and_steps_get_the_tokens_of_a_loop(capt
         [(index * 7 + place * place) % VOCAB for place in range(length)]
         for index, length in enumerate((1, 3, 13, 8, 5, 11, 2))
     ]
+    prompts += [[*prompts[2][:9], 1], [*prompts[2][:9], 2, 3], [*prompts[2][:9], 4], prompts[2]]
     params = SamplingParams(temperature=0, ignore_eos=True)
     requests = [
         Request(str(index), prompt, params, max_tokens=17, seed=0)
@@ -169,6 +191,7 @@ def test_requests_that_share_slots_pages_and_steps_get_the_tokens_of_a_loop(capt
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.token_ids[len(prompt) :] == in_a_loop(prompt, 17)
     assert scheduler.counters.num_retractions > 0
+    assert bool(scheduler.counters.num_cached_tokens) is bool(num_snapshots)
     assert bool(num_captured) is captured
     runner.close()
 
@@ -176,20 +199,39 @@ def test_requests_that_share_slots_pages_and_steps_get_the_tokens_of_a_loop(capt
 def test_memory_counts_the_states_of_slots_and_each_cache_once() -> None:
     states = states_of(num_pages=NUM_PAGES)
     tensors = [tensor for state in distinct(states) for tensor in state.tensors]
-    num_bytes = NUM_PAGES * page_bytes(LAYERS, PAGE_SIZE) + (NUM_SLOTS + 1) * slot_bytes(LAYERS)
+    num_states = NUM_SLOTS + 1 + NUM_SNAPSHOTS
+    num_bytes = NUM_PAGES * page_bytes(LAYERS, PAGE_SIZE) + num_states * slot_bytes(LAYERS)
     assert sum(tensor.nbytes for tensor in tensors) == num_bytes
     planes = Planes.of([plane for state in distinct(states) for plane in state.planes])
     assert planes.page_bytes == page_bytes(LAYERS, PAGE_SIZE)
 
 
-def test_fewer_pages_fit_beside_the_states_of_slots() -> None:
+def test_states_of_slots_and_snapshots_are_taken_off_the_pages() -> None:
     use = MemoryUse(
         free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=GIB, graph_bytes=0
     )
-    config = resolved(machine=GPU)
     pages, state = LAYERS[1:2], StateSpec(shapes=((1 << 20,),), dtypes=("float32",))
-    fewer = fit_num_pages(config, [*pages, state], use)
-    num_bytes = (config.max_running_requests + 1) * 4 << 20
-    assert fewer == fit_num_pages(
-        config, pages, dataclasses.replace(use, weight_bytes=use.weight_bytes + num_bytes)
-    )
+    config = resolved(machine=GPU)
+    whole, none = fit_caches(config, pages, use)
+    assert none == 0
+    of_slots = (config.max_running_requests + 1) * 4 << 20
+    left = dataclasses.replace(use, weight_bytes=use.weight_bytes + of_slots)
+    assert fit_caches(config, [*pages, state], use)[0] == fit_caches(config, pages, left)[0]
+    given = dataclasses.replace(config, num_snapshots=7)
+    left = dataclasses.replace(left, weight_bytes=left.weight_bytes + 7 * (4 << 20))
+    assert fit_caches(given, [*pages, state], use) == (fit_caches(config, pages, left)[0], 7)
+    fitting = dataclasses.replace(config, num_snapshots=None)
+    num_pages, num_snapshots = fit_caches(fitting, [*pages, state], use)
+    share = num_snapshots * (4 << 20) / (11 * GIB - of_slots)
+    assert 0.33 < share <= 1 / 3
+    assert num_pages < whole
+
+
+def test_the_states_of_requests_take_at_most_half_of_what_weights_leave() -> None:
+    config = resolved(machine=GPU)
+    state = StateSpec(shapes=((1 << 20,),), dtypes=("float32",))
+    assert fit_slots(config, [state], 2 * GIB) == 255  # and the scratch slot
+    assert fit_slots(config, [state], GIB) == 127
+    assert fit_slots(config, [state], 0) == 1
+    assert fit_slots(config, [state], 80 * GIB) == config.max_running_requests
+    assert fit_slots(config, LAYERS[1:2], GIB) == config.max_running_requests

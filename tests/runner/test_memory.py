@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
 from support.resolving import GPU, MODEL, resolved
 
 from minisgl.errors import DeviceMemoryError
-from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_states, fit_num_pages
+from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_states, fit_caches
 
 LAYERS = MODEL.kv_specs("bfloat16")
 USE = MemoryUse(
@@ -18,16 +19,20 @@ USE = MemoryUse(
 )
 
 
+def num_pages_of(*arguments: Any) -> int:
+    return fit_caches(*arguments)[0]
+
+
 def test_pages_fill_the_memory_that_everything_else_leaves() -> None:
     config = resolved(machine=GPU, memory_ratio=0.9)
     page_bytes = MODEL.kv_bytes_per_token(config.dtype) * config.page_size
-    assert fit_num_pages(config, LAYERS, USE) == GIB // page_bytes
+    assert num_pages_of(config, LAYERS, USE) == GIB // page_bytes
 
 
 def test_twice_the_pages_in_fp8() -> None:
     config = resolved(machine=GPU, kv_cache_dtype="fp8")
-    num_pages = fit_num_pages(config, MODEL.kv_specs(config.kv_dtype), USE)
-    assert num_pages // 2 == fit_num_pages(config, LAYERS, USE)
+    num_pages = num_pages_of(config, MODEL.kv_specs(config.kv_dtype), USE)
+    assert num_pages // 2 == num_pages_of(config, LAYERS, USE)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.88])
@@ -36,20 +41,20 @@ def test_a_memory_ratio_that_leaves_no_page_is_refused_with_one_that_does(ratio:
     with pytest.raises(
         DeviceMemoryError, match=f"--memory-ratio {ratio} of the 80.0 GiB"
     ) as caught:
-        fit_num_pages(resolved(machine=GPU, memory_ratio=ratio), LAYERS, USE)
+        num_pages_of(resolved(machine=GPU, memory_ratio=ratio), LAYERS, USE)
     named = re.search(r"Raise it to ([0-9.]+) or more", str(caught.value))
     assert named is not None
     least = float(named[1])
     enough = resolved(machine=GPU, memory_ratio=least)
-    assert fit_num_pages(enough, LAYERS, USE) >= MIN_PAGES
+    assert num_pages_of(enough, LAYERS, USE) >= MIN_PAGES
     with pytest.raises(DeviceMemoryError):
-        fit_num_pages(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, USE)
+        num_pages_of(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, USE)
 
 
 def test_a_step_too_large_for_any_memory_ratio_is_refused() -> None:
     use = dataclasses.replace(USE, activation_bytes=20 * GIB)
     with pytest.raises(DeviceMemoryError) as caught:
-        fit_num_pages(resolved(machine=GPU, memory_ratio=1.0), LAYERS, use)
+        num_pages_of(resolved(machine=GPU, memory_ratio=1.0), LAYERS, use)
     assert "Raise" not in str(caught.value)
     assert "Lower --max-prefill-length" in str(caught.value)
 
@@ -57,11 +62,11 @@ def test_a_step_too_large_for_any_memory_ratio_is_refused() -> None:
 def test_dense_copies_that_leave_no_page_are_named_with_the_option() -> None:
     use = dataclasses.replace(USE, weight_bytes=70 * GIB, copy_bytes=50 * GIB)
     with pytest.raises(DeviceMemoryError) as caught:
-        fit_num_pages(resolved(machine=GPU), LAYERS, use)
+        num_pages_of(resolved(machine=GPU), LAYERS, use)
     assert "weights take 70.0 (50.0 of that dense copies), the largest step" in str(caught.value)
     assert str(caught.value).endswith(" --dense-copies never does without the copies.")
     with pytest.raises(DeviceMemoryError) as caught:
-        fit_num_pages(resolved(machine=GPU), LAYERS, dataclasses.replace(use, copy_bytes=0))
+        num_pages_of(resolved(machine=GPU), LAYERS, dataclasses.replace(use, copy_bytes=0))
     assert "dense" not in str(caught.value)
 
 

@@ -24,11 +24,12 @@ from minisgl.errors import DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.step_inputs import SampleRows, SlotTables, StepShape
+from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
+from dummy_config import config_of
 from support.folders import SCRIPTS
 
 BENCH_SCRIPTS = SCRIPTS / "bench"
@@ -219,3 +222,14 @@ def test_conversations_in_turns_are_loaded_from_host_memory() -> None:
 def test_conversations_need_a_host_cache() -> None:
     done = run_script("bench_shared_prefix.py", "--conversations", 4)
     assert done.returncode == 2 and "--conversations needs --host-cache" in done.stderr
+
+
+def test_bench_state_prefix_counts_the_requests_that_go_on_from_a_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen3.5-tiny")))
+    done = run_script("bench_state_prefix.py", tmp_path, "--device", "cpu", "--num", 5)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("│").split("│") for line in done.stdout.splitlines() if line[0] == "│"]
+    assert [[cell.strip() for cell in row[:4]] for row in rows] == [
+        ["1,500", "700", "3 of 5", "1,488"],
+        ["1,600", "600", "3 of 5", "1,600"],
+    ]

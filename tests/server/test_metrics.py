@@ -17,6 +17,7 @@ from support.http_server import http_client
 from support.waiting import until
 
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
+from minisgl.kvcache.snapshots import Snapshots
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
@@ -241,6 +242,7 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     runner = ScriptedRunner(page_size=4)
     async with engine_on(runner, host_cache=0.1) as engine, http_client(engine) as client:
         await engine.share_pages(str(tmp_path / "pages"), always_load=False)
+        engine._scheduler.kv.snapshots = Snapshots(3)  # as of a model with states
         await client.get("/version")
         found = await scrape(client)
     expected = []

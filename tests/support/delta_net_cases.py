@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.segments import Segments
 
 # Source, slot and number of rows. The longest crosses chunks of 64 rows; one has no row; one starts
 # from another's snapshot; three continue one another through a snapshot in slot 1.

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.gated_delta.delta_parts import tile_of_segment
-from minisgl.kernels.gated_delta.reference import Segments
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.segments import Segments
 
 _WIDEST = 4
 _ROWS, _CHANNELS = 16, 128  # of a tile
@@ -22,6 +22,7 @@ def causal_conv(
     state: Tensor,
     segments: Segments,
     *,
+    silu: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
@@ -43,6 +44,7 @@ def causal_conv(
         x.stride(0),
         channels=channels,
         width=width,
+        silu=silu,
         segments_block=triton.next_power_of_2(num_segments),
         rows=_ROWS,
         block=_CHANNELS,
@@ -59,6 +61,7 @@ def causal_conv_decode(
     state: Tensor,
     slots: Tensor,
     *,
+    silu: bool = True,
     pdl: bool = True,
 ) -> Tensor:
     """As in delta_net.py; pdl as above."""
@@ -77,6 +80,7 @@ def causal_conv_decode(
         x.stride(0),
         channels=channels,
         width=width,
+        silu=silu,
         block=_DECODE_CHANNELS,
         num_warps=2,
         **pdl_options(x.device, pdl),
@@ -107,6 +111,7 @@ def _convolve_chains(
     x_stride,
     channels: tl.constexpr,
     width: tl.constexpr,
+    silu: tl.constexpr,
     segments_block: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
@@ -144,9 +149,10 @@ def _convolve_chains(
         before = past[None, :] + (from_row - first + width - 1)[:, None]
         value += tl.load(before, mask=older, other=0.0)
         result += factor[None, :] * value.to(tl.float32)
-    result = result.to(out.dtype.element_ty).to(tl.float32)
+    if silu:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result))
     place = out + row.to(tl.int64)[:, None] * channels + channel[None, :]
-    result = result / (1.0 + tl.exp(-result))
     tl.store(place, result, mask=(row < end)[:, None] & inside[None, :])
 
     if tile == 0:
@@ -178,6 +184,7 @@ def _convolve_rows(
     x_stride,
     channels: tl.constexpr,
     width: tl.constexpr,
+    silu: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -204,6 +211,7 @@ def _convolve_rows(
         result += factors[tap].to(tl.float32) * values[tap].to(tl.float32)
     for tap in tl.static_range(width - 1):
         tl.store(past + tap, values[tap + 1], mask=inside)
-    result = result.to(out.dtype.element_ty).to(tl.float32)
-    result = result / (1.0 + tl.exp(-result))
+    if silu:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result))
     tl.store(out + row * channels + channel, result, mask=inside)

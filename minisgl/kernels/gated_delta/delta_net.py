@@ -2,9 +2,9 @@
 values of its tokens (Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv 2412.06464).
 
 On a GPU that Triton compiles for each is one kernel, and prefill two; elsewhere it is a function of
-reference.py, which also defines the rounding. States are indexed by slot and updated in place; the
-last slot is scratch, for padded rows. Decode takes a row of each slot, in which only the scratch
-slot may occur more than once.
+reference.py, which also defines the rounding. States are indexed by slot and updated in place; one
+slot is scratch, for padded rows. Decode takes a row of each slot, in which only the scratch slot
+may occur more than once.
 
 On Hopper and later, slots, segments and states must have been written at least two launches before.
 """
@@ -15,35 +15,49 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.gated_delta import reference
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.segments import Segments
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, segments: Segments
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: Segments,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """silu of the convolution of each channel with the rows of its segment, up to each row.
+    """The convolution of each channel with the rows of its segment, up to each row; silu of it if
+    `silu` is set.
 
     x: [num_rows, channels], channels contiguous; weight: [channels, width], the newest row's last;
-    bias: [channels] or None; state: [num_slots + 1, channels, width - 1], the last inputs of each
+    bias: [channels] or None; state: [num_slots, channels, width - 1], the last inputs of each
     slot, oldest first, contiguous. All have one dtype. 2 <= width <= 4. Returns a new
     [num_rows, channels].
     """
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import causal_conv
 
-        return causal_conv.causal_conv(x, weight, bias, state, segments)
-    return reference.causal_conv(x, weight, bias, state, segments)
+        return causal_conv.causal_conv(x, weight, bias, state, segments, silu=silu)
+    return reference.causal_conv(x, weight, bias, state, segments, silu=silu)
 
 
 def causal_conv_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """As causal_conv, for one row of each of `slots` [num_rows] int64."""
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import causal_conv
 
-        return causal_conv.causal_conv_decode(x, weight, bias, state, slots)
-    return reference.causal_conv_decode(x, weight, bias, state, slots)
+        return causal_conv.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
+    return reference.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
 
 
 def gated_delta_prefill(
@@ -56,7 +70,7 @@ def gated_delta_prefill(
 
     q, k: [num_rows, k_heads, key_dim]; v: [num_rows, v_heads, value_dim]; each may be part of the
     columns of a wider tensor. v_heads is a multiple of k_heads: value head h has key head
-    h // (v_heads // k_heads). state: [num_slots + 1, v_heads, key_dim, value_dim] float32,
+    h // (v_heads // k_heads). state: [num_slots, v_heads, key_dim, value_dim] float32,
     contiguous. Returns a new tensor like v.
     """
     if runs_triton(v.device):

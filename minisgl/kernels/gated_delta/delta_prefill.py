@@ -37,8 +37,9 @@ from minisgl.kernels.gated_delta.delta_parts import (
     strength_of,
     tile_of_segment,
 )
-from minisgl.kernels.gated_delta.reference import Gates, Segments
+from minisgl.kernels.gated_delta.reference import Gates
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DeltaPrefillTiles, tuning_of
 
 CHUNK = 64

@@ -11,27 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import rms_norm
+from minisgl.kernels.segments import Segments
 
 L2_EPS = 1e-6  # added to the square of the length of queries and keys
-
-
-class Segments(NamedTuple):
-    """Rows of several requests, one segment after the other, and the slots of their states.
-
-    The state of a segment starts as that of its source, advances by its rows, and is left in its
-    slot, also if it has no rows. A segment whose source is the slot of the segment before it
-    continues that one. So a snapshot of a state is a segment that leaves it in another slot, from
-    which the next one goes on; and a request that starts from a snapshot has that as its source.
-
-    A slot that is written must not belong to segments that do not continue one another, nor may
-    these read it; only what the scratch slot holds does not matter. Rows after the last segment
-    are padding, whose results are undefined; so are segments without rows from the scratch slot
-    to the scratch slot.
-    """
-
-    sources: Tensor  # [num_segments] int64
-    slots: Tensor  # [num_segments] int64
-    row_starts: Tensor  # [num_segments + 1] int32: first row of each, then the end of the last
 
 
 class Gates(NamedTuple):
@@ -45,23 +27,37 @@ class Gates(NamedTuple):
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, segments: Segments
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: Segments,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     out = torch.empty_like(x)
     for source, slot, rows in _by_segment(segments):
         seen = torch.cat((state[source], x[rows].T), dim=1)  # [channels, width - 1 + rows]
         state[slot] = seen[:, seen.shape[1] - state.shape[2] :]
         if rows.stop > rows.start:
-            out[rows] = F.silu(_convolve(seen[None], weight, bias)[0].T)
+            result = _convolve(seen[None], weight, bias)[0].T
+            out[rows] = F.silu(result) if silu else result
     return out
 
 
 def causal_conv_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     seen = torch.cat((state[slots], x[:, :, None]), dim=2)  # [num_rows, channels, width]
     state[slots] = seen[:, :, 1:]
-    return F.silu(_convolve(seen, weight, bias)[:, :, 0])
+    result = _convolve(seen, weight, bias)[:, :, 0]
+    return F.silu(result) if silu else result
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import KVSpec, SharedKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
 from minisgl.errors import UnsupportedModelError
+from minisgl.kernels.segments import Segments
 from minisgl.layers.formats import DenseFormat
 from minisgl.models.adopted.assembly import assemble, skeleton
 from minisgl.models.adopted.config import facts_of
@@ -368,6 +369,10 @@ def _batch(
     positions = torch.tensor([position for _, position in rows])
     slots = pages[which, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
     lengths = [done[index] + 1 for index in decodes]
+    prefill = PrefillBatch.of(
+        pages[chunks], [done[index] for index in chunks], [counts[index] for index in chunks]
+    )
+    chunk_slots = torch.tensor(chunks)
     return ForwardBatch(
         token_ids=torch.stack([sequences[index][position] for index, position in rows]),
         positions=positions,
@@ -375,8 +380,8 @@ def _batch(
         decodes=DecodeBatch(
             pages[decodes], torch.tensor(lengths, dtype=torch.int32), max(lengths, default=0)
         ),
-        chunks=PrefillBatch.of(
-            pages[chunks], [done[index] for index in chunks], [counts[index] for index in chunks]
+        chunks=prefill,
+        slots=BatchSlots(
+            torch.tensor(decodes), Segments(chunk_slots, chunk_slots, prefill.row_starts)
         ),
-        slots=BatchSlots(torch.tensor(decodes), torch.tensor(chunks)),
     )

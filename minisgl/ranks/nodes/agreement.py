@@ -22,7 +22,7 @@ from minisgl.models.hub import safetensors_files
 OWN_OPTIONS = frozenset(
     (
         *("model", "node_rank", "master_addr", "master_port", "cluster_token_file", "notes"),
-        *("memory_ratio", "num_pages"),
+        *("memory_ratio", "num_pages", "num_snapshots"),
         *("cache_type", "max_queued_requests", "schedule_policy", "schedule_conservativeness"),
         *("key_share", "step_timeout", "overlap"),
     )

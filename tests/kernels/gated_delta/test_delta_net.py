@@ -87,7 +87,10 @@ def test_the_rule_is_that_of_transformers(form: str) -> None:
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_convolution_goes_on_where_its_state_is_from(width: int, biased: bool) -> None:
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_convolution_goes_on_where_its_state_is_from(
+    width: int, biased: bool, silu: bool
+) -> None:
     """What is left in slots, and in snapshots, is what the rows of a whole prompt would have."""
     segments, channels = segments_of(), 5
     num_rows = int(segments.row_starts[-1])
@@ -95,26 +98,29 @@ def test_a_convolution_goes_on_where_its_state_is_from(width: int, biased: bool)
     weight, bias = torch.randn(channels, width), torch.randn(channels) if biased else None
     before = torch.randn(NUM_SLOTS + 1, channels, width - 1)
     state, expected = before.clone(), before.clone()
-    out = causal_conv(x, weight, bias, state, segments)
+    out = causal_conv(x, weight, bias, state, segments, silu=silu)
     starts = segments.row_starts.tolist()
     for index, (source, slot) in enumerate(zip(segments.sources, segments.slots, strict=True)):
         rows = x[starts[index] : starts[index + 1]].T[None]
         past = expected[source, None].clone()
         if rows.shape[2]:
-            wanted = modeling_qwen3_5.causal_conv1d_update(rows, past, weight, bias, "silu")
+            wanted = modeling_qwen3_5.causal_conv1d_update(
+                rows, past, weight, bias, "silu" if silu else None
+            )
             torch.testing.assert_close(out[starts[index] : starts[index + 1]], wanted[0].T)
         expected[slot] = past
     torch.testing.assert_close(state, expected)
 
 
-def test_a_decoded_row_is_convolved_as_one_of_a_segment() -> None:
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_decoded_row_is_convolved_as_one_of_a_segment(silu: bool) -> None:
     slots = torch.tensor([5, NUM_SLOTS, 0, 8, NUM_SLOTS])
     x, weight = torch.randn(len(slots), 5), torch.randn(5, 4)
     state = torch.randn(NUM_SLOTS + 1, 5, 3)
     other = state.clone()
     segments = segments_of(segments=[(slot, slot, 1) for slot in slots.tolist()])
-    wanted = causal_conv(x, weight, None, other, segments)
-    found = causal_conv_decode(x, weight, None, state, slots)
+    wanted = causal_conv(x, weight, None, other, segments, silu=silu)
+    found = causal_conv_decode(x, weight, None, state, slots, silu=silu)
     real = slots < NUM_SLOTS
     torch.testing.assert_close(found[real], wanted[real])
     torch.testing.assert_close(state[:-1], other[:-1])

@@ -1,0 +1,135 @@
+"""LFM2 (arXiv 2511.23404): a gated short convolution in most layers, attention in the others, each
+before an MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import nn
+
+from minisgl.config import AttentionSpec, StateSpec
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import UnsupportedModelError
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.short_conv import ShortConv, state_of
+from minisgl.models.config import NativeConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.transformer import CausalLM, DecoderLayer
+
+ARCHITECTURE = "Lfm2ForCausalLM"
+
+_FIELDS = DECODER_FIELDS | field_names(
+    """norm_eps conv_bias conv_L_cache block_multiple_of block_ffn_dim_multiplier
+    block_auto_adjust_ff_dim block_ff_dim full_attn_idxs tie_embedding block_dim
+    block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu
+    block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"""
+)
+# What checkpoints call the parts of a layer that others here have, too.
+_NAMES = {
+    "embedding_norm": "norm",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvConfig(NativeConfig):
+    """A decoder with a short convolution in some layers."""
+
+    conv_width: int
+    conv_layers: frozenset[int]
+
+    def layer(self, layer: int) -> AttentionSpec | StateSpec:
+        """As in NativeConfig."""
+        if layer in self.conv_layers:
+            return state_of(self.hidden_size, self.conv_width, self.dtype)
+        return self.attention(layer)
+
+    def state_maps(self) -> list[tuple[int, int]]:
+        """As in NativeConfig."""
+        return [(3 * self.hidden_size, self.hidden_size), (self.hidden_size, self.hidden_size)]
+
+
+def read_config(fields: Fields) -> ConvConfig:
+    """Raises as `read_decoder` does."""
+    fields.refuse_others(_FIELDS)
+    if fields.flag("conv_bias", False):
+        raise UnsupportedModelError(f"{CONFIG_FILE}: conv_bias true is not supported.")
+    width = fields.count("conv_L_cache", 3)
+    if not 2 <= width <= 4:
+        raise UnsupportedModelError(f"{CONFIG_FILE}: conv_L_cache {width}; allowed: 2 to 4")
+    plain = {
+        **fields.values,
+        "layer_types": None,
+        "rms_norm_eps": fields.number("norm_eps", 1e-5),
+        "intermediate_size": _inner_size(fields),
+        "tie_word_embeddings": fields.flag(
+            "tie_embedding", fields.flag("tie_word_embeddings", True)
+        ),
+    }
+    if not plain.get("rope_parameters"):
+        plain["rope_theta"] = fields.number_above(1, "rope_theta", 1_000_000.0)
+    read = read_decoder(Fields(plain, fields.where), ARCHITECTURE, qk_norm=True)
+    return ConvConfig(
+        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
+        conv_width=width,
+        conv_layers=_conv_layers(fields, read.num_layers),
+    )
+
+
+def _inner_size(fields: Fields) -> int:
+    """The inner size of the MLPs, which a checkpoint may give before it was adjusted."""
+    size = fields.count("block_ff_dim", fields.count("intermediate_size", 12288))
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = fields.count("block_multiple_of", 256)
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+def _conv_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        attend = fields.whole_numbers("full_attn_idxs") or range(num_layers)
+        kinds = ["full_attention" if layer in attend else "conv" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"conv", "full_attention"}:
+        raise fields.wrong("layer_types", "a list of conv and full_attention")
+    if len(kinds) != num_layers or "full_attention" not in kinds:
+        raise fields.wrong("layer_types", f"of {num_layers} layers, one of which attends at least")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv")
+
+
+def name_of(stored_name: str) -> str:
+    """What a tensor of a checkpoint is called in the model."""
+    name = stored_name.removeprefix("model.")
+    for stored, ours in _NAMES.items():
+        name = name.replace(f"{stored}.", f"{ours}.")
+    return name
+
+
+class ConvLayer(DecoderLayer):
+    """A layer with a short convolution or attention, and an MLP."""
+
+    def mixer_name(self, config: NativeConfig, index: int) -> str:
+        assert isinstance(config, ConvConfig)
+        return "conv" if index in config.conv_layers else "self_attn"
+
+    def make_mixer(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        assert isinstance(config, ConvConfig)
+        if index not in config.conv_layers:
+            return super().make_mixer(config, index, format, comm)
+        return ShortConv(config.hidden_size, index, config.conv_width, format, comm)
+
+
+class Lfm2ForCausalLM(CausalLM):
+    layer_type = ConvLayer

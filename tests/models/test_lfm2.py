@@ -1,0 +1,136 @@
+"""LFM2, whose state is that of a convolution alone, against transformers, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.checkpoints import GreedyRun, greedy_reference
+from support.parity import batch, greedy, load_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.kernels.gated_delta import reference
+from minisgl.layers import short_conv
+from minisgl.layers.linear import MergedMap
+from minisgl.models import lfm2
+from minisgl.models.adopted.proof import give_teeth
+from minisgl.models.registry import read_model_config
+
+NUM_TOKENS = 24
+LENGTHS = (3, 17, 70, 70, 9)
+_FOLDER = TemporaryDirectory()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    folder: Path
+    prompts: list[list[int]]
+    runs: list[GreedyRun]
+
+
+@cache
+def case() -> Case:
+    config = transformers.Lfm2Config(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        block_multiple_of=32,
+        layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+        tie_word_embeddings=True,
+    )
+    folder = Path(_FOLDER.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = transformers.Lfm2ForCausalLM._from_config(config, dtype=torch.float32).eval()
+        give_teeth(model)
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(2, 257, (40,), generator=generator).tolist()
+    prompts = []
+    for length in LENGTHS:
+        own = torch.randint(2, 257, (length,), generator=generator).tolist()
+        prompts.append((shared + own)[:length] if length > 40 else own)
+    runs = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
+    assert all(len({*run.token_ids}) > 5 for run in runs)
+    return Case(folder, prompts, runs)
+
+
+def check(**options: Any) -> list[int]:
+    """Ask the prompts together, then each alone again; returns the tokens that those found."""
+
+    async def run() -> list[int]:
+        async with AsyncEngine(load_engine(case().folder, **options)) as engine:
+            outputs = await batch(engine, case().prompts, [greedy(NUM_TOKENS)] * len(LENGTHS))
+            again = [
+                (await batch(engine, [prompt], [greedy(NUM_TOKENS)]))[0]
+                for prompt in case().prompts
+            ]
+        for output, wanted in zip([*outputs, *again], [*case().runs, *case().runs], strict=True):
+            assert output.token_ids == wanted.token_ids, "a token differs"
+        return [output.num_cached_tokens for output in again]
+
+    return asyncio.run(run())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_prefill_length": 7},
+    "padded": {"padded": 8},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_equal_those_of_transformers_with_and_without_hits(name: str) -> None:
+    assert check(page_size=4, **OPTIONS[name]) == [(length - 1) // 4 * 4 for length in LENGTHS]
+
+
+def test_the_inner_size_of_a_checkpoint_is_adjusted_as_its_fields_say() -> None:
+    assert read_model_config(case().folder).facts().intermediate_size == 128  # 2/3 of 160, in 32s
+
+
+def _shift_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = reference._convolve
+    monkeypatch.setattr(
+        reference, "_convolve", lambda x, weight, bias: whole(x, weight.roll(1, -1), bias)
+    )
+
+
+def _add_silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("causal_conv", "causal_conv_decode"):
+        whole = getattr(reference, name)
+        monkeypatch.setattr(
+            reference, name, lambda *arguments, silu, whole=whole: whole(*arguments, silu=True)
+        )
+
+
+def _swap_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = MergedMap("in_proj", ("c", "b", "x"))
+    monkeypatch.setattr(short_conv, "MergedMap", lambda *_: swapped)
+
+
+def _swap_maps_of_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = {"feed_forward.w1": "mlp.up_proj", "feed_forward.w3": "mlp.gate_proj"}
+    monkeypatch.setattr(lfm2, "_NAMES", lfm2._NAMES | swapped)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_shift_convolution, _add_silu, _swap_gates, _swap_maps_of_mlps]
+)
+def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case()
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match="a token differs"):
+        check(max_prefill_length=20)
