@@ -1,30 +1,52 @@
-"""The contents of a wheel."""
+"""How minisgl is installed: the contents of a wheel, and what the documents say about it."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email import message_from_bytes
+from pathlib import Path
 
 import pytest
-from support.folders import ROOT
+from support.folders import ROOT, SCRIPTS
 
 FOLDERS = {"minisgl": "minisgl", "cli": "minisgl_cli"}  # in the checkout, and installed
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+DOCKERFILE = (SCRIPTS / "Dockerfile").read_text()
+HINT = re.compile(r"pip install ([^`\n#]*)")
+
+
+def copied() -> set[str]:
+    """What scripts/Dockerfile copies of the checkout to build the wheel from."""
+    [stage, _] = DOCKERFILE.split("\nFROM ")[1:]
+    lines = re.findall(r"^COPY (.*) \S+$", stage, re.MULTILINE)
+    return {name.rstrip("/") for line in lines for name in line.split()}
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Built from a copy, because setuptools leaves its intermediate files beside the sources."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools leaves its intermediate files beside the sources, and
+    from what the image has."""
     source = tmp_path_factory.mktemp("source")
-    for folder in FOLDERS:
-        without_caches = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, ignore=without_caches)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
+    for name in copied():
+        if (ROOT / name).is_dir():
+            without = shutil.ignore_patterns("__pycache__", "README.md")
+            shutil.copytree(ROOT / name, source / name, ignore=without)
+        else:
+            shutil.copy(ROOT / name, source)
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     [wheel] = source.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
@@ -44,3 +66,63 @@ def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]
 def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_description_on_an_index_has_no_link_into_the_repository(wheel: Path) -> None:
+    """There, a relative link leads nowhere."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload()
+    assert "minisgl serve --model" in description
+    targets = re.findall(r"\]\(([^)]*)|(?:src|href)=\"([^\"]*)", description)
+    assert [target for pair in targets for target in pair if target and "://" not in target] == []
+
+
+def test_the_image_is_sent_what_it_copies_and_nothing_else() -> None:
+    lines = (SCRIPTS / "Dockerfile.dockerignore").read_text().splitlines()
+    assert lines[1] == "*"
+    assert {line[1:] for line in lines if line.startswith("!")} == copied()
+    base = re.findall(r"^FROM python:(\S+)-slim", DOCKERFILE, re.MULTILINE)
+    assert {f"Programming Language :: Python :: {version}" for version in base} <= {
+        *PYPROJECT["project"]["classifiers"]
+    }
+
+
+def test_the_install_section_lists_the_extras_of_users() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
+    assert rows == {name: whats[0] for name, whats in EXTRAS.items() if name not in ("test", "dev")}
+
+
+def test_the_wheel_that_hints_name_is_that_of_this_version(wheel: Path) -> None:
+    named = {name for hint, _ in hints() for name in re.findall(r"[\w.-]+\.whl", hint)}
+    assert named == {wheel.name}
+
+
+def hints() -> list[tuple[str, str]]:
+    """What `pip install` is followed by, and the file that says so."""
+    files = [ROOT / "README.md"]
+    files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")]
+    files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return [
+        (found.strip(), str(file.relative_to(ROOT)))
+        for file in files
+        for found in HINT.findall(file.read_text())
+    ]
+
+
+def test_no_hint_takes_minisgl_from_an_index_where_it_is_not() -> None:
+    found = hints()
+    assert len(found) > 8
+    named = re.compile(r"(^|[\s'\"])minisgl\b(?!-)")
+    assert [hint for hint in found if named.search(hint[0])] == []
+
+
+def test_hints_name_packages_as_the_extras_do() -> None:
+    packages = {what for whats in EXTRAS.values() for what in whats}
+    plain = re.compile(r"'?([A-Za-z][\w-]*(?:\[\w+\])?(?:>=[\d.]+)?)'?(?=\s|\"|$)")
+    for hint, file in hints():
+        if (first := plain.match(hint)) is not None and "/" not in hint.split()[0]:
+            assert first[1] in packages, (hint, file)

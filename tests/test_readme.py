@@ -7,12 +7,15 @@ from dataclasses import Field, fields
 from typing import Any
 
 import pytest
+from gpu_checks import LIST, SHOWN, read_checks
 from support.folders import ROOT
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
+from minisgl.models.adopted.architectures import ADOPTED, TOWERS
+from minisgl.models.registry import FAMILIES
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.apis.messages.request_types import MessagesRequest
@@ -37,6 +40,23 @@ CLI, BENCH = "cli/README.md", "minisgl/bench/README.md"
 def test_the_first_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(README.partition("```python\n")[2].partition("```")[0])
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
+
+
+def test_the_front_page_counts_the_architectures_as_they_are() -> None:
+    counts = (len(ADOPTED - FAMILIES.keys()), len(TOWERS))
+    for words in (
+        "[{} other decoders](minisgl/models/README.md#adopted-models) with transformers' code; "
+        "text parts of {} multimodal ones",
+        "the [{} other decoders and the {} text parts]",
+    ):
+        assert words.format(*counts) in README
+
+
+def test_the_front_page_names_the_gpus_on_which_checks_have_run() -> None:
+    tried = README.partition("### What was tried\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| (NVIDIA \w+):", tried, re.MULTILINE))
+    runs = [(name, run) for check in read_checks(LIST) for name, run in check.runs.items()]
+    assert named == {name for name, run in runs if run.verdict in SHOWN}
 
 
 def row(spec: Field[Any]) -> str:
@@ -72,7 +92,7 @@ def test_the_option_tables_list_every_option_with_default_and_help(
 
 
 def test_the_server_reference_lists_every_request_field() -> None:
-    section = SERVER_README.partition("## Request fields\n")[2].partition("\n## ")[0]
+    section = SERVER_README.partition("### In detail\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_.]+)", section))
     named |= {name.rpartition(".")[2] for name in named}
     # The bodies of requests, and StreamOptions and Message, which are inside them.

@@ -169,8 +169,8 @@ class ReportConfig:
         group=REPORT_GROUP,
     )  # fmt: skip
     plot_file: str | None = option(
-        None, "Picture of the figures: .png, .svg or .pdf; needs minisgl[plot].", names=("--plot",),
-        group=REPORT_GROUP,
+        None, "Picture of the figures: .png, .svg or .pdf; needs matplotlib, the extra [plot].",
+        names=("--plot",), group=REPORT_GROUP,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class ReportConfig:
                 refuse(self, "plot_file", f"at the end of the name {one_of(PLOT_SUFFIXES)}")
             # Check now, not after hours of measuring.
             if importlib.util.find_spec("matplotlib") is None:
-                refuse(self, "plot_file", "matplotlib is missing; pip install 'minisgl[plot]'")
+                refuse(self, "plot_file", "matplotlib is missing; pip install matplotlib")
 
 
 def _check_file(config: Any, name: str) -> None:

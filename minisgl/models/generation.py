@@ -17,6 +17,7 @@ GENERATION_FILE = "generation_config.json"
 # The fields of generation_config.json that are fields of SamplingParams by the same name.
 _SAMPLED = ("temperature", *(parameter.name for parameter in SAMPLED if parameter.is_filter))
 _ALWAYS = ("repetition_penalty",)
+FROM_CHECKPOINT = _SAMPLED + _ALWAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def read_generation_defaults(
         )
 
     greedy = generation.get("do_sample") is False
-    names = _ALWAYS if greedy else _SAMPLED + _ALWAYS
+    names = _ALWAYS if greedy else FROM_CHECKPOINT
     sampling = {name: generation[name] for name in names if generation.get(name) is not None}
     if greedy:
         sampling["temperature"] = 0.0

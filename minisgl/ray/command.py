@@ -44,7 +44,7 @@ def run(
         from ray import serve
         from ray.serve.exceptions import RayServeException
     except ImportError:
-        refuse(options, "ray", "Ray is not installed; pip install 'minisgl[ray]'")
+        refuse(options, "ray", "Ray is not installed; pip install 'ray[serve]>=2.60'")
 
     from minisgl.ray.deployments import build
 

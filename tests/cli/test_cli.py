@@ -267,7 +267,7 @@ def test_a_usage_error_refers_to_the_help_of_its_command() -> None:
 
 
 def test_help_shows_square_brackets() -> None:
-    assert "minisgl[plot]" in "".join(minisgl("bench", "--help").stdout.split())
+    assert "[plot]" in "".join(minisgl("bench", "--help").stdout.split())
 
 
 def test_version_prints_what_a_bug_report_needs() -> None:

@@ -54,19 +54,9 @@ def test_all_agents_are_tried_without_names(monkeypatch: pytest.MonkeyPatch) -> 
         try_agents.main()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "test.sh",
-        "quickstart.sh",
-        "venv.sh",
-        "tools/try_clients.sh",
-        "tools/browser.sh",
-        "tools/try_compiled.sh",
-    ],
-)
-def test_the_shell_scripts_have_valid_syntax(script: str) -> None:
-    assert run("bash", "-n", SCRIPTS / script).returncode == 0
+@pytest.mark.parametrize("script", sorted(SCRIPTS.rglob("*.sh")), ids=lambda script: script.name)
+def test_the_shell_scripts_have_valid_syntax(script: Path) -> None:
+    assert run("bash", "-n", script).returncode == 0
 
 
 @pytest.mark.parametrize(

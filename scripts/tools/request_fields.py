@@ -1,0 +1,237 @@
+"""Writes the table of all request fields in minisgl/server/README.md from the types of the server.
+
+python scripts/tools/request_fields.py --write    # after a change of a request's type
+python scripts/tools/request_fields.py --check    # exit code 1 if the table differs
+
+Types and ranges are those of /openapi.json. Null is allowed everywhere and stands for the default,
+so neither is said of a field. What is rejected, or accepted without effect, has no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl.models.generation import FROM_CHECKPOINT
+from minisgl.request import MAX_INTEGER, SamplingParams
+from minisgl.server.openapi import OPERATIONS
+from minisgl.server.requests.request_types import DEFAULT_COMPLETION_TOKENS
+
+PAGE = Path(__file__).resolve().parents[2] / "minisgl" / "server" / "README.md"
+BEGIN, END = "<!-- table of scripts/tools/request_fields.py -->\n", "<!-- its end -->\n"
+HEAD = "| fields | type and range | default | in |\n|---|---|---|---|\n"
+
+NAMES = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+SAME = {"/v1/messages/count_tokens": "/v1/messages"}  # has no other fields than that one
+ALL = ("chat", "completions", "responses", "messages")
+FIRST = ("model", "messages", "prompt", "input", "instructions", "system", "tokens")
+# How fields are annotated that have no effect but, at some or at any value, to be rejected.
+WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Unsupported|Detail|Stored|Off|OffAt\d)\b")
+# Fields that are accepted at the value that asks for nothing, which their types do not say so.
+AT_ONE_VALUE = ("best_of", "modalities")
+# Where null has no meaning of its own that a type could say; by the field, or endpoint.field.
+DEFAULTS = {
+    "model": "the one served",
+    "seed": "drawn",
+    "max_tokens": "the room left",
+    "completions.max_tokens": str(DEFAULT_COMPLETION_TOKENS),
+    "max_completion_tokens": "the room left",
+    "max_output_tokens": "the room left",
+    "n": "1",
+    "top_logprobs": "0",
+    "include_reasoning": "`true`",
+    "separate_reasoning": "`true`",
+    "add_generation_prompt": "`true`",
+    "add_special_tokens": "`true`",
+    "parallel_tool_calls": "`true`",
+    "control_tokens_in_text": "`--control-tokens-in-text`",
+    "images": "`--images`",
+    "tool_choice": "`auto`",
+    "store": "`true`",
+    "truncation": "`disabled`",
+    "thinking": "off",
+    "tokenize.messages": "required, or `prompt`",
+    "tokenize.prompt": "required, or `messages`",
+    "reasoning": "the model's",
+    "reasoning_effort": "the model's",
+}
+# What a schema cannot say, or says at length.
+TYPES = {
+    "user": "text",
+    "completions.prompt": "text, token ids, or a list of either",
+    "truncate_prompt_tokens": "integer, -1 or from 1",
+    "logit_bias": "object: up to 1,024 numbers from -100 to 100 by token id",
+    "metadata": "object",
+    "seed": "integer of 64 bits",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--check", action="store_true", help="write nothing")
+    way.add_argument("--write", action="store_true", help="write the table")
+    check = parser.parse_args().check
+    before = PAGE.read_text()
+    after = written(before)
+    if before == after:
+        return 0
+    if not check:
+        PAGE.write_text(after)
+    print(f"{PAGE}: {'differs from the types' if check else 'written'}")
+    return 1 if check else 0
+
+
+def written(page: str) -> str:
+    """The page with its table as it should be."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+def table() -> str:
+    """A row for all fields of the same type, default and endpoints."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}  # type and range, where, field
+    for endpoint, name, kind, default in _effective():
+        kinds.setdefault((name, kind, default), []).append(endpoint)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for (name, kind, default), endpoints in sorted(kinds.items(), key=_place):
+        where = _where(endpoints)
+        rows.setdefault((kind, default, where), []).append(f"`{name}`")
+    return HEAD + "".join(
+        f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items()
+    )
+
+
+def _place(entry: tuple[tuple[str, str, str], list[str]]) -> int:
+    name = entry[0][0]
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+def _where(endpoints: list[str]) -> str:
+    if not set(ALL) <= set(endpoints):
+        return ", ".join(endpoints)
+    return ", ".join(["all", *(each for each in endpoints if each not in ALL)])
+
+
+def _effective() -> Iterator[tuple[str, str, str, str]]:
+    """The endpoint, name, type and default of each field that has an effect."""
+    for path, operation in OPERATIONS.items():
+        if operation.body is None or path in SAME:
+            continue
+        endpoint = NAMES.get(path, path)
+        [_], components = msgspec.json.schema_components([operation.body])
+        schema = components[operation.body.__name__]
+        annotations = _annotations(operation.body)
+        for name in operation.body.__struct_fields__:
+            if name in AT_ONE_VALUE or WITHOUT_EFFECT.match(str(annotations.get(name, ""))):
+                continue
+            kind = _given(TYPES, endpoint, name) or in_words(schema["properties"][name])
+            if kind.startswith("only "):  # what asks for nothing special
+                continue
+            required = name in schema.get("required", ())
+            yield endpoint, name, kind, "required" if required else _default(endpoint, name, kind)
+
+
+def _given(texts: Mapping[str, str], endpoint: str, name: str) -> str | None:
+    return texts.get(f"{endpoint}.{name}", texts.get(name))
+
+
+def _annotations(kind: type) -> Mapping[str, object]:
+    found: dict[str, object] = {}
+    for each in reversed(kind.__mro__):
+        found |= vars(each).get("__annotations__", {})
+    return found
+
+
+def _default(endpoint: str, name: str, kind: str) -> str:
+    if (said := _given(DEFAULTS, endpoint, name)) is not None:
+        return said
+    own = {spec.name: spec.default for spec in fields(SamplingParams)}.get(name, MISSING)
+    if isinstance(own, bool):
+        return f"`{str(own).lower()}`"
+    if isinstance(own, int | float):
+        return f"the checkpoint's, or {own:g}" if name in FROM_CHECKPOINT else f"{own:g}"
+    return "`false`" if kind == "boolean" else ""
+
+
+# -- types in words --------------------------------------------------------------------------------
+
+
+def in_words(schema: Mapping[str, Any]) -> str:
+    """The type and range of a JSON schema, without null."""
+    kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    if kinds:
+        words = dict.fromkeys(in_words(each) for each in kinds)  # alternatives may read the same
+        return _either([*words])
+    if "const" in schema:
+        return _choice([schema["const"]])
+    if "enum" in schema:
+        return _choice(schema["enum"])
+    match schema.get("type"):
+        case "array":
+            return _list(schema)
+        case "string":
+            return f"text{_span(schema, 'Length', ' characters')}"
+        case "integer" | "number" as kind:
+            return f"{kind}{_range(schema)}"
+        case "boolean":
+            return "boolean"
+        case [*several]:
+            return _either(["text" if each == "string" else each for each in several[:-1]])
+        case _:
+            return "object"
+
+
+def _either(words: list[str]) -> str:
+    """Alternatives; a comma parts the last one from such as have commas themselves."""
+    link = ", or " if any("," in word for word in words) else " or "
+    return link.join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def _choice(values: list[Any]) -> str:
+    return f"{'only' if len(values) == 1 else 'one of'} {', '.join(f'`{each}`' for each in values)}"
+
+
+def _list(schema: Mapping[str, Any]) -> str:
+    most = f"up to {schema['maxItems']:,} " if "maxItems" in schema else ""
+    kind, comma, rest = in_words(schema.get("items", {})).partition(",")
+    return f"list of {most}{kind}s{comma}{rest}"
+
+
+def _span(schema: Mapping[str, Any], what: str, unit: str) -> str:
+    low, high = schema.get(f"min{what}"), schema.get(f"max{what}")
+    return "" if high is None else f", {low or 0} to {high:,}{unit}"
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is None or low <= -(2**63):
+        return ""
+    if high is None or high >= MAX_INTEGER:
+        return f", from {_number(low)}"
+    return f", {_number(low)} to {_number(high)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The table of all request fields in the server's README agrees with the types of requests."""
+
+from __future__ import annotations
+
+import pytest
+import request_fields
+from request_fields import NAMES, PAGE, SAME, in_words, table, written
+
+from minisgl.models.generation import GenerationDefaults
+from minisgl.server.openapi import OPERATIONS
+from minisgl.server.requests.chat_messages import Message
+from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
+
+NULL = {"type": "null"}
+
+
+def test_the_page_has_the_table_of_the_types() -> None:
+    page = PAGE.read_text()
+    assert page == written(page), "run `python scripts/tools/request_fields.py --write`"
+
+
+def test_the_table_has_every_endpoint_that_takes_a_body() -> None:
+    bodies = {path for path, operation in OPERATIONS.items() if operation.body is not None}
+    assert bodies == {*NAMES, *SAME}
+    for path, like in SAME.items():
+        own, other = OPERATIONS[path].body, OPERATIONS[like].body
+        assert own is not None
+        assert other is not None
+        assert {*own.__struct_fields__} <= {*other.__struct_fields__}
+    for name in NAMES.values():
+        assert name in table().replace("all,", "chat, completions, responses, messages,")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "boolean"}, "boolean"),
+        ({"anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, NULL]}, "number, 0 to 2"),
+        ({"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, "integer, from 1"),
+        ({"type": "integer", "minimum": -(2**63)}, "integer"),
+        ({"type": "number", "minimum": 1e-6, "maximum": 1e6}, "number, 0.000001 to 1,000,000"),
+        ({"type": "string", "minLength": 1, "maxLength": 256}, "text, 1 to 256 characters"),
+        ({"enum": ["a", "b"]}, "one of `a`, `b`"),
+        ({"enum": ["a"]}, "only `a`"),
+        ({"type": ["object", "boolean", "string", "null"]}, "object, boolean or text"),
+        (
+            {"type": "array", "items": {"$ref": "x"}, "maxItems": 1024},
+            "list of up to 1,024 objects",
+        ),
+        (
+            {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "array", "items": {}}]},
+            "text, 0 to 9 characters, or list of objects",
+        ),
+    ],
+)
+def test_types_are_said_in_words(schema: dict[str, object], words: str) -> None:
+    assert in_words(schema) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "default", "where"),
+    [
+        ("temperature", "number, 0 to 2", "the checkpoint's, or 1", "all"),
+        ("skip_special_tokens", "boolean", "`true`", "all"),
+        ("max_completion_tokens", "integer, from 1", "the room left", "chat"),
+        ("truncation", "one of `auto`, `disabled`", "`disabled`", "responses"),
+        ("tokens", "list of integers, from 0", "required", "detokenize"),
+    ],
+)
+def test_a_row_has_type_range_default_and_endpoints(
+    name: str, kind: str, default: str, where: str
+) -> None:
+    [row] = [row for row in table().splitlines() if f"`{name}`" in row.split("|")[1]]
+    assert row.endswith(f"| {kind} | {default} | {where} |")
+
+
+def test_what_is_rejected_or_without_effect_has_no_row() -> None:
+    rows = table()
+    for name in ("stop_regex", "best_of", "use_beam_search", "verbosity", "dry_base"):
+        assert f"`{name}`" not in rows
+
+
+def test_defaults_that_types_do_not_say_are_those_of_requests() -> None:
+    defaults = GenerationDefaults(frozenset())
+    chat = ChatRequest(messages=[Message(role="user", content="Hello")])
+    completion = CompletionRequest(prompt="Hello")
+    assert chat.num_choices == completion.num_choices == int(request_fields.DEFAULTS["n"])
+    assert chat.sampling(defaults).max_tokens is None  # the room left
+    limit = completion.sampling(defaults).max_tokens
+    assert str(limit) == request_fields.DEFAULTS["completions.max_tokens"]
+    assert chat.wants_reasoning
+    assert request_fields.DEFAULTS["include_reasoning"] == "`true`"
+    assert chat.sampling(defaults).logprobs is None
+    assert not chat.include_usage
+
+
+def test_the_script_names_a_page_that_differs_and_writes_it(
+    tmp_path: request_fields.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"Before.\n{request_fields.BEGIN}old\n{request_fields.END}After.\n")
+    monkeypatch.setattr(request_fields, "PAGE", page)
+    for way, code in (("--check", 1), ("--write", 0), ("--check", 0)):
+        monkeypatch.setattr("sys.argv", ["request_fields.py", way])
+        assert request_fields.main() == code
+    assert page.read_text().startswith(f"Before.\n{request_fields.BEGIN}| fields |")
+    assert page.read_text().endswith("After.\n")
