@@ -475,7 +475,7 @@ def test_the_documents_list_the_architectures() -> None:
     assert {*re.findall(r"`(\w+ForConditionalGeneration)`", page)} == TOWERS
     others = len(ADOPTED - FAMILIES.keys())
     front = (Path(registry.__file__).parents[2] / "README.md").read_text()
-    assert f"[{others} decoders](minisgl/models/README.md#adopted-models)" in front
+    assert f"[{others} other decoders](minisgl/models/README.md#adopted-models)" in front
 
 
 def test_the_lists_do_not_overlap_and_are_names_of_transformers() -> None:
