@@ -50,9 +50,12 @@ def add_rms_norm(
     return _kernels_for(residual.device).add_rms_norm(delta, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up. gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size]."""
-    return _kernels_for(gate_up.device).silu_mul(gate_up)
+def gated_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """silu(gate) · up, or gelu(gate) · up with the approximation by tanh.
+
+    gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size].
+    """
+    return _kernels_for(gate_up.device).gated_mul(gate_up, gelu)
 
 
 def qk_norm_rope_store_kv(
@@ -87,7 +90,7 @@ class Kernels(NamedTuple):
     embed: Callable[[Tensor, Tensor, int], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
+    gated_mul: Callable[[Tensor, bool], Tensor]
     qk_norm_rope_store_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, NormRope, KVScales], Tensor
     ]
@@ -97,7 +100,7 @@ REFERENCE = Kernels(
     reference.embed,
     reference.rms_norm,
     reference.add_rms_norm,
-    reference.silu_mul,
+    reference.gated_mul,
     reference.qk_norm_rope_store_kv,
 )
 
@@ -109,12 +112,12 @@ def runs_triton(device: torch.device) -> bool:
 
 def triton_kernels() -> Kernels:
     """Imports Triton, which takes a second. Raises ImportError where it is missing."""
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.embedding import embed
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 
-    return Kernels(embed, rms_norm, add_rms_norm, silu_mul, qk_norm_rope_store_kv)
+    return Kernels(embed, rms_norm, add_rms_norm, gated_mul, qk_norm_rope_store_kv)
 
 
 @cache

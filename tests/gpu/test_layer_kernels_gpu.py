@@ -11,14 +11,14 @@ from support.layer_cases import (
     Heads,
     check_add_rms_norm,
     check_embed,
+    check_gated_mul,
     check_heads,
     check_rms_norm,
-    check_silu_mul,
     send,
 )
 
 from minisgl.kernels import dispatch
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.embedding import embed
 from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
@@ -53,8 +53,8 @@ def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [37, 3072, 9728, 14336, 17408])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_silu_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    check_silu_mul(num_rows, size, dtype, GPU)
+def test_gated_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_gated_mul(num_rows, size, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,12 +75,12 @@ def test_qk_norm_rope_store_matches_the_reference(
     check_heads(num_rows, Heads(num_heads, num_kv_heads, head_dim, normed), 16, dtype, GPU)
 
 
-def test_silu_mul_of_more_than_2_to_the_31_elements_is_right() -> None:
+def test_gated_mul_of_more_than_2_to_the_31_elements_is_right() -> None:
     """Rows so far into a tensor that their distance from its start needs 64 bits."""
     num_rows, size = 2**31 // 51200 + 20, 25600
     gate_up = torch.randn(num_rows, 2 * size, device=GPU, dtype=torch.bfloat16)
-    out = silu_mul(gate_up)
-    assert torch.equal(out[-9:], silu_mul(gate_up[-9:].contiguous()))
+    out = gated_mul(gate_up)
+    assert torch.equal(out[-9:], gated_mul(gate_up[-9:].contiguous()))
 
 
 def test_embeddings_of_more_than_2_to_the_31_elements_are_right() -> None:
@@ -135,7 +135,7 @@ def test_overlapping_captured_launches_give_what_separate_ones_do() -> None:
             q = qk_norm_rope_store_kv(qkv, positions, slots, *caches, norm_rope, pdl=pdl)
             normed, _ = add_rms_norm(q.flatten(1), residual, weight, 1e-6, pdl=pdl)
             normed = rms_norm(normed, weight, 1e-6, pdl=pdl)
-            delta = silu_mul(torch.cat((gate, normed), dim=1), pdl=pdl)
+            delta = gated_mul(torch.cat((gate, normed), dim=1), pdl=pdl)
         return torch.cat((delta, residual))
 
     wanted = chain(pdl=False).clone()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.embedding import embed
 from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
@@ -69,10 +69,13 @@ def check_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: tor
     assert torch.equal(delta_there.cpu(), delta)
 
 
-def check_silu_mul(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_gated_mul(
+    num_rows: int, size: int, dtype: torch.dtype, device: torch.device, *, gelu: bool = False
+) -> None:
     gate_up = random((num_rows, 2 * size), dtype, seeded(num_rows, size))
     gate_up[0, 0], gate_up[-1, size - 1] = -200, 200  # where exp leaves float32
-    assert_rounded_alike(silu_mul(*send(device, gate_up)), reference.silu_mul(gate_up))
+    found = gated_mul(*send(device, gate_up), gelu)
+    assert_rounded_alike(found, reference.gated_mul(gate_up, gelu))
 
 
 def check_heads(

@@ -3,6 +3,7 @@ against. The rounding is that of transformers, with which half-precision models 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from minisgl.config import UNSCALED, KVScales
 
 E4M3_MAX = 448.0
+_GELU = 2 * (2 / math.pi) ** 0.5
 
 
 class NormRope(NamedTuple):
@@ -46,9 +48,16 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gated_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (_gelu(gate) if gelu else F.silu(gate)) * up
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """gelu by tanh, whose sum 1 + tanh(y) is twice the sigmoid of 2 y: far below 0 torch's own loses
+    digits."""
+    wide = x.float()
+    return (wide * torch.sigmoid(wide * (_GELU + _GELU * 0.044715 * wide * wide))).to(x.dtype)
 
 
 def qk_norm_rope_store_kv(

@@ -20,9 +20,9 @@ from support.layer_cases import (
     Heads,
     check_add_rms_norm,
     check_embed,
+    check_gated_mul,
     check_heads,
     check_rms_norm,
-    check_silu_mul,
 )
 from support.paged import PagedModel
 
@@ -65,8 +65,11 @@ def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 96, 1024, 1500])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_silu_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    check_silu_mul(num_rows, size, dtype, DEVICE)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_mul_matches_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, gelu: bool
+) -> None:
+    check_gated_mul(num_rows, size, dtype, DEVICE, gelu=gelu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -95,7 +98,7 @@ def test_row_counts_above_the_tuned_threshold_match_the_reference() -> None:
     check_embed(num_rows, 100, torch.float16, DEVICE)
     check_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
-    check_silu_mul(num_rows, 100, torch.float16, DEVICE)
+    check_gated_mul(num_rows, 100, torch.float16, DEVICE)
 
 
 def test_empty_batches_are_accepted() -> None:
