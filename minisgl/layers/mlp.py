@@ -47,4 +47,4 @@ class GatedMLP(nn.Module):
     def summand(self, x: Tensor) -> Tensor:
         """This rank's summand of the result for x [num_rows, hidden_size]: a new tensor like x."""
         down = self.down_proj.product
-        return down(down.gated_mul(self.gate_up_proj.product(x), self._gelu))
+        return down(self.gate_up_proj.product.gated_mul_of(x, down, gelu=self._gelu))

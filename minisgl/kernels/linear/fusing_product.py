@@ -50,12 +50,16 @@ class FusingProduct(Product):
         rows, squares = residual.rows, residual.squares
         if self.bias is not None or not self.fuses(rows.shape[0], gated=True):
             return super().gated_mul_of_norm(residual, weights, after, gelu=gelu)
-        gated = GATED._replace(gelu=gelu)
         if squares is not None and self.fuses(rows.shape[0], gated=True, normed=True):
             fused = FusedNorm(weights.weight, weights.eps, squares)
-            return self.gemm(rows, gated, norm=fused), rows
+            return self.gemm(rows, GATED._replace(gelu=gelu), norm=fused), rows
         x, rows = norm(residual, weights)
-        return self.gemm(x, gated), rows
+        return self.gemm(x, GATED._replace(gelu=gelu)), rows
+
+    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+        if self.bias is not None or not self.fuses(x.shape[0], gated=True):
+            return super().gated_mul_of(x, after, gelu=gelu)
+        return self.gemm(x, GATED._replace(gelu=gelu))
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         if not self.fuses(x.shape[0]):

@@ -63,6 +63,10 @@ class Product(ABC):
         y, rows = self.of_norm(residual, weights)
         return after.gated_mul(y, gelu), rows
 
+    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+        """As gated_mul_of_norm, for x as it is."""
+        return after.gated_mul(self(x), gelu)
+
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         """The stream rows + y. May overwrite rows: [num_rows, n] contiguous."""
         return Residual(rows, delta=self(x))

@@ -18,11 +18,13 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.checkpoints import TOLERANCE, make_case, relative_error, spec_named
 from support.layer_cases import (
     Heads,
+    check_add_post_norm,
     check_add_rms_norm,
     check_embed,
     check_gated_mul,
     check_heads,
     check_rms_norm,
+    check_soft_cap,
 )
 from support.paged import PagedModel
 
@@ -63,6 +65,26 @@ def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 100, 1536])
+@pytest.mark.parametrize("num_rows", [1, 17])
+@pytest.mark.parametrize(
+    ("num_norms", "inner", "scaled"), [(1, False, False), (1, True, True), (3, False, True)]
+)
+def test_post_norms_match_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, num_norms: int, inner: bool, scaled: bool
+) -> None:
+    check_add_post_norm(
+        num_rows, size, dtype, DEVICE, num_norms=num_norms, inner=inner, scaled=scaled
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 1000), (2, 2048)])
+def test_soft_caps_match_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_soft_cap(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 96, 1024, 1500])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 @pytest.mark.parametrize("gelu", [False, True])
@@ -92,6 +114,27 @@ def test_qk_norm_rope_store_matches_the_reference(
     check_heads(num_rows, heads, page_size, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("normed", "norms_v", "v_is_k"), [(True, True, False), (True, True, True), (False, False, True)]
+)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (5, 1, 96), (32, 4, 512)]
+)
+def test_values_that_are_normed_or_keys_match_the_reference(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    norms_v: bool,
+    v_is_k: bool,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(num_heads, num_kv_heads, head_dim, normed, norms_v, v_is_k)
+    for num_rows in (1, 17):
+        check_heads(num_rows, heads, 4, dtype, DEVICE)
+
+
 def test_row_counts_above_the_tuned_threshold_match_the_reference() -> None:
     """The programs that take more at a time, with some left over at the end."""
     num_rows = H200.many_rows + 3
@@ -99,11 +142,13 @@ def test_row_counts_above_the_tuned_threshold_match_the_reference() -> None:
     check_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_gated_mul(num_rows, 100, torch.float16, DEVICE)
+    check_add_post_norm(num_rows, 100, torch.float16, DEVICE, num_norms=1, inner=True, scaled=True)
 
 
 def test_empty_batches_are_accepted() -> None:
     check_embed(0, 64, torch.float32, DEVICE)
     check_rms_norm(0, 64, torch.float32, DEVICE)
+    check_add_post_norm(0, 64, torch.float32, DEVICE, num_norms=1, inner=False, scaled=False)
     check_heads(0, Heads(4, 2, 64, True), 16, torch.float32, DEVICE)
 
 
