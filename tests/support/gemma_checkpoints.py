@@ -21,7 +21,7 @@ from support.checkpoints import (
 )
 from support.parity import Case as Prompts
 
-WITH_TOWERS = "experts, towers"
+WITH_TOWERS, WIDER = "experts, towers", "wider experts"
 FOLDER = TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
 VOCAB_SIZE = 257
@@ -65,9 +65,10 @@ EXPERTS: dict[str, Any] = {
 }
 # With values of their own in every layer, more than one global KV head, and no soft cap.
 PLAIN = {"attention_k_eq_v": False, "final_logit_softcapping": None}
+WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64}  # as INT4 needs them
 CONFIGS = {"dense": TEXT, "experts": TEXT | EXPERTS, "plain": TEXT | PLAIN}
 # Of weights whose greedy tokens fall into no short cycle.
-SEEDS = {"dense": 3, "experts": 7, "plain": 3, WITH_TOWERS: 3}
+SEEDS = {"dense": 3, "experts": 4, "plain": 3, WITH_TOWERS: 3, WIDER: 4}
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -80,7 +81,7 @@ TOWER = {
 
 @cache
 def checkpoint_of(name: str) -> tuple[Path, Any]:
-    """name: of CONFIGS, or WITH_TOWERS. Returns the folder, and the model of transformers."""
+    """name: of CONFIGS, WITH_TOWERS or WIDER. Returns the folder, and the model of transformers."""
     folder = Path(FOLDER.name) / name
     if name == WITH_TOWERS:
         config: Any = transformers.Gemma4Config(
@@ -88,7 +89,9 @@ def checkpoint_of(name: str) -> tuple[Path, Any]:
         )
         architecture: Any = transformers.Gemma4ForConditionalGeneration
     else:
-        config = transformers.Gemma4TextConfig(**CONFIGS[name])
+        config = transformers.Gemma4TextConfig(
+            **({WIDER: CONFIGS["experts"] | WIDE} | CONFIGS)[name]
+        )
         architecture = transformers.Gemma4ForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEEDS[name])
@@ -107,9 +110,12 @@ def give_teeth(model: torch.nn.Module) -> None:
             number.uniform_(0.5, 0.9)
     for name, weight in model.named_parameters():
         if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
-            weight.copy_(1 + 0.4 * torch.randn(weight.shape))
+            # Attention has no scale, and one that is too peaked multiplies rounding errors.
+            mean = 0.8 if ".self_attn." in name else 1.0
+            weight.copy_(mean * (1 + 0.3 * torch.randn(weight.shape)))
         elif weight.dim() >= 2 and name.endswith(("weight", "proj")):
-            weight.normal_(std=2 * weight.shape[-1] ** -0.5)
+            gain = 2 if "embed_tokens" in name else 1
+            weight.normal_(std=gain * weight.shape[-1] ** -0.5)
 
 
 @cache
