@@ -9,11 +9,13 @@ pytest.importorskip("triton")
 
 from support.layer_cases import (
     Heads,
+    check_add_post_norm,
     check_add_rms_norm,
     check_embed,
     check_gated_mul,
     check_heads,
     check_rms_norm,
+    check_soft_cap,
     send,
 )
 
@@ -53,8 +55,47 @@ def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [37, 3072, 9728, 14336, 17408])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_gated_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    check_gated_mul(num_rows, size, dtype, GPU)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_mul_matches_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, gelu: bool
+) -> None:
+    check_gated_mul(num_rows, size, dtype, GPU, gelu=gelu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 100, 2816, 5376])
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(
+    ("num_norms", "inner", "scaled"), [(1, False, False), (1, True, True), (3, False, True)]
+)
+def test_post_norms_match_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, num_norms: int, inner: bool, scaled: bool
+) -> None:
+    check_add_post_norm(num_rows, size, dtype, GPU, num_norms=num_norms, inner=inner, scaled=scaled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 1000), (300, 262_144)])
+def test_soft_caps_match_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_soft_cap(num_rows, size, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "v_is_k"),
+    [(32, 16, 256, False), (32, 4, 512, True), (16, 2, 512, True), (5, 1, 96, True)],
+)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_values_that_are_normed_or_keys_match_the_reference(
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_is_k: bool,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(num_heads, num_kv_heads, head_dim, True, True, v_is_k)
+    check_heads(num_rows, heads, 16, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
