@@ -19,10 +19,11 @@ from support.checkpoints import TOLERANCE, Case, relative_error
 from support.gemma_checkpoints import CONFIGS, WITH_TOWERS, case_of, prompts_of
 from support.paged import PagedModel
 from support.parity import FEW_PAGES, check
+from support.parity import Case as Prompts
 from support.tensor_parallel import check_with_aborts, shortened
 
 from minisgl.config import ModelFacts
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.moe.dense_experts import DenseExperts
@@ -73,6 +74,11 @@ def test_logits_match_transformers(name: str, page_size: int, cut: Mapping[str, 
     assert error(case, load(case.folder), page_size=page_size, **cut) < TOLERANCE
 
 
+def some(case: Prompts) -> Prompts:
+    """A short prompt, and two that begin alike."""
+    return dataclasses.replace(case, prompts=case.prompts[2:5], runs=case.runs[2:5])
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"max_prefill_length": 7},
     "pages-of-one": {"page_size": 1, "max_prefill_length": 50},
@@ -88,13 +94,13 @@ def test_tokens_equal_those_of_transformers(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["experts", WITH_TOWERS])
 def test_tokens_with_experts_equal_those_of_transformers(name: str) -> None:
-    check(prompts_of(name), **OPTIONS["retracted"])
+    check(some(prompts_of(name)), max_prefill_length=7, page_size=4)
 
 
 def test_prefixes_are_found_within_windows_and_beyond() -> None:
-    """The fifth prompt shares 30 tokens with the fourth, of which a window has 20."""
-    _, cached = check(prompts_of("dense"), alone=True, page_size=4)
-    assert cached[4] == 28
+    """The third prompt shares 30 tokens with the second, of which a window has 20."""
+    _, cached = check(some(prompts_of("dense")), alone=True, page_size=4)
+    assert cached == [0, 0, 28]
 
 
 @pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}], ids=str)
@@ -107,9 +113,8 @@ def test_ranks_and_stages_give_the_tokens_of_transformers(name: str, split: dict
 def test_our_code_and_that_of_transformers_agree() -> None:
     case = prompts_of("experts")
     assert config_of(case.folder).notes == ()
-    few = dataclasses.replace(case, prompts=case.prompts[2:4], runs=case.runs[2:4])
     for model_impl in ("native", "adopted"):
-        check(few, model_impl=model_impl)
+        check(some(case), model_impl=model_impl)
 
 
 # -- mistakes -------------------------------------------------------------------------------------
@@ -432,6 +437,33 @@ def test_a_config_that_asks_for_something_else_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         read(tmp_path, SPARSE, **changes)
+
+
+ODD = (True, -1, 0, 1, 7, 2.5, 1e30, 10**400, "x", [], [1], ["full_attention"], [[]], {}, {"a": 1})
+ROPES = MODELS[DENSE]["rope_parameters"]
+
+
+def test_any_value_of_a_field_is_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {name: value}
+        for name in (*MODELS[SPARSE], "per_layer_config", "layer_types", "quantization_config")
+        for value in ODD
+    ]
+    for kind, rope in ROPES.items():
+        for value in ODD:
+            changes.append({"rope_parameters": ROPES | {kind: value}})
+            for name in (*rope, "factor", "partial_rotary_factor"):
+                changes.append({"rope_parameters": ROPES | {kind: rope | {name: value}}})
+    for value in ODD:
+        changes.append({"per_layer_config": {"5": value}})
+        changes.append({"per_layer_config": {str(at): {"head_dim": value} for at in (5, 11)}})
+    for change in changes:
+        try:
+            config = read(tmp_path, SPARSE, **{"num_hidden_layers": 12, **change})
+        except MinisglError as refused:
+            assert str(refused)
+            continue
+        assert dataclasses.asdict(config.facts())
 
 
 # Of E4B; E2B has 20 shared caches.
