@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
-from support.checkpoints import TOLERANCE, make_case, relative_error, spec_named
+from support import gemma_checkpoints
+from support.checkpoints import TOLERANCE, Case, make_case, relative_error, spec_named
 from support.layer_cases import (
     Heads,
     check_add_post_norm,
@@ -39,6 +40,7 @@ from minisgl.kernels.linear.dense_tiles import allocate_workspace
 from minisgl.kernels.tuning import H200
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
+from minisgl.models.transformer import CausalLM
 
 pytestmark = [
     # What overflows on the way becomes 0 or infinity in numpy too, but it says so.
@@ -164,12 +166,23 @@ def test_the_cpu_never_uses_overlapping_launches() -> None:
 def test_a_model_on_the_triton_kernels_matches_transformers(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    check_model(make_case(spec_named(name), tmp_path), monkeypatch, few_rows=few_rows)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the parity tests run these kernels")
+@pytest.mark.parametrize(("name", "few_rows"), [("dense", True), ("experts", False)])
+def test_gemma_on_the_triton_kernels_matches_transformers(
+    name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_model(gemma_checkpoints.case_of(name), monkeypatch, few_rows=few_rows)
+
+
+def check_model(case: Case, monkeypatch: pytest.MonkeyPatch, *, few_rows: bool) -> None:
     """With or without the linear kernels. Pure decode steps fuse norm and RoPE into attention."""
-    case, kernels = make_case(spec_named(name), tmp_path), dispatch.triton_kernels()
-    config = read_model_config(tmp_path)
+    kernels, config = dispatch.triton_kernels(), read_model_config(case.folder)
     model = load_model(
         config,
-        tmp_path,
+        case.folder,
         dtype=torch.float32,
         device=DEVICE,
         load_format="safetensors",
@@ -180,6 +193,7 @@ def test_a_model_on_the_triton_kernels_matches_transformers(
         for name in ("should_use", "should_fuse_norm"):
             monkeypatch.setattr(dense_tiles, name, lambda *args, gated: True)
         workspace = allocate_workspace([(1024, 1024)], 64, DEVICE)
+        assert isinstance(model, CausalLM)
         for product in model._products():
             assert isinstance(product, DenseProduct)
             product.kernels = LinearKernels(H200, workspace, products=None)
