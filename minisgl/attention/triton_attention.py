@@ -126,7 +126,15 @@ class TritonAttention:
         num_kv_heads, head_dim = kv.k.shape[2:]
         num_all = qkv.shape[1] // head_dim
         heads = qkv.view(qkv.shape[0], num_all, head_dim)
-        return self._decode(heads, num_all - 2 * num_kv_heads, kv, batch, spec, sinks, norm_rope)
+        return self._decode(
+            heads,
+            norm_rope.num_heads(num_all, num_kv_heads),
+            kv,
+            batch,
+            spec,
+            sinks,
+            norm_rope,
+        )
 
     def _decode(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.elementwise.reference import NormRope, PostNorm
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,29 @@ def add_rms_norm(
     return _kernels_for(residual.device).add_rms_norm(delta, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up. gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size]."""
-    return _kernels_for(gate_up.device).silu_mul(gate_up)
+def add_post_norm(
+    summands: tuple[Tensor, ...], residual: Tensor, post: PostNorm, weights: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Norm the result of a block, add it to the stream, and norm the stream.
+
+    summands: what the result is the sum of, one, or two where `post` norms each; all, and the
+    residual, [num_rows, size] and of one dtype. weights: of up to three norms of the new stream.
+    Returns these norms, and the stream, which may be written over `residual`.
+    """
+    return _kernels_for(residual.device).add_post_norm(summands, residual, post, weights)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap), which may be written over x."""
+    return _kernels_for(x.device).soft_cap(x, cap)
+
+
+def gated_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """silu(gate) · up, or gelu(gate) · up with the approximation by tanh.
+
+    gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size].
+    """
+    return _kernels_for(gate_up.device).gated_mul(gate_up, gelu)
 
 
 def qk_norm_rope_store_kv(
@@ -66,8 +86,8 @@ def qk_norm_rope_store_kv(
 ) -> Tensor:
     """Norm the heads of q and k if there are weights, rotate them, and write k and v to the cache.
 
-    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's;
-    it may be columns of a wider tensor.
+    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's,
+    unless these are k's; it may be columns of a wider tensor.
     positions and slot_mapping: [num_rows] int64, as in ForwardBatch. The caches: [num_pages,
     page_size, num_kv_heads, head_dim]; two rows may share a slot on the scratch page only, which
     is never read. They are of qkv's dtype, or float8_e4m3fn: then k and v are divided by `scales`
@@ -87,7 +107,12 @@ class Kernels(NamedTuple):
     embed: Callable[[Tensor, Tensor, int], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
+    add_post_norm: Callable[
+        [tuple[Tensor, ...], Tensor, PostNorm, tuple[Tensor, ...]],
+        tuple[tuple[Tensor, ...], Tensor],
+    ]
+    soft_cap: Callable[[Tensor, float], Tensor]
+    gated_mul: Callable[[Tensor, bool], Tensor]
     qk_norm_rope_store_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, NormRope, KVScales], Tensor
     ]
@@ -97,7 +122,9 @@ REFERENCE = Kernels(
     reference.embed,
     reference.rms_norm,
     reference.add_rms_norm,
-    reference.silu_mul,
+    reference.add_post_norm,
+    reference.soft_cap,
+    reference.gated_mul,
     reference.qk_norm_rope_store_kv,
 )
 
@@ -109,12 +136,22 @@ def runs_triton(device: torch.device) -> bool:
 
 def triton_kernels() -> Kernels:
     """Imports Triton, which takes a second. Raises ImportError where it is missing."""
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.embedding import embed
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.post_norm import add_post_norm
+    from minisgl.kernels.elementwise.soft_cap import soft_cap
 
-    return Kernels(embed, rms_norm, add_rms_norm, silu_mul, qk_norm_rope_store_kv)
+    return Kernels(
+        embed,
+        rms_norm,
+        add_rms_norm,
+        add_post_norm,
+        soft_cap,
+        gated_mul,
+        qk_norm_rope_store_kv,
+    )
 
 
 @cache

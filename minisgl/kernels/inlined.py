@@ -34,12 +34,15 @@ def apply_norm(x, scale, weight):
 
 
 @triton.jit
-def silu_mul(gate, up, dtype: tl.constexpr):
-    """silu(gate) · up, with gate, up, silu and the result rounded to `dtype`, as reference.silu_mul
-    is."""
+def gated_mul(gate, up, gelu: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) · up, or gelu(gate) · up, with gate, up, activation and the result rounded to
+    `dtype`, as reference.gated_mul is."""
     gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-    return (silu.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    turned = gate
+    if gelu:  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
+        turned = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+    active = (gate / (1.0 + tl.exp(-turned))).to(dtype)
+    return (active.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit

@@ -22,7 +22,8 @@ class NormWeights(Protocol):
 
 
 class PendingNorm(Protocol):
-    """An all-reduce that is still to be done: add_rms_norm of `rows` and the ranks' summands."""
+    """What takes the place of add_rms_norm of `rows` and a delta: that of the ranks' summands, with
+    an all-reduce that is still to be done, or that of a result with a norm of its own."""
 
     def __call__(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
@@ -38,7 +39,7 @@ class Residual(NamedTuple):
     # [num_rows, any] float32, only without a delta: partial sums of the squares of `rows`, from
     # which the next GEMM computes the norm itself.
     squares: Tensor | None = None
-    pending: PendingNorm | None = None  # takes the place of add_rms_norm among several ranks
+    pending: PendingNorm | None = None  # in the place of a delta
 
 
 def joined(residual: Residual, weights: NormWeights) -> Tensor:

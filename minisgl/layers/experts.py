@@ -37,6 +37,7 @@ class FusedExperts(nn.Module):
         *,
         bias: bool = False,
         clamped: Clamped | None = None,
+        gelu: bool = False,
         interleaved: bool = False,
     ) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class FusedExperts(nn.Module):
         self.interleaved = interleaved
         self.holds_bias = comm.rank == 0
         self.product = format.experts(
-            num_experts, hidden_size, self.inner, bias=bias, clamped=clamped
+            num_experts, hidden_size, self.inner, bias=bias, clamped=clamped, gelu=gelu
         )
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))

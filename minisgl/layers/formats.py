@@ -61,6 +61,7 @@ class WeightFormat(Protocol):
         *,
         bias: bool = False,
         clamped: Clamped | None = None,
+        gelu: bool = False,
     ) -> ExpertsProduct:
         """The products of the experts of which this module is the list."""
         ...
@@ -88,9 +89,16 @@ class DenseFormat:
         *,
         bias: bool = False,
         clamped: Clamped | None = None,
+        gelu: bool = False,
     ) -> ExpertsProduct:
         return DenseExperts.allocate(
-            num_experts, hidden_size, inner.size, dtype=self.dtype, bias=bias, clamped=clamped
+            num_experts,
+            hidden_size,
+            inner.size,
+            dtype=self.dtype,
+            bias=bias,
+            clamped=clamped,
+            gelu=gelu,
         )
 
 
@@ -137,13 +145,14 @@ class QuantizedFormat:
         *,
         bias: bool = False,
         clamped: Clamped | None = None,
+        gelu: bool = False,
     ) -> ExpertsProduct:
         names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
         if self.scheme.only_experts:
             names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
             return DenseFormat(self.dtype).experts(
-                num_experts, hidden_size, inner, bias=bias, clamped=clamped
+                num_experts, hidden_size, inner, bias=bias, clamped=clamped, gelu=gelu
             )
         if self.scheme.only_experts:
             biases = None
@@ -160,6 +169,7 @@ class QuantizedFormat:
             return int4_experts(
                 self._int4(names[0], 2 * inner.size, hidden, num_experts),
                 self._int4(names[2], hidden_size, inner, num_experts),
+                gelu=gelu,
             )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, num_experts, dtype=torch.float32)
@@ -168,6 +178,7 @@ class QuantizedFormat:
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,
             input_scales=InputScales(*scales) if static else None,
+            gelu=gelu,
         )
 
     def _mxfp4(

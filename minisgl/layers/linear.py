@@ -123,16 +123,19 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Row `id` of the table for each id. token_ids: [n]; returns [n, hidden_size]."""
+    """Row `id` of the table for each id, times `scale`, a number of the table's dtype, if there is
+    one. token_ids: [n]; returns [n, hidden_size]."""
 
     def __init__(
         self, vocab: Shard, hidden_size: int, dtype: torch.dtype, comm: Communicator
     ) -> None:
         super().__init__()
         self.vocab = vocab
+        self.scale: float | None = None
         self.weight = parameter(torch.empty((vocab.size, hidden_size), dtype=dtype))
         self._comm = comm
 
     def forward(self, token_ids: Tensor) -> Tensor:
         part = dispatch.embed(token_ids, self.weight, self.vocab.first)
-        return part if self._comm.size == 1 else self._comm.all_reduce(part)
+        rows = part if self._comm.size == 1 else self._comm.all_reduce(part)
+        return rows if self.scale is None else rows.mul_(self.scale)

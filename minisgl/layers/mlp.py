@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
@@ -13,7 +15,8 @@ from minisgl.shards import even_shard, whole
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) for x the norm of the residual stream; added to the stream."""
+    """down(silu(gate(x)) · up(x)), or with gelu, for x the norm of the residual stream; added to
+    the stream."""
 
     def __init__(
         self,
@@ -23,19 +26,25 @@ class GatedMLP(nn.Module):
         comm: Communicator,
         *,
         bias: bool,
+        gelu: bool = False,
     ) -> None:
         super().__init__()
+        self._gelu = gelu
         inner = even_shard(intermediate_size, comm.rank, comm.size)
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = Linear(whole(hidden_size), parts, format, bias=bias)
         self.down_proj = RowParallelLinear("down_proj", inner, hidden_size, format, comm, bias=bias)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        gate_up, down = self.gate_up_proj.product, self.down_proj.product
-        hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
+        hidden, rows = self.inner_of_norm(residual, norm)
         return self.down_proj.add_to(hidden, rows)
+
+    def inner_of_norm(self, residual: Residual, norm: RMSNorm) -> tuple[Any, Tensor]:
+        """(what the map down multiplies, the stream as one tensor)."""
+        gate_up, down = self.gate_up_proj.product, self.down_proj.product
+        return gate_up.gated_mul_of_norm(residual, norm, down, gelu=self._gelu)
 
     def summand(self, x: Tensor) -> Tensor:
         """This rank's summand of the result for x [num_rows, hidden_size]: a new tensor like x."""
         down = self.down_proj.product
-        return down(down.silu_mul(self.gate_up_proj.product(x)))
+        return down(self.gate_up_proj.product.gated_mul_of(x, down, gelu=self._gelu))

@@ -13,18 +13,26 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight of each row.
 
     `adds_one`: a checkpoint has the weight less 1, which is added when it is loaded, in float32.
+    `factor`: one that multiplies a checkpoint's weight when it is loaded, in float32.
     """
 
     weight: nn.Parameter  # [size]
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, *, adds_one: bool = False
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        adds_one: bool = False,
+        factor: float = 1.0,
     ) -> None:
         super().__init__()
-        dtype = torch.float32 if adds_one else dtype
+        dtype = torch.float32 if adds_one or factor != 1 else dtype
         self.weight = parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
         self.has_one_added = adds_one
+        self.factor = factor
 
     def forward(self, residual: Residual) -> Tensor:
         """Returns [num_rows, size]."""

@@ -33,6 +33,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn; multiplies cos and sin
+    share: float = 1.0  # of the pairs of a head that rotate, the first; the others stand still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,12 @@ class NativeConfig(ModelConfig):
             sinks=self.sinks,
         )
 
-    def attention_maps(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of a layer's attention."""
+    def rotation(self, layer: int) -> tuple[RopeConfig, int]:
+        """How positions become angles in layer `layer`, and how many numbers of a head rotate."""
+        return self.rope, self.rotary_dim or self.head_dim
+
+    def attention_maps(self, layer: int) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of the attention of layer `layer`."""
         hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads
         kv *= self.head_dim
         return [(q * (1 + self.has_gate), hidden), (kv, hidden), (kv, hidden), (hidden, q)]
@@ -123,8 +128,9 @@ class NativeConfig(ModelConfig):
         num_dense = self.num_layers - num_sparse
         layers = tuple(map(self.layer, range(self.num_layers)))
         maps: list[tuple[int, int]] = []
-        for spec in layers:
-            maps += self.state_maps() if isinstance(spec, StateSpec) else self.attention_maps()
+        for layer, spec in enumerate(layers):
+            has_state = isinstance(spec, StateSpec)
+            maps += self.state_maps() if has_state else self.attention_maps(layer)
         maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
         if self.experts is not None and self.experts.shared_size:
             maps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)

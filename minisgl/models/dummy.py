@@ -20,6 +20,7 @@ from minisgl.models.quantized_matrix import quantized_weights
 
 _FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
 _E2M1_STD = (sum(number**2 for number in E2M1) / len(E2M1)) ** 0.5
+_FACTORS = frozenset(("weight", "per_expert_scale", "layer_scalar"))
 _INPUT_SCALE = 1 / 32  # inputs up to 14
 
 
@@ -40,7 +41,7 @@ def fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
                 continue
             elif weight.dim() < 2 or name.endswith("_bias"):  # of a norm, or a bias of any kind
                 adds_one = getattr(module, "adds_one", False)
-                weight.fill_(1.0 if name == "weight" and not adds_one else 0.0)
+                weight.fill_(1.0 if name in _FACTORS and not adds_one else 0.0)
             else:
                 weight.normal_(std=_num_inputs(module, name, weight) ** -0.5, generator=generator)
 

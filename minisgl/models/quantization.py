@@ -410,7 +410,7 @@ _SIGNS = {
 
 
 _TO_GATES = (
-    *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate"),
+    *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".router.proj"),
     *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
 )
 

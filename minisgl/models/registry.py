@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from minisgl.models import gemma4, gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
@@ -28,9 +28,14 @@ class Family:
     model: type[CausalLM] = CausalLM
     # The name of a checkpoint's tensor in the model; None for what the model leaves aside.
     name_of: Callable[[str], str | None] = _without_prefix
+    else_adopted: bool = False  # models that the reader refuses run with transformers' code
 
 
 FAMILIES = {
+    **dict.fromkeys(
+        (gemma4.TEXT, gemma4.WITH_TOWERS),
+        Family(gemma4.read_config, gemma4.GemmaForCausalLM, gemma4.name_of, else_adopted=True),
+    ),
     gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
     lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     llama.ARCHITECTURE: Family(llama.read_config),
@@ -82,13 +87,16 @@ def read_model_config(
         )
     has_own_code = name in FAMILIES
     is_known = not has_own_code and (name in ADOPTED or name in TOWERS)
+    config: ModelConfig
     if model_impl == "adopted" or (model_impl == "auto" and is_known):
-        # Imports the modeling code of transformers, which takes seconds.
-        from minisgl.models.adopted.reader import read_adopted
-
-        config: ModelConfig = read_adopted(fields, name)
+        config = _adopted(fields, name)
     elif has_own_code:
-        config = FAMILIES[name].read_config(fields)
+        try:
+            config = FAMILIES[name].read_config(fields)
+        except UnsupportedModelError as error:
+            if model_impl != "auto" or not FAMILIES[name].else_adopted:
+                raise
+            config = _adopted(fields, name, because=str(error))
     else:
         raise UnsupportedModelError(_why_unsupported(name, model_impl))
     scheme = with_option(read_quantization(fields, folder), quantization)
@@ -98,6 +106,16 @@ def read_model_config(
             f"{model_impl} out, or use a checkpoint in bfloat16."
         )
     return replace(config, quantization=scheme)
+
+
+def _adopted(fields: Fields, name: str, because: str | None = None) -> ModelConfig:
+    # Imports the modeling code of transformers, which takes seconds.
+    from minisgl.models.adopted.reader import read_adopted
+
+    config = read_adopted(fields, name)
+    if because is None:
+        return config
+    return replace(config, notes=(*config.notes, f"model: transformers' code, since {because}"))
 
 
 def _stacks_experts(config: ModelConfig) -> bool:

@@ -7,17 +7,38 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl.models.config import RopeConfig
+from minisgl.layers.rope import RotaryEmbedding
+from minisgl.models.config import NativeConfig, RopeConfig
+
+
+class Rotations:
+    """The rotary tables of some layers; layers that rotate alike share one."""
+
+    def __init__(
+        self, config: NativeConfig, layers: range, max_seq_len: int, device: torch.device
+    ) -> None:
+        made: dict[tuple[RopeConfig, int], RotaryEmbedding] = {}
+        self.tables: dict[int, Tensor] = {}  # RotaryEmbedding.table, by the number of the layer
+        for layer in layers:
+            rope, rotary_dim = rotation = config.rotation(layer)
+            if rotation not in made:
+                frequencies = inverse_frequencies(rope, rotary_dim).to(device)
+                made[rotation] = RotaryEmbedding(
+                    frequencies, max_seq_len, scale=rope.attention_factor
+                )
+            self.tables[layer] = made[rotation].table
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair, [head_dim / 2] float32, on the CPU.
 
     Computed in float32 as transformers does: at position 100,000 the last bits are visible angles.
-    'dynamic' equals 'default', because the engine limits sequences to the original context.
+    Pairs past `rope.share` have 0, and so stand still. 'dynamic' equals 'default', because the
+    engine limits sequences to the original context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    frequencies[int(rope.share * head_dim // 2) :] = 0
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "llama3":

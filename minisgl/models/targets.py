@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -24,6 +25,9 @@ from minisgl.models import interleaved_experts, packing
 from minisgl.models.quantized_matrix import QuantizedMatrix
 from minisgl.models.target import Target, copy
 from minisgl.shards import Shard, whole
+
+Store = Callable[[Tensor, Tensor], None]
+_OPTIONAL = frozenset(("layer_scalar",))  # a parameter that stays as it is without a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +83,24 @@ def checkpoint_targets(
                     cut = (module.vocab, cut[1])
                 elif isinstance(module, GatedDeltaNet):
                     cut = (module.value_heads,)
-                store = copy
+                store: Store = copy
                 if isinstance(module, RMSNorm) and module.has_one_added:
                     store = _store_one_more
+                if isinstance(module, RMSNorm) and module.factor != 1:
+                    store = partial(_store_times, module.factor)
                 if not weight.is_meta:
-                    targets[f"{path}.{kind}"] = Target(weight, cut, store=store)
+                    targets[f"{path}.{kind}"] = Target(
+                        weight, cut, store=store, is_required=kind not in _OPTIONAL
+                    )
     return targets
 
 
 def _store_one_more(weight: Tensor, part: Tensor) -> None:
     weight.copy_(part.float() + 1)
+
+
+def _store_times(factor: float, weight: Tensor, part: Tensor) -> None:
+    weight.copy_(part.float() * factor)
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,10 +26,9 @@ from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rope import RotaryEmbedding
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig
-from minisgl.models.rope import inverse_frequencies
+from minisgl.models.rope import Rotations
 from minisgl.shards import vocab_shard, whole
 
 
@@ -153,9 +152,7 @@ class CausalLM(nn.Module):
             self._head = DenseProduct(self.embed_tokens.weight)
         select_product.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
-        rotary_dim = config.rotary_dim or config.head_dim
-        frequencies = inverse_frequencies(config.rope, rotary_dim).to(device)
-        self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
+        self.rope = Rotations(config, layers, max_seq_len, device)
 
     def forward(
         self,
@@ -172,7 +169,7 @@ class CausalLM(nn.Module):
         assert received is not None, "every stage but the first receives rows"
         residual = Residual(received)
         by_number = dict(zip(self._numbers, states, strict=True))
-        step = Step(batch, by_number, attention, self.rope.table)
+        step = Step(batch, by_number, attention, self.rope.tables)
         for layer in self.layers.values():
             residual = layer(residual, step)
         if self.norm is None:

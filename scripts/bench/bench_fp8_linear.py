@@ -294,7 +294,7 @@ def chain(model: str, kind: str, rows: list[int]) -> None:
         for layer in layers:
             _, stream = layer["qkv"].of_norm(residual, norm)
             residual = layer["o"].add_to(attended, stream)
-            hidden, stream = layer["gate_up"].silu_mul_of_norm(residual, norm, layer["down"])
+            hidden, stream = layer["gate_up"].gated_mul_of_norm(residual, norm, layer["down"])
             residual = layer["down"].add_to(hidden, stream)
 
     limit_us = layer_bytes / BYTES_PER_S * 1e6
@@ -311,7 +311,7 @@ def chain(model: str, kind: str, rows: list[int]) -> None:
 
 def round_rows(rows: list[int]) -> None:
     from minisgl.kernels.elementwise import quantize as q
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.norm import add_rms_norm
 
     size, inner = 5120, 17408
@@ -323,11 +323,11 @@ def round_rows(rows: list[int]) -> None:
         line = f"m={m:<5}"
         calls: dict[str, Callable[[], object]] = {
             "norm": partial(add_rms_norm, delta, x, weight, 1e-6),
-            "silu": partial(silu_mul, gate_up),
+            "silu": partial(gated_mul, gate_up),
         }
         for name, group in (("token", None), ("group", 128)):
             calls[f"norm {name}"] = partial(q.add_rms_norm_quantize, delta, x, weight, 1e-6, group)
-            calls[f"silu {name}"] = partial(q.silu_mul_quantize, gate_up, group)
+            calls[f"silu {name}"] = partial(q.gated_mul_quantize, gate_up, group)
             calls[f"alone {name}"] = partial(q.quantize, x, group)
         for name, call in calls.items():
             line += f" {name} {graph_s([call] * 20) * 1e6:.2f}"

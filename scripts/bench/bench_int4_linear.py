@@ -155,7 +155,7 @@ def launch(job: tuple[Weights, LinearTiles, bool]) -> None:
 
 
 def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) -> None:
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.linear.dense_gemm import linear as dense_linear
     from minisgl.kernels.linear.weight_only.weight_only_gemm import dequantize
     from minisgl.kernels.linear.weight_only.weights import values
@@ -169,7 +169,7 @@ def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) 
 
     def cublas(x: Tensor, weight: Tensor) -> Tensor:
         y = F.linear(x, weight)
-        return silu_mul(y) if shape.gated else y
+        return gated_mul(y) if shape.gated else y
 
     def stream(x: Tensor, weight: Tensor) -> Tensor:
         return dense_linear(x, weight, epilogue=Epilogue(shape.gated), workspace=workspace)

@@ -102,13 +102,13 @@ def norm_cases(problem: Dimensions) -> Iterator[TimedCall]:
 
 
 def activation_cases(problem: Dimensions) -> Iterator[TimedCall]:
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
 
     gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
     yield TimedCall(
-        "silu_mul",
-        lambda: silu_mul(gate_up, pdl=problem.pdl),
-        lambda: reference.silu_mul(gate_up),
+        "gated_mul",
+        lambda: gated_mul(gate_up, pdl=problem.pdl),
+        lambda: reference.gated_mul(gate_up),
         nbytes(gate_up) * 3 // 2,
     )
 

@@ -100,10 +100,10 @@ class Problem:
         return graph_s(self.calls(lambda x, weight: self.run(x, weight, how, pdl)))
 
     def cublas(self, x: Tensor, weight: Tensor) -> Tensor:
-        from minisgl.kernels.elementwise.activation import silu_mul
+        from minisgl.kernels.elementwise.activation import gated_mul
 
         out = F.linear(x, weight)
-        return silu_mul(out) if self.shape.gated else out
+        return gated_mul(out) if self.shape.gated else out
 
     def is_right(self, how: LinearTiles | None) -> bool:
         out, expected = self.run(self.x, self.weights[0], how, True), self.cublas_out
@@ -295,7 +295,7 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
 def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     """All launches of a layer, many layers one behind the other, each on what the last one wrote.
     Attention is a norm of the heads."""
-    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
     from minisgl.kernels.elementwise.reference import NormRope
@@ -327,7 +327,7 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
             x, residual = add_rms_norm(delta, residual, norm, eps)
             delta = F.linear(attend(F.linear(x, weights["qkv"])), weights["o"])
             x, residual = add_rms_norm(delta, residual, norm, eps)
-            delta = F.linear(silu_mul(F.linear(x, weights["gated"])), weights["down"])
+            delta = F.linear(gated_mul(F.linear(x, weights["gated"])), weights["down"])
 
     def separate(residual: Tensor) -> None:
         delta = torch.zeros_like(residual)

@@ -45,7 +45,7 @@ KINDS = {
     "sampling": ("_draw", "_settle", "_edit", "_record", "sampl"),
     "norm": ("norm",),
     "heads": ("_turn_and_store",),
-    "activation": ("_silu_mul",),
+    "activation": ("_gated_mul",),
     "slots": ("_read_slot", "_feed", "_send", "_embed"),
     "matrix products": (
         "gemm",

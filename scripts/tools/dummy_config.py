@@ -114,6 +114,38 @@ QWEN3_5: dict[str, Any] = {
 }
 
 
+# As published, the text part alone, whose layers are global one in six by default.
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "dtype": "bfloat16",
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+
+
 def sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -170,6 +202,23 @@ MODELS = {
     },
     "gpt-oss-20b": GPT_OSS | sizes(2880, 2880, 24, 64) | {"num_local_experts": 32},
     "gpt-oss-120b": GPT_OSS | sizes(2880, 2880, 36, 64) | {"num_local_experts": 128},
+    "gemma-4-31B": GEMMA4
+    | sizes(5376, 21504, 60, 32)
+    | {
+        "enable_moe_block": False,
+        "num_global_key_value_heads": 4,
+        "num_key_value_heads": 16,
+    },
+    "gemma-4-26B-A4B": GEMMA4
+    | sizes(2816, 2112, 30, 16)
+    | {
+        "enable_moe_block": True,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    },
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {
         "architectures": ["Gemma3ForCausalLM"],

@@ -90,6 +90,8 @@ SERVED = (
     Served("gpt-oss-20b", "none"),
     Served("gpt-oss-20b", tp=2),
     Served("gpt-oss-120b"),
+    Served("gemma-4-31B"),
+    Served("gemma-4-26B-A4B"),
 )
 
 

@@ -67,6 +67,19 @@ def test_fused_rope_store_decode_matches_the_reference(shape: Shape, normed: boo
     check_decode_qkv(TritonAttention(), shape, [0, 1, 128, 129, 1000, 5000], normed=normed)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(PLAIN, group=2, head_dim=256, window=1024, norms_v=True),
+        replace(PLAIN, head_dim=512, norms_v=True, v_is_k=True),
+        replace(PLAIN, head_dim=512, norms_v=True, v_is_k=True, kv_scales=FP8),
+    ],
+    ids=str,
+)
+def test_fused_decode_of_values_that_are_normed_or_keys(shape: Shape) -> None:
+    check_decode_qkv(TritonAttention(), shape, [0, 1, 128, 129, 1000, 5000], normed=True)
+
+
 @pytest.mark.parametrize("shape", SHAPES + WIDTHS, ids=str)
 def test_prefill_matches_the_reference(shape: Shape) -> None:
     """Whole prompts, and chunks that begin inside a window; alone, so that their keys are split,

@@ -66,6 +66,14 @@ def test_experts_with_biases_and_a_clamped_activation_match_the_reference(
     check_mix(num_rows, 32, 4, 2880, 2880, dtype=dtype, device=GPU, pdl=True, clamped=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 40, 600])
+def test_experts_with_gelu_and_scales_match_the_reference(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    check_mix(num_rows, 128, 8, 2816, 704, dtype=dtype, device=GPU, pdl=True, gelu=True)
+
+
 def test_routing_prefers_the_lower_expert_among_equal_logits() -> None:
     check_equals(GPU, pdl=True)
 

@@ -15,12 +15,12 @@ from support.fp8_cases import E4M3, assert_product, bits, expected_rows
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise import norm
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.quantize import (
     add_rms_norm_quantize,
+    gated_mul_quantize,
     quantize,
     rms_norm_quantize,
-    silu_mul_quantize,
 )
 from minisgl.kernels.fp8_rows import room
 from minisgl.kernels.linear.fp8 import scaled_mm
@@ -77,7 +77,7 @@ def test_rounding(size: int, group: int | None) -> None:
             cases = [
                 (quantize(x, *scales), x),
                 (rms_norm_quantize(x, weight, 1e-6, *scales), norm.rms_norm(x, weight, 1e-6)),
-                (silu_mul_quantize(gate_up, *scales), silu_mul(gate_up)),
+                (gated_mul_quantize(gate_up, *scales), gated_mul(gate_up)),
                 (
                     add_rms_norm_quantize(delta, total, weight, 1e-6, *scales),
                     norm.add_rms_norm(delta, x.clone(), weight, 1e-6)[0],
@@ -197,7 +197,7 @@ def test_layers_in_a_graph(block: tuple[int, int] | None, m: int) -> None:
             y, rows = products["qkv"].of_norm(residual, weight)
             wait()
             residual = Residual(rows, delta=y)
-            hidden, rows = products["gate_up"].silu_mul_of_norm(residual, weight, products["down"])
+            hidden, rows = products["gate_up"].gated_mul_of_norm(residual, weight, products["down"])
             wait()
             residual = products["down"].add_to(hidden, rows)
             wait()
@@ -222,7 +222,7 @@ def test_an_empty_batch() -> None:
     share_kernels(products.values())
     weight = SimpleNamespace(weight=random(1024), eps=1e-6)
     x = random(0, 1024)
-    hidden, rows = products["gate_up"].silu_mul_of_norm(Residual(x), weight, products["down"])
+    hidden, rows = products["gate_up"].gated_mul_of_norm(Residual(x), weight, products["down"])
     assert products["down"].add_to(hidden, rows).delta is not None
 
 

@@ -123,10 +123,10 @@ def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> 
         norm = FusedNorm(scale, 1e-6, x.float().square().sum(1, keepdim=True))
         normed = reference.rms_norm(x, scale, 1e-6)
         gated = linear(x, weight, epilogue=GATED, workspace=workspace)
-        expected = reference.silu_mul((x.double() @ exact.T).to(dtype))
+        expected = reference.gated_mul((x.double() @ exact.T).to(dtype))
         torch.testing.assert_close(gated, expected, **tolerance)
         gated = linear(x, weight, epilogue=GATED, norm=norm, workspace=workspace)
-        expected = reference.silu_mul((normed.double() @ exact.T).to(dtype))
+        expected = reference.gated_mul((normed.double() @ exact.T).to(dtype))
         torch.testing.assert_close(gated, expected, rtol=0.02, atol=0.02)
         out = linear(x, weight, norm=norm, workspace=workspace)
         wide = normed.double() @ exact.T
@@ -183,7 +183,7 @@ def test_a_product_with_a_dense_copy(size: int, biased: bool, kind: str) -> None
 
     def results(products: Sequence[Product], x: Tensor) -> list[Tensor]:
         first, second = products
-        hidden, rows = first.silu_mul_of_norm(Residual(x.clone()), norm, second)
+        hidden, rows = first.gated_mul_of_norm(Residual(x.clone()), norm, second)
         added = second.add_to(hidden, rows)
         normed, rows = first.of_norm(added, norm)
         return [second(x), hidden, normed, rows]
@@ -213,7 +213,7 @@ def test_a_captured_layer(kind: str, dense_copies: bool) -> None:
     norm = GivenNorm(random(size, dtype=dtype))
 
     def layer(rows: Tensor) -> Tensor:
-        x, rows = first.silu_mul_of_norm(Residual(rows), norm, second)
+        x, rows = first.gated_mul_of_norm(Residual(rows), norm, second)
         left = second.add_to(x, rows)
         return left.rows if left.delta is None else left.rows + left.delta
 

@@ -9,16 +9,18 @@ pytest.importorskip("triton")
 
 from support.layer_cases import (
     Heads,
+    check_add_post_norm,
     check_add_rms_norm,
     check_embed,
+    check_gated_mul,
     check_heads,
     check_rms_norm,
-    check_silu_mul,
+    check_soft_cap,
     send,
 )
 
 from minisgl.kernels import dispatch
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.embedding import embed
 from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
@@ -53,8 +55,47 @@ def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [37, 3072, 9728, 14336, 17408])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_silu_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    check_silu_mul(num_rows, size, dtype, GPU)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_mul_matches_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, gelu: bool
+) -> None:
+    check_gated_mul(num_rows, size, dtype, GPU, gelu=gelu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 100, 2816, 5376])
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(
+    ("num_norms", "inner", "scaled"), [(1, False, False), (1, True, True), (3, False, True)]
+)
+def test_post_norms_match_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, num_norms: int, inner: bool, scaled: bool
+) -> None:
+    check_add_post_norm(num_rows, size, dtype, GPU, num_norms=num_norms, inner=inner, scaled=scaled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 1000), (300, 262_144)])
+def test_soft_caps_match_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_soft_cap(num_rows, size, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "v_is_k"),
+    [(32, 16, 256, False), (32, 4, 512, True), (16, 2, 512, True), (5, 1, 96, True)],
+)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_values_that_are_normed_or_keys_match_the_reference(
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_is_k: bool,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(num_heads, num_kv_heads, head_dim, True, True, v_is_k)
+    check_heads(num_rows, heads, 16, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,12 +116,12 @@ def test_qk_norm_rope_store_matches_the_reference(
     check_heads(num_rows, Heads(num_heads, num_kv_heads, head_dim, normed), 16, dtype, GPU)
 
 
-def test_silu_mul_of_more_than_2_to_the_31_elements_is_right() -> None:
+def test_gated_mul_of_more_than_2_to_the_31_elements_is_right() -> None:
     """Rows so far into a tensor that their distance from its start needs 64 bits."""
     num_rows, size = 2**31 // 51200 + 20, 25600
     gate_up = torch.randn(num_rows, 2 * size, device=GPU, dtype=torch.bfloat16)
-    out = silu_mul(gate_up)
-    assert torch.equal(out[-9:], silu_mul(gate_up[-9:].contiguous()))
+    out = gated_mul(gate_up)
+    assert torch.equal(out[-9:], gated_mul(gate_up[-9:].contiguous()))
 
 
 def test_embeddings_of_more_than_2_to_the_31_elements_are_right() -> None:
@@ -135,7 +176,7 @@ def test_overlapping_captured_launches_give_what_separate_ones_do() -> None:
             q = qk_norm_rope_store_kv(qkv, positions, slots, *caches, norm_rope, pdl=pdl)
             normed, _ = add_rms_norm(q.flatten(1), residual, weight, 1e-6, pdl=pdl)
             normed = rms_norm(normed, weight, 1e-6, pdl=pdl)
-            delta = silu_mul(torch.cat((gate, normed), dim=1), pdl=pdl)
+            delta = gated_mul(torch.cat((gate, normed), dim=1), pdl=pdl)
         return torch.cat((delta, residual))
 
     wanted = chain(pdl=False).clone()

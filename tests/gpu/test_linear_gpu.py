@@ -100,11 +100,11 @@ def test_linear_with_a_bias_matches_float64(m: int, workspace: LinearWorkspace) 
 
 
 @pytest.mark.parametrize(("n", "k"), GATED_SHAPES)
-def test_linear_silu_mul_matches_linear_then_silu_mul(
+def test_linear_gated_mul_matches_linear_then_gated_mul(
     n: int, k: int, workspace: LinearWorkspace
 ) -> None:
-    """As linear and silu_mul one after the other, but where sums in another order fell on the other
-    side of a border between two roundings."""
+    """As linear and gated_mul one after the other, but where sums in another order fell on the
+    other side of a border between two roundings."""
     for dtype in DTYPES:
         weight = random(n, k, dtype=dtype) / k**0.5
         every_x = random(max(ROWS), k, dtype=dtype)
@@ -113,7 +113,7 @@ def test_linear_silu_mul_matches_linear_then_silu_mul(
             product = linear(x, weight, workspace=workspace)
             for room in (workspace, None):
                 out = linear(x, weight, epilogue=GATED, workspace=room)
-                expected = reference.silu_mul(product)
+                expected = reference.gated_mul(product)
                 differ = (out != expected).double().mean()
                 assert differ < 0.1 + 1.01 / out.numel()
                 error = (out.double() - expected.double()).norm() / expected.double().norm()
@@ -230,7 +230,7 @@ def test_overlapping_captured_layers_equal_separate_launches_bitwise(
             q = F.linear(hidden, weights[0])[:, : 2 * size]
             residual = residual + F.linear(q, weights[1])
             hidden = reference.rms_norm(residual, norm_weight, 1e-6)
-            hidden = reference.silu_mul(F.linear(hidden, weights[2]))
+            hidden = reference.gated_mul(F.linear(hidden, weights[2]))
             residual = residual + F.linear(hidden, weights[3])
         return residual
 
@@ -285,7 +285,7 @@ def test_captured_products_that_share_a_workspace_equal_separate_launches(
     for weight in [*weights, *weights]:
         rough = F.linear(rough, weight)
         if weight.shape == (6144, 1024):
-            rough = reference.silu_mul(rough)
+            rough = reference.gated_mul(rough)
     error = (out.double() - rough.double()).norm() / rough.double().norm()
     assert error < 0.05
 

@@ -93,7 +93,7 @@ def test_a_layer_is_four_calls_of_products() -> None:
     """Its norms are those of the products, its sums those of the products before them."""
     layer, hidden = Layer(), torch.randn(1, NUM_ROWS, SIZE)
     calls: list[str] = []
-    for name in ("of_norm", "silu_mul_of_norm", "add_to"):
+    for name in ("of_norm", "gated_mul_of_norm", "add_to"):
         as_it_is = getattr(DenseProduct, name)
 
         def noted(self: Any, *args: Any, name: str = name, call: Any = as_it_is) -> Any:
@@ -105,8 +105,8 @@ def test_a_layer_is_four_calls_of_products() -> None:
         of(layer(layer(hidden)))
     finally:
         patch.stopall()
-    # silu_mul_of_norm begins with of_norm where there is no kernel for both.
-    assert calls.count("silu_mul_of_norm") == 2 and calls.count("add_to") == 4
+    # gated_mul_of_norm begins with of_norm where there is no kernel for both.
+    assert calls.count("gated_mul_of_norm") == 2 and calls.count("add_to") == 4
 
 
 def test_the_stream_is_not_read_after_something_was_added() -> None:

@@ -46,6 +46,8 @@ class Shape:
     softcap: float | None = None
     has_sinks: bool = False
     value_dim: int | None = None  # None: head_dim
+    norms_v: bool = False  # where queries and keys are normed
+    v_is_k: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -75,16 +77,16 @@ class Shape:
 
     def qkv(self, num_rows: int) -> Tensor:
         """A random output of the projection to q, k and v."""
-        size = self.num_kv_heads * (self.group + 2) * self.head_dim
+        size = self.num_kv_heads * (self.group + 2 - self.v_is_k) * self.head_dim
         return torch.randn(num_rows, size, device=self.device).to(self.dtype)
 
     def norm_rope(self, max_seq_len: int, *, normed: bool) -> NormRope:
         frequencies = 1e4 ** -torch.linspace(0, 1, self.head_dim // 2, device=self.device)
         table = RotaryEmbedding(frequencies, max_seq_len, scale=1.1).table
         if not normed:
-            return NormRope(table)
+            return NormRope(table, v_is_k=self.v_is_k)
         weights = (1 + 0.3 * torch.randn(2, self.head_dim, device=self.device)).to(self.dtype)
-        return NormRope(table, weights[0], weights[1], EPS)
+        return NormRope(table, *weights, EPS, self.norms_v, self.v_is_k)
 
 
 def paged_cache(
@@ -149,10 +151,10 @@ def check_decode_qkv(
     expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
     out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
     assert_close(out, expected, shape)
-    assert_stored(kv, expected_kv, rows)
+    assert_stored(kv, expected_kv, rows, normed_values=shape.norms_v and normed)
     again = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
     assert torch.equal(again, out)
-    assert_stored(kv, expected_kv, rows)
+    assert_stored(kv, expected_kv, rows, normed_values=shape.norms_v and normed)
 
 
 def own_places(kv: PagedKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,18 +189,20 @@ def turned_and_attended(
     return out, kv
 
 
-def assert_stored(kv: PagedKV, expected: PagedKV, rows: DecodeBatch) -> None:
-    """Own keys are equal up to rounding; all else is bitwise equal, NaN included."""
+def assert_stored(
+    kv: PagedKV, expected: PagedKV, rows: DecodeBatch, *, normed_values: bool = False
+) -> None:
+    """Own keys, and own values that are normed, are equal up to rounding; all else is bitwise
+    equal, NaN included."""
     slots = own_places(kv, rows)[2]
-    own_keys, expected_keys = (cache.flatten(0, 1) for cache in (kv.k, expected.k))
-    assert_rounded_alike(at(own_keys, slots), at(expected_keys, slots).cpu())
-    kv, expected = (
-        replace(cache, k=in_half(cache.k), v=in_half(cache.v)) for cache in (kv, expected)
-    )
-    own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
-    expected_keys = expected_keys.index_copy(0, slots, own_keys).view(kv.k.shape)
-    torch.testing.assert_close(kv.k, expected_keys, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(kv.v, expected.v, rtol=0, atol=0, equal_nan=True)
+    for found, wanted, is_rounded in ((kv.k, expected.k, True), (kv.v, expected.v, normed_values)):
+        own, wanted_own = (cache.flatten(0, 1) for cache in (found, wanted))
+        assert_rounded_alike(at(own, slots), at(wanted_own, slots).cpu())
+        found, wanted = in_half(found), in_half(wanted)
+        if is_rounded:
+            own = found.flatten(0, 1)[slots]
+            wanted = wanted.flatten(0, 1).index_copy(0, slots, own).view(found.shape)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def check_prefill(

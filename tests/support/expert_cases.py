@@ -83,10 +83,11 @@ def check_choose(
     pdl: bool,
 ) -> None:
     logits = random_logits(num_rows, num_experts, dtype, device)
-    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
-    wanted, wanted_weights = experts.topk_softmax(logits, routing)
-    assert torch.equal(chosen, wanted)
-    torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
+    for scales in (None, (1 + torch.rand(num_experts)).to(dtype).to(device)):
+        chosen, weights = topk_softmax(logits, routing, scales, pdl=pdl)
+        wanted, wanted_weights = experts.topk_softmax(logits, routing, scales)
+        assert torch.equal(chosen, wanted)
+        torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
 
 
 def check_equals(device: torch.device, *, pdl: bool) -> None:
@@ -129,15 +130,19 @@ def check_mix(
     pdl: bool,
     crowded: bool = False,
     clamped: bool = False,
+    gelu: bool = False,
 ) -> None:
-    """crowded: whether all rows choose the same experts. clamped: as in gpt-oss, with biases."""
+    """crowded: whether all rows choose the same experts. clamped: as in gpt-oss, with biases.
+    gelu: as in Gemma 4, with scales of the experts."""
     routing = Routing(top_k, normalize=True)
     weights = random_experts(num_experts, hidden_size, size, dtype, device, clamped=clamped)
+    weights = weights._replace(gelu=gelu)
+    scales = (1 + torch.rand(num_experts)).to(dtype).to(device) if gelu else None
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     if crowded:
         logits = logits[:1].expand(num_rows, -1).contiguous()
-    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
     wanted = experts.fused_experts(x, weights, choice)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
@@ -149,7 +154,7 @@ def check_mix(
         assert torch.equal(alone, out[:1])
 
         # The same experts, given.
-        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        given = Chosen(*topk_softmax(logits, routing, scales, pdl=pdl))
         again, _ = fused_experts(x, given, weights, tiles=how, pdl=pdl)
         assert torch.equal(again, out)
 

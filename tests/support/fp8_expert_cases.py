@@ -77,16 +77,19 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     pdl: bool,
+    gelu: bool = False,
 ) -> None:
     """Every way gives what the reference gives, a row alone the same bits, and added to a stream
     the rounded sum."""
     routing = Routing(top_k, normalize=True)
     experts = random_experts(num_experts, hidden_size, size, blocks, activations, device)
+    experts.gelu = gelu
+    scales = (1 + torch.rand(num_experts, device=device)).to(dtype) if gelu else None
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     x[-1, : hidden_size // 2] = 0
-    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
     wanted = experts(x, choice)
     for how in ways(num_rows, experts, routing):
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
@@ -100,7 +103,7 @@ def check(
             assert torch.equal(alone, out[:1])
 
         # The same experts, given.
-        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        given = Chosen(*topk_softmax(logits, routing, scales, pdl=pdl))
         again, _ = fused_experts(x, given, experts, tiles=how, pdl=pdl)
         assert torch.equal(again, out)
 

@@ -51,6 +51,7 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     pdl: bool,
+    gelu: bool = False,
 ) -> None:
     """The tiles for these rows and for many give what the reference gives, a row alone the same
     bits, and added to a stream the rounded sum."""
@@ -58,10 +59,12 @@ def check(
     experts = random_experts(
         num_experts, hidden_size, size, groups, symmetric=symmetric, device=device
     )
+    experts.gelu = gelu
+    scales = (1 + torch.rand(num_experts, device=device)).to(dtype) if gelu else None
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
-    choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
+    choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
     wanted = experts(x, choice)
     for rows_of_tiles in (num_rows, 5000):
         how = choose_int4_tiles(rows_of_tiles, experts, routing.top_k, dtype, tuning_of(device))
@@ -74,7 +77,7 @@ def check(
             assert torch.equal(alone, out[:1])
 
         # The same experts, given.
-        given = Chosen(*topk_softmax(logits, routing, pdl=pdl))
+        given = Chosen(*topk_softmax(logits, routing, scales, pdl=pdl))
         again, _ = fused_experts(x, given, experts, tiles=how, pdl=pdl)
         assert torch.equal(again, out)
 

@@ -7,18 +7,20 @@ lay at the border between two, which is rare; a rounding left out would show in 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.embedding import embed
 from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
-from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.elementwise.post_norm import add_post_norm
+from minisgl.kernels.elementwise.reference import NormRope, PostNorm
+from minisgl.kernels.elementwise.soft_cap import soft_cap
 from minisgl.layers.rope import RotaryEmbedding
 
 MAX_SEQ_LEN = 4096
@@ -33,6 +35,8 @@ class Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     normed: bool
+    norms_v: bool = False
+    v_is_k: bool = False
 
 
 def check_embed(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -69,10 +73,64 @@ def check_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: tor
     assert torch.equal(delta_there.cpu(), delta)
 
 
-def check_silu_mul(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_add_post_norm(
+    num_rows: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_norms: int,
+    inner: bool,
+    scaled: bool,
+) -> None:
+    """The second and third norm of the stream have weights in float32."""
+    generator = seeded(num_rows, size)
+    inner_weights, post_weight = (
+        [norm_weight(size, dtype, generator) for _ in range(2)],
+        norm_weight(size, dtype, generator),
+    )
+    scale = torch.tensor([0.6]).to(dtype)
+    weights = [
+        norm_weight(size, dtype if at == 0 else torch.float32, generator) for at in range(num_norms)
+    ]
+    *summands, residual = (random((num_rows, size), dtype, generator) for _ in range(2 + inner))
+
+    def found(kernel: Any, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        one, other, post_weight, scale, *rest = tensors
+        post = PostNorm(
+            post_weight, EPS, (one, other) if inner else None, scale if scaled else None
+        )
+        weights, (*summands, residual) = rest[:num_norms], rest[num_norms:]
+        normed, stream = kernel(tuple(summands), residual, post, tuple(weights))
+        return normed, stream
+
+    tensors = (*inner_weights, post_weight, scale, *weights, *summands, residual)
+    sent = send(device, *tensors)
+    normed_there, stream_there = found(add_post_norm, *sent)
+    normed, stream = found(reference.add_post_norm, *tensors)
+    assert stream_there is sent[-1]
+    for got, wanted in zip((stream_there, *normed_there), (stream, *normed), strict=True):
+        assert_rounded_alike(got, wanted)
+    for there, here in zip(sent[:-1], tensors[:-1], strict=True):
+        assert torch.equal(there.cpu(), here)
+
+
+def check_soft_cap(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = random((num_rows, size), dtype, seeded(num_rows, size)) * 20
+    x[0, 0], x[-1, -1] = -1e4, 1e4
+    x[0, size // 2 :] /= 1e3
+    [x_there] = send(device, x)
+    assert soft_cap(x_there, 30.0) is x_there
+    assert_rounded_alike(x_there, reference.soft_cap(x, 30.0))
+
+
+def check_gated_mul(
+    num_rows: int, size: int, dtype: torch.dtype, device: torch.device, *, gelu: bool = False
+) -> None:
     gate_up = random((num_rows, 2 * size), dtype, seeded(num_rows, size))
     gate_up[0, 0], gate_up[-1, size - 1] = -200, 200  # where exp leaves float32
-    assert_rounded_alike(silu_mul(*send(device, gate_up)), reference.silu_mul(gate_up))
+    found = gated_mul(*send(device, gate_up), gelu)
+    assert_rounded_alike(found, reference.gated_mul(gate_up, gelu))
 
 
 def check_heads(
@@ -88,9 +146,9 @@ def check_heads(
     The page is left out of the comparison; all else of the caches must be as the reference left it.
     scales: of caches in FP8.
     """
-    num_heads, num_kv_heads, head_dim, normed = heads
+    num_heads, num_kv_heads, head_dim, normed, norms_v, v_is_k = heads
     generator = seeded(num_rows, head_dim)
-    total = num_heads + 2 * num_kv_heads
+    total = num_heads + (1 if v_is_k else 2) * num_kv_heads
     qkv = random((num_rows, total * head_dim), dtype, generator)
     num_padded = num_rows // 4
     positions = torch.randint(MAX_SEQ_LEN, (num_rows,), generator=generator)
@@ -106,6 +164,8 @@ def check_heads(
         1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1
     ).table
 
+    of_values: dict[str, Any] = {"eps": EPS, "norms_v": norms_v, "v_is_k": v_is_k}
+
     # Positions and slots are passed without their first element, so that they are not aligned.
     padded = [torch.cat((torch.zeros(1, dtype=torch.int64), rows)) for rows in (positions, slots)]
     positions_there, slots_there, qkv_there, table_there = send(device, *padded, qkv, table)
@@ -116,15 +176,18 @@ def check_heads(
         slots_there[1:],
         k_there,
         v_there,
-        NormRope(table_there, *weights_there, eps=EPS),
+        NormRope(table_there, *weights_there, **of_values),
         scales or UNSCALED,
     )
-    norm_rope = NormRope(table, *weights, eps=EPS)
+    norm_rope = NormRope(table, *weights, **of_values)
     q = reference.qk_norm_rope_store_kv(
         qkv, positions, slots, k_cache, v_cache, norm_rope, scales or UNSCALED
     )
 
-    assert same_bits(v_there[1:], v_cache[1:])
+    if norms_v:
+        assert_rounded_alike(v_there[1:], v_cache[1:])
+    else:
+        assert same_bits(v_there[1:], v_cache[1:])
     assert torch.equal(qkv_there.cpu(), qkv)
     assert q_there.is_contiguous()
     if normed:

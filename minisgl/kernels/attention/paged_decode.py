@@ -55,9 +55,10 @@ def paged_decode(
     Returns a new tensor, [num_rows, num_heads, width of v]; rows of length 0 are zeros.
 
     With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads + 2 *
-    num_kv_heads, head_dim], and its work is done, too: a row's own token, the last of its length,
-    is written to the cache. Rows of length 0 write nothing. K and q may differ from those of
-    qk_norm_rope_store_kv in the last place, and rarely do. Keys and values are then of one width.
+    num_kv_heads, head_dim], or without v's heads where they are k's, and its work is done, too: a
+    row's own token, the last of its length, is written to the cache. Rows of length 0 write
+    nothing. K, q and normed v may differ from those of qk_norm_rope_store_kv in the last place, and
+    rarely do. Keys and values are then of one width.
 
     The keys that the rows see are divided into about `target_splits` splits of equal size. Every
     row has at least one, so there are up to `target_splits + num_rows` work *items*, for which the
@@ -68,9 +69,10 @@ def paged_decode(
     v_head_dim = v.shape[3]
     fp8 = k.dtype == torch.float8_e4m3fn
     if norm_rope is not None:
-        num_heads -= 2 * num_kv_heads
+        num_heads = norm_rope.num_heads(num_heads, num_kv_heads)
         assert norm_rope.table.is_contiguous() and k.dtype == v.dtype and k.shape == v.shape
         assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
+        assert norm_rope.q_weight is not None or not norm_rope.norms_v
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
@@ -94,7 +96,7 @@ def paged_decode(
         workspace.peaks,
         workspace.totals,
         workspace.semaphores,
-        *(norm_rope or (None, None, None, 0.0)),
+        *(norm_rope[:4] if norm_rope else (None, None, None, 0.0)),
         num_rows,
         target_splits,
         tiles.min_split,
@@ -110,6 +112,8 @@ def paged_decode(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         page_size=page_size,
+        norms_v=norm_rope is not None and norm_rope.norms_v,
+        v_is_k=norm_rope is not None and norm_rope.v_is_k,
         block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
         block_h=max(16, block_g),  # the tensor cores multiply no fewer rows at a time
         block_g=block_g,
@@ -160,6 +164,8 @@ def _decode_kernel(
     head_dim: tl.constexpr,
     v_head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    norms_v: tl.constexpr,
+    v_is_k: tl.constexpr,
     block_rows: tl.constexpr,
     block_h: tl.constexpr,
     block_g: tl.constexpr,
@@ -231,7 +237,7 @@ def _decode_kernel(
         query, acc, peak, lane_totals = _start_with_own(
             q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
             softcap, k_inverse, v_inverse, kv_head, num_kv_heads, group, head_dim, page_size,
-            block_h, block_n, block_d, pdl,
+            norms_v, v_is_k, block_h, block_n, block_d, pdl,
         )  # fmt: skip
     fp8: tl.constexpr = v_scale is not None
     query, scale = to_multiply(query, scale, fp8)
@@ -361,6 +367,8 @@ def _start_with_own(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    norms_v: tl.constexpr,
+    v_is_k: tl.constexpr,
     block_h: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
@@ -395,11 +403,15 @@ def _start_with_own(
 
     queries = qkv + (kv_head * group + head) * head_dim
     own_k = qkv + (num_kv_heads * group + kv_head) * head_dim
-    own_v = own_k + num_kv_heads * head_dim
+    own_v = own_k if v_is_k else own_k + num_kv_heads * head_dim
     query, query_partners = tl.load(queries + dim, real, 0.0), tl.load(queries + partner, real, 0.0)
     own = (head < num_own * group) & real
     key, key_partners = tl.load(own_k + dim, own, 0.0), tl.load(own_k + partner, own, 0.0)
     value = tl.load(own_v + dim, own, 0.0)
+    if norms_v:
+        wide = value.to(tl.float32)
+        by = tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) * (1.0 / head_dim) + eps)
+        value = (wide * by).to(value.dtype)
 
     sin = tl.where(dim < half, -sin, sin)
     query = _norm_and_rotate(

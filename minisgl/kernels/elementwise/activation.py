@@ -1,4 +1,4 @@
-"""The activation of the gated MLP as one Triton kernel, with the rounding of `silu_mul` in
+"""The activation of the gated MLP as one Triton kernel, with the rounding of `gated_mul` in
 reference.py."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl.kernels.tuning import tuning_of
 _COLUMNS = 1024
 
 
-def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
+def gated_mul(gate_up: Tensor, gelu: bool = False, *, pdl: bool = True) -> Tensor:
     """As in dispatch.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the
     rule of launch_options.py."""
     assert gate_up.is_contiguous()
@@ -25,13 +25,14 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
     # One axis of the grid, since the others end at 65,535; a row's blocks of columns are
     # neighbours.
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, _COLUMNS),)
-    _silu_mul_tile[grid](
+    _gated_mul_tile[grid](
         out,
         gate_up,
         num_rows,
         size=size,
         rows=rows,
         columns=_COLUMNS,
+        gelu=gelu,
         num_warps=warps_for(rows * _COLUMNS, per_thread),
         **pdl_options(gate_up.device, pdl),
     )
@@ -39,13 +40,14 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _silu_mul_tile(
+def _gated_mul_tile(
     out,
     gate_up,
     num_rows,
     size: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
+    gelu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A tile of [rows, columns] of the result a program."""
@@ -61,5 +63,5 @@ def _silu_mul_tile(
 
     gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
     up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)
-    product = inlined.silu_mul(gate, up, gate.dtype)
+    product = inlined.gated_mul(gate, up, gelu, gate.dtype)
     tl.store(out + row[:, None] * size + column[None, :], product, mask=inside)

@@ -29,14 +29,15 @@ def qk_norm_rope_store_kv(
     where the device can, by the rule of launch_options.py: positions and slot_mapping must be two
     launches old."""
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    table, q_weight, k_weight, eps = norm_rope
-    assert (q_weight is None) == (k_weight is None)
+    table, q_weight, k_weight, eps, norms_v, v_is_k = norm_rope
+    assert (q_weight is None) == (k_weight is None) and not (norms_v and q_weight is None)
     num_rows, (num_kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = norm_rope.num_heads(qkv.shape[1] // head_dim, num_kv_heads)
+    total = num_heads + 2 * num_kv_heads
     q = qkv.new_empty((num_rows, num_heads, head_dim))
     half_block = triton.next_power_of_2(head_dim // 2)
-    head_block = min(max(1024 // half_block, 16), triton.next_power_of_2(qkv.shape[1] // head_dim))
-    _heads_kernel[(num_rows * triton.cdiv(num_heads + 2 * num_kv_heads, head_block),)](
+    head_block = min(max(1024 // half_block, 16), triton.next_power_of_2(total))
+    _heads_kernel[(num_rows * triton.cdiv(total, head_block),)](
         q,
         k_cache,
         v_cache,
@@ -53,6 +54,8 @@ def qk_norm_rope_store_kv(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_pairs=table.shape[1] // 2,
+        norms_v=norms_v,
+        v_is_k=v_is_k,
         head_block=head_block,
         half_block=half_block,
         # In half precision a thread holds 16 bytes of either half. With more threads than half a
@@ -85,13 +88,16 @@ def _heads_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     num_pairs: tl.constexpr,
+    norms_v: tl.constexpr,
+    v_is_k: tl.constexpr,
     head_block: tl.constexpr,
     half_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of a row's heads a program, of q, k or v.
 
-    All are normed and rotated alike; for heads of v the result is discarded. A head is held as two
+    All are normed and rotated alike; for heads of v the result is discarded, unless it is that of a
+    norm without weights. A head is held as two
     halves, whose elements are rotated in pairs: its own, or where only its first elements are
     rotated these first, and the others behind them.
     """
@@ -120,7 +126,8 @@ def _heads_kernel(
     if pdl:  # for qkv, and for the last reader of q's memory and of the cache
         tl.extra.cuda.gdc_wait()
 
-    place = row * row_stride + head * head_dim
+    source = tl.where(is_v, head - num_kv_heads, head) if v_is_k else head
+    place = row * row_stride + source * head_dim
     inside = (head < total) & (column < half)
     first = tl.load(qkv + place + one, mask=inside, other=0.0)
     second = tl.load(qkv + place + other, mask=inside, other=0.0)
@@ -132,12 +139,15 @@ def _heads_kernel(
 
     dtype = first.dtype
     x, y = first.to(tl.float32), second.to(tl.float32)
+    value, second_value = first, second
     if q_weight is not None:
         scale = rms_scale(tl.sum(x * x + y * y, axis=1, keep_dims=True), head_dim, eps)
+        if norms_v:
+            value, second_value = (x * scale).to(dtype), (y * scale).to(dtype)
         x = apply_norm(first, scale, tl.where(is_q, first_q, first_k)).to(tl.float32)
         y = apply_norm(second, scale, tl.where(is_q, second_q, second_k)).to(tl.float32)
-    first = tl.where(is_v, first, (x * cos - y * sin).to(dtype))
-    second = tl.where(is_v, second, (y * cos + x * sin).to(dtype))
+    first = tl.where(is_v, value, (x * cos - y * sin).to(dtype))
+    second = tl.where(is_v, second_value, (y * cos + x * sin).to(dtype))
 
     q_place = row * (num_heads * head_dim) + head * head_dim
     tl.store(q + q_place + one, first, mask=inside & is_q)

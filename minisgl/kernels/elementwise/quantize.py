@@ -36,11 +36,18 @@ def quantize(
     return _quantize(x, x.shape[1], group, static, gated=False, pdl=pdl)
 
 
-def silu_mul_quantize(
-    gate_up: Tensor, group: int | None = None, static: Tensor | None = None, *, pdl: bool = True
+def gated_mul_quantize(
+    gate_up: Tensor,
+    group: int | None = None,
+    static: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    pdl: bool = True,
 ) -> Fp8Rows:
-    """quantize(silu_mul(gate_up), group, static). gate_up: [m, 2 · k], its rows contiguous."""
-    return _quantize(gate_up, gate_up.shape[1] // 2, group, static, gated=True, pdl=pdl)
+    """quantize(gated_mul(gate_up, gelu), group, static). gate_up: [m, 2 · k], its rows
+    contiguous."""
+    size = gate_up.shape[1] // 2
+    return _quantize(gate_up, size, group, static, gated=True, gelu=gelu, pdl=pdl)
 
 
 def rms_norm_quantize(
@@ -72,7 +79,14 @@ def add_rms_norm_quantize(
 
 
 def _quantize(
-    x: Tensor, size: int, group: int | None, static: Tensor | None, *, gated: bool, pdl: bool
+    x: Tensor,
+    size: int,
+    group: int | None,
+    static: Tensor | None,
+    *,
+    gated: bool,
+    gelu: bool = False,
+    pdl: bool,
 ) -> Fp8Rows:
     assert x.stride(1) == 1
     num_rows = len(x)
@@ -93,7 +107,7 @@ def _quantize(
     if spread:
         parts = torch.empty((num_rows, across), dtype=torch.float32, device=x.device)
         _largest_of_parts[grid](
-            parts, x, x.stride(0), size=size, columns=columns, gated=gated, **options
+            parts, x, x.stride(0), size=size, columns=columns, gated=gated, gelu=gelu, **options
         )
     _quantize_rows[grid](
         out.data,
@@ -108,6 +122,7 @@ def _quantize(
         columns=columns,
         pieces=pieces,
         gated=gated,
+        gelu=gelu,
         **options,
     )
     return out
@@ -156,12 +171,12 @@ def _allocate(num_rows: int, size: int, group: int | None, like: Tensor) -> Fp8R
 
 
 @triton.jit
-def _load(x, column, size: tl.constexpr, gated: tl.constexpr):
-    """Columns of a row of x, or of silu_mul(x) if `gated`."""
+def _load(x, column, size: tl.constexpr, gated: tl.constexpr, gelu: tl.constexpr):
+    """Columns of a row of x, or of gated_mul(x) if `gated`."""
     found = tl.load(x + column, mask=column < size, other=0.0)
     if gated:
         up = tl.load(x + size + column, mask=column < size, other=0.0)
-        found = inlined.silu_mul(found, up, found.dtype)
+        found = inlined.gated_mul(found, up, gelu, found.dtype)
     return found
 
 
@@ -173,6 +188,7 @@ def _largest_of_parts(
     size: tl.constexpr,
     columns: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """The largest magnitude in each `columns` of a row."""
@@ -183,7 +199,7 @@ def _largest_of_parts(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    found = _load(x + row * x_stride, column, size, gated)
+    found = _load(x + row * x_stride, column, size, gated, gelu)
     tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
 
 
@@ -201,10 +217,11 @@ def _quantize_rows(
     columns: tl.constexpr,
     pieces: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """`pieces` times `columns` of a row: all of it, or a part if the scale is not that of a row, or
-    `parts` has the largest magnitudes of each. x is the input of silu_mul if `gated`."""
+    `parts` has the largest magnitudes of each. x is the input of gated_mul if `gated`."""
     across: tl.constexpr = (size + columns * pieces - 1) // (columns * pieces)
     row = (tl.program_id(0) // across).to(tl.int64)
     first = tl.program_id(0) % across * columns * pieces
@@ -216,7 +233,7 @@ def _quantize_rows(
 
     loaded, largest = (), 0.0
     for i in tl.static_range(pieces):
-        loaded += (_load(x, lane + i * columns, size, gated),)
+        loaded += (_load(x, lane + i * columns, size, gated, gelu),)
     if parts is not None:
         part = tl.arange(0, triton.next_power_of_2(across))
         found = tl.load(parts + row * across + part, mask=part < across, other=0.0)

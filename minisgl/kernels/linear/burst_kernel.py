@@ -47,6 +47,7 @@ def burst_kernel(
     parts: tl.constexpr,
     pieces: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     whole_n: tl.constexpr,
     whole_k: tl.constexpr,
     pdl: tl.constexpr,
@@ -111,5 +112,5 @@ def burst_kernel(
     up = total(up, groups) if gated else acc
     finish(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        row, column, num_rows, n, gated,
+        row, column, num_rows, n, gated, gelu,
     )  # fmt: skip

@@ -101,6 +101,7 @@ def linear(
         # As wide as a tile of x, so that the compiler keeps both in one layout.
         "parts": max(triton.next_power_of_2(num_parts), tiles.block_k // tiles.groups),
         "gated": gated,
+        "gelu": epilogue.gelu,
         "whole_n": n % tiles.block_n == 0,
         "whole_k": k % tiles.block_k == 0,
         "num_warps": tiles.num_warps,

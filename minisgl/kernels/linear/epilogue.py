@@ -25,6 +25,7 @@ class Epilogue(NamedTuple):
 
     # silu(gate) · up, a new tensor [m, n / 2]: W has the rows of the gate first, and there is no b.
     gated: bool = False
+    gelu: bool = False  # if gated: gelu(gate) · up, as gated_mul of reference.py
     # [m, n] contiguous: y is added to it in place. What is returned are the squares [m, any]
     # float32 that a FusedNorm of the sum takes.
     residual: Tensor | None = None

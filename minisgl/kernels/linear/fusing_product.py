@@ -44,17 +44,22 @@ class FusingProduct(Product):
             return super().of_norm(residual, weights)
         return self.gemm(rows, norm=FusedNorm(weights.weight, weights.eps, squares)), rows
 
-    def silu_mul_of_norm(
-        self, residual: Residual, weights: NormWeights, after: Product
+    def gated_mul_of_norm(
+        self, residual: Residual, weights: NormWeights, after: Product, *, gelu: bool = False
     ) -> tuple[Any, Tensor]:
         rows, squares = residual.rows, residual.squares
         if self.bias is not None or not self.fuses(rows.shape[0], gated=True):
-            return super().silu_mul_of_norm(residual, weights, after)
+            return super().gated_mul_of_norm(residual, weights, after, gelu=gelu)
         if squares is not None and self.fuses(rows.shape[0], gated=True, normed=True):
             fused = FusedNorm(weights.weight, weights.eps, squares)
-            return self.gemm(rows, GATED, norm=fused), rows
+            return self.gemm(rows, GATED._replace(gelu=gelu), norm=fused), rows
         x, rows = norm(residual, weights)
-        return self.gemm(x, GATED), rows
+        return self.gemm(x, GATED._replace(gelu=gelu)), rows
+
+    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+        if self.bias is not None or not self.fuses(x.shape[0], gated=True):
+            return super().gated_mul_of(x, after, gelu=gelu)
+        return self.gemm(x, GATED._replace(gelu=gelu))
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         if not self.fuses(x.shape[0]):

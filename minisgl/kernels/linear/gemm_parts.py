@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.comm.mailbox import send
-from minisgl.kernels.inlined import arrive, silu_mul
+from minisgl.kernels.inlined import arrive, gated_mul
 
 
 @triton.jit
@@ -158,6 +158,7 @@ def finish(
     num_rows,
     n,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
 ):
     """Writes the block at rows `row` and columns `column`. `up` is used if gated, `residual` if
     there are squares to write, `exchange` of each row if there are `targets`, the addresses of
@@ -166,7 +167,7 @@ def finish(
     if bias is not None:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     if gated:
-        acc = silu_mul(acc, up, dtype)
+        acc = gated_mul(acc, up, gelu, dtype)
     result = acc.to(dtype)
     inside = (row < num_rows)[:, None] & (column < n)[None, :]
     if squares is not None:
@@ -204,6 +205,7 @@ def finish_split(
     n,
     k,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
 ):
     """As `finish`, for the sums of one split of k, if there are `partials`: the programs of a block
     store theirs there, and the last one adds them up. `live`: what of the block exists."""
@@ -228,10 +230,10 @@ def finish_split(
                 up = acc
             finish(
                 out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-                row, column, num_rows, n, gated,
+                row, column, num_rows, n, gated, gelu,
             )  # fmt: skip
     else:
         finish(
             out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-            row, column, num_rows, n, gated,
+            row, column, num_rows, n, gated, gelu,
         )  # fmt: skip

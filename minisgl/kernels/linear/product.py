@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minisgl.kernels.dispatch import silu_mul
+from minisgl.kernels.dispatch import gated_mul
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -47,20 +47,25 @@ class Product(ABC):
         x, rows = norm(residual, weights)
         return x, self(x), rows
 
-    def silu_mul(self, gate_up: Tensor) -> Any:
-        """silu(gate) · up as an x of this product: a tensor, or whatever else this one takes.
+    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Any:
+        """silu(gate) · up, or gelu(gate) · up, as an x of this product: a tensor, or whatever else
+        this one takes.
 
         gate_up: [num_rows, 2 · k], the gates first.
         """
-        return silu_mul(gate_up)
+        return gated_mul(gate_up, gelu)
 
-    def silu_mul_of_norm(
-        self, residual: Residual, weights: NormWeights, after: Product
+    def gated_mul_of_norm(
+        self, residual: Residual, weights: NormWeights, after: Product, *, gelu: bool = False
     ) -> tuple[Any, Tensor]:
-        """As of_norm, but in place of y, whose first half is the gate, returns silu(gate) · up
-        [num_rows, n / 2] as an x of the product `after`."""
+        """As of_norm, but in place of y, whose first half is the gate, returns what gated_mul of
+        the product `after` does: [num_rows, n / 2]."""
         y, rows = self.of_norm(residual, weights)
-        return after.silu_mul(y), rows
+        return after.gated_mul(y, gelu), rows
+
+    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+        """As gated_mul_of_norm, for x as it is."""
+        return after.gated_mul(self(x), gelu)
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         """The stream rows + y. May overwrite rows: [num_rows, n] contiguous."""

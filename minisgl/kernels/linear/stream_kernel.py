@@ -50,6 +50,7 @@ def stream_kernel(
     groups: tl.constexpr,
     parts: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     whole_n: tl.constexpr,
     whole_k: tl.constexpr,
     stages: tl.constexpr,
@@ -113,5 +114,5 @@ def stream_kernel(
     up = total(up, groups) if gated else acc
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        partials, semaphores, split_size, live, row, column, num_rows, n, k, gated,
+        partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
     )  # fmt: skip

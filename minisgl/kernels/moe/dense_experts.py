@@ -29,12 +29,13 @@ class DenseExperts(ExpertsProduct):
         dtype: torch.dtype,
         bias: bool = False,
         clamped: Clamped | None = None,
+        gelu: bool = False,
     ) -> DenseExperts:
         """Uninitialised weights, on torch's default device."""
         gate_up = torch.empty((num_experts, 2 * size, hidden_size), dtype=dtype)
         down = torch.empty((num_experts, hidden_size, size), dtype=dtype)
         biases = ExpertBiases.allocate(num_experts, hidden_size, size, dtype) if bias else None
-        return DenseExperts(ExpertWeights(gate_up, down, biases, clamped))
+        return DenseExperts(ExpertWeights(gate_up, down, biases, clamped, gelu))
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

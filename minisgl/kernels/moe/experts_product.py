@@ -15,7 +15,7 @@ from minisgl.kernels.residual import Residual
 
 
 class ExpertsProduct(ABC):
-    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
+    """The weighted sum over each row's chosen experts e of down[e] · gated_mul(gate_up[e] · x).
 
     x: [num_rows, hidden_size]; it and the tensors of a choice are contiguous, and of the model's
     dtype.

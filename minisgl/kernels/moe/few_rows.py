@@ -32,9 +32,9 @@ def few_rows_experts(
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
-    logits, normalize, chosen, weights = None, False, None, None
+    logits, scales, normalize, chosen, weights = None, None, False, None, None
     if isinstance(choice, ByRouter):
-        logits, normalize = choice.logits, choice.routing.normalize
+        logits, (_, normalize), scales = choice
     else:
         chosen, weights = choice
     up_bias, down_bias = experts.biases or (None, None)
@@ -56,6 +56,7 @@ def few_rows_experts(
         up_bias,
         exact=x.dtype == torch.float32,
         **clamp_options(experts.clamped),
+        gelu=experts.gelu,
         block_n=tiles.inner.block_n,
         block_m=tiles.inner.block_m,
         block_k=tiles.inner.block_k,
@@ -70,6 +71,7 @@ def few_rows_experts(
         squares,
         inner,
         logits,
+        scales,
         chosen,
         weights,
         experts.down,
@@ -101,6 +103,7 @@ def _few_inner(
     exact: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
+    gelu: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -129,7 +132,7 @@ def _few_inner(
         bias += expert * (2 * size) + output
         gate += tl.load(bias, mask=output < size, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + size, mask=output < size, other=0.0).to(tl.float32)[:, None]
-    result = activated(gate, up, limit, alpha, inner.dtype.element_ty)
+    result = activated(gate, up, limit, alpha, gelu, inner.dtype.element_ty)
     place = inner + pair * size + output[:, None] + tl.zeros([1, block_m], tl.int32)
     tl.store(place, result, mask=(output < size)[:, None] & inside[None, :])
 
@@ -140,6 +143,7 @@ def _few_outer(
     squares,
     inner,
     logits,
+    scales,
     chosen,
     weights,
     weight,
@@ -167,7 +171,7 @@ def _few_outer(
         expert_weight = tl.load(weights + pair, mask=place < top_k, other=0.0)
     else:
         probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
-        expert_weight = weights_of(probability, order, top_k, normalize)
+        expert_weight = weights_of(probability, order, scales, num_experts, top_k, normalize)
         is_here = order[:, None] == place[None, :]
         expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
         expert_weight = tl.sum(tl.where(is_here, expert_weight[:, None], 0.0), 0)

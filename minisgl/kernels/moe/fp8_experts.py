@@ -70,7 +70,9 @@ def _many_rows_experts(
         else:
             group = weight.group if experts.activations == Activations.GROUP else None
             rounded = quantize(source, group, pdl=pdl)
-        _multiply(rounded, weight, target, pairs, weights, product, gated=source is x, pdl=pdl)
+        gated = source is x
+        gelu = gated and experts.gelu
+        _multiply(rounded, weight, target, pairs, weights, product, gated=gated, gelu=gelu, pdl=pdl)
     return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
 
 
@@ -105,6 +107,7 @@ def _multiply(
     tiles: ExpertTiles,
     *,
     gated: bool,
+    gelu: bool,
     pdl: bool,
 ) -> None:
     counts, lists = pairs
@@ -127,6 +130,7 @@ def _multiply(
         shared=num_pairs // len(rows),
         places=tiles.places,
         gated=gated,
+        gelu=gelu,
         scale_rows=0 if weight.block is None else weight.block[0],
         exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
         whole_k=num_inputs % tiles.block_k == 0 and tiles.block_k >= 32,
@@ -194,6 +198,7 @@ def _expert_product(
     shared: tl.constexpr,
     places: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     scale_rows: tl.constexpr,
     exact_k: tl.constexpr,
     whole_k: tl.constexpr,
@@ -265,4 +270,6 @@ def _expert_product(
             total *= tl.load(w_scale)[:, None] * by_x
             if gated:
                 up_total *= tl.load(up_scale)[:, None] * by_x
-        store_outputs(target, weights, total, up_total, pair, inside, output, num_outputs, gated)
+        store_outputs(
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated, gelu=gelu
+        )

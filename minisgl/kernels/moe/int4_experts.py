@@ -42,8 +42,9 @@ def fused_experts(
     pairs = list_pairs(chosen, len(experts.down.data), pdl=pdl)
     inner = x.new_empty((chosen.numel(), experts.down.data.shape[2] * 4))
     outputs = x.new_empty((chosen.numel(), x.shape[1]))
-    _multiply(x, experts.gate_up, inner, pairs, weights, tiles.inner, gated=True, pdl=pdl)
-    _multiply(inner, experts.down, outputs, pairs, weights, tiles.outer, gated=False, pdl=pdl)
+    first = {"gated": True, "gelu": experts.gelu, "pdl": pdl}
+    _multiply(x, experts.gate_up, inner, pairs, weights, tiles.inner, **first)
+    _multiply(inner, experts.down, outputs, pairs, weights, tiles.outer, pdl=pdl)
     return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
 
 
@@ -55,7 +56,8 @@ def _multiply(
     weights: Tensor,
     tiles: ExpertTiles,
     *,
-    gated: bool,
+    gated: bool = False,
+    gelu: bool = False,
     pdl: bool,
 ) -> None:
     counts, lists = pairs
@@ -76,6 +78,7 @@ def _multiply(
         shared=num_pairs // len(source),
         places=tiles.places,
         gated=gated,
+        gelu=gelu,
         group=weight.group_size,
         block_n=tiles.block_n,
         block_m=tiles.block_m,
@@ -113,6 +116,7 @@ def _expert_product(
     shared: tl.constexpr,
     places: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     group: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -164,7 +168,9 @@ def _expert_product(
                 up_total += _product(
                     w, x, scales, zeros, here + num_outputs, all_outputs, block_k // group
                 )
-        store_outputs(target, weights, total, up_total, pair, inside, output, num_outputs, gated)
+        store_outputs(
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated, gelu=gelu
+        )
 
 
 @triton.jit

@@ -59,6 +59,7 @@ def many_rows_experts(
             gated=source is x,
             exact=x.dtype == torch.float32,
             **clamp_options(experts.clamped),
+            gelu=experts.gelu,
             block_n=product.block_n,
             block_m=product.block_m,
             block_k=product.block_k,
@@ -149,6 +150,7 @@ def _expert_product(
     exact: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
+    gelu: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -183,7 +185,7 @@ def _expert_product(
         )  # fmt: skip
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha,
+            bias, limit, alpha, gelu,
         )  # fmt: skip
 
 
@@ -201,6 +203,7 @@ def store_outputs(
     bias=None,
     limit: tl.constexpr = None,
     alpha: tl.constexpr = None,
+    gelu: tl.constexpr = False,
 ):
     """Writes columns `output` of the pairs that are `inside`, as `finished` makes them. total,
     up_total: [outputs, pairs] float32."""
@@ -209,7 +212,7 @@ def store_outputs(
         pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
     kind: tl.constexpr = target.dtype.element_ty
     result = finished(
-        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, kind
+        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, gelu, kind
     )
     target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
     mask = (output < num_outputs)[:, None] & inside[None, :]
@@ -227,10 +230,11 @@ def finished(
     bias,
     limit: tl.constexpr,
     alpha: tl.constexpr,
+    gelu: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """silu(total) · up_total if gated, or what `activated` makes of them with a limit, else total
-    times the weight of its pair; with the bias of the expert, and in the dtype `kind`."""
+    """What `activated` makes of total and up_total if gated, else total times the weight of its
+    pair; with the bias of the expert, and in the dtype `kind`."""
     if bias is not None:
         is_output = output < num_outputs
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
@@ -238,7 +242,7 @@ def finished(
             up_bias = tl.load(bias + num_outputs + output, mask=is_output, other=0.0)
             up_total += up_bias.to(tl.float32)[:, None]
     if gated:
-        return activated(total, up_total, limit, alpha, kind)
+        return activated(total, up_total, limit, alpha, gelu, kind)
     else:
         return (total.to(kind).to(tl.float32) * pair_weight).to(kind)
 

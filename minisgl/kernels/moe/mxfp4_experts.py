@@ -97,6 +97,8 @@ Multiply = Callable[[_Gemm, ExpertTiles], None]
 
 def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
+    if isinstance(choice, ByRouter) and choice.scales is not None:
+        choice = choose(choice, pdl=pdl)
     logits, normalize, chosen, weights = None, False, None, None
     if isinstance(choice, ByRouter):
         logits, normalize = choice.logits, choice.routing.normalize
@@ -256,7 +258,7 @@ def _pair_product(
         is_mine = order == pair % top_k
         expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
         if not gated:
-            share = weights_of(probability, order, top_k, normalize)
+            share = weights_of(probability, order, None, num_experts, top_k, normalize)
             pair_weight = tl.sum(tl.where(is_mine, share, 0.0)).to(kind).to(tl.float32)
     if bias is not None:
         bias += expert * (2 * num_outputs if gated else num_outputs)
@@ -266,7 +268,7 @@ def _pair_product(
         block_n, block_m, block_k, stages, packed,
     )  # fmt: skip
     result = finished(
-        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, kind
+        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, False, kind
     )
     target_at = target + pair.to(tl.int64) * num_outputs + output[:, None]
     first = tl.arange(0, block_m)[None, :] == 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.kernels.elementwise.reference import silu_mul
+from minisgl.kernels.elementwise.reference import gated_mul
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
     Fp8Product,
@@ -31,7 +31,10 @@ class InputScales(NamedTuple):
 
 
 class QuantizedExperts(ExpertsProduct):
-    """Experts whose matrices are products of one expert each, on any device."""
+    """Experts whose matrices are products of one expert each, on any device. `gelu`: as in
+    ExpertWeights."""
+
+    gelu: bool
 
     @abstractmethod
     def gate_up_of(self, expert: int) -> Product:
@@ -45,7 +48,7 @@ class QuantizedExperts(ExpertsProduct):
 
     def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
-            return self.down_of(expert)(silu_mul(self.gate_up_of(expert)(rows)))
+            return self.down_of(expert)(gated_mul(self.gate_up_of(expert)(rows), self.gelu))
 
         return reference.weighted_sum(x, output, choice)
 
@@ -60,6 +63,7 @@ class Fp8Experts(QuantizedExperts):
         *,
         activations: Activations,
         input_scales: InputScales | None = None,
+        gelu: bool = False,
     ) -> None:
         """gate_up: [num_experts, 2 · size, hidden_size], an expert's gates first; down:
         [num_experts, hidden_size, size]."""
@@ -67,6 +71,7 @@ class Fp8Experts(QuantizedExperts):
         self.down = down
         self.activations = activations
         self.input_scales = input_scales
+        self.gelu = gelu
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -96,11 +101,12 @@ class Fp8Experts(QuantizedExperts):
 class Int4Experts(QuantizedExperts):
     """Experts in INT4."""
 
-    def __init__(self, gate_up: Int4Weights, down: Int4Weights) -> None:
+    def __init__(self, gate_up: Int4Weights, down: Int4Weights, *, gelu: bool = False) -> None:
         """gate_up: [num_experts, 2 · size, hidden_size], an expert's gates first; down:
         [num_experts, hidden_size, size]."""
         self.gate_up = gate_up
         self.down = down
+        self.gelu = gelu
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.elementwise.reference import silu_mul
+from minisgl.kernels.elementwise.reference import gated_mul
 
 
 class Routing(NamedTuple):
@@ -24,6 +24,7 @@ class ByRouter(NamedTuple):
 
     logits: Tensor  # [num_rows, num_experts]
     routing: Routing
+    scales: Tensor | None = None  # [num_experts]: multiply the weights, last of all
 
     @property
     def top_k(self) -> int:
@@ -75,34 +76,39 @@ class ExpertWeights(NamedTuple):
     down: Tensor  # [num_experts, hidden_size, size]
     biases: ExpertBiases | None = None
     clamped: Clamped | None = None  # None: silu(gate) · up
+    gelu: bool = False  # gelu(gate) · up, as gated_mul of elementwise/reference.py
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.gate_up, self.down, *(self.biases or ())
 
 
-def activated(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
+def activated(gate_up: Tensor, clamped: Clamped | None, gelu: bool = False) -> Tensor:
     """What the second product of an expert multiplies. gate_up: [num_rows, 2 · size], the gates
     first; of the clamped kind only the result is rounded."""
     if clamped is None:
-        return silu_mul(gate_up)
+        return gated_mul(gate_up, gelu)
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
     product: Tensor = gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
     return product.to(gate_up.dtype)
 
 
-def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def topk_softmax(
+    logits: Tensor, routing: Routing, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The `top_k` most likely experts of each row, and their weights.
 
     logits: [num_rows, num_experts]. Returns [num_rows, top_k] int32, and of the same shape and
-    logits' dtype the softmax over all experts, computed in float32 and normalized if the routing
-    says so.
+    logits' dtype the softmax over all experts, computed in float32, normalized if the routing says
+    so, and multiplied by the `scales` of the experts [num_experts].
     """
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
     weights, chosen = probabilities.topk(routing.top_k, dim=-1)
     if routing.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales.float()[chosen]
     return chosen.int(), weights.to(logits.dtype)
 
 
@@ -112,8 +118,8 @@ def choose(choice: Choice) -> Chosen:
 
 
 def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
-    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x), with
-    their biases and activation where they have others.
+    """The weighted sum over each row's chosen experts e of down[e] · gated_mul(gate_up[e] · x),
+    with their biases and activation where they have others.
 
     x: [num_rows, hidden_size]. Returns a new tensor like x.
     """
@@ -122,7 +128,9 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
     def output(expert: int, rows: Tensor) -> Tensor:
         up_bias, down_bias = (None, None) if biases is None else (bias[expert] for bias in biases)
         gate_up = F.linear(rows, experts.gate_up[expert], up_bias)
-        return F.linear(activated(gate_up, experts.clamped), experts.down[expert], down_bias)
+        return F.linear(
+            activated(gate_up, experts.clamped, experts.gelu), experts.down[expert], down_bias
+        )
 
     return weighted_sum(x, output, choice)
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import clamped_mul, silu_mul
+from minisgl.kernels.inlined import clamped_mul, gated_mul
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.reference import Choice, Chosen, Clamped, Routing
 
@@ -21,14 +21,17 @@ def place_for_sum(
     return residual, x.new_empty((len(x), num_blocks), dtype=torch.float32)
 
 
-def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; logits contiguous. pdl: overlap launches where the device
+def topk_softmax(
+    logits: Tensor, routing: Routing, scales: Tensor | None = None, *, pdl: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As topk_softmax of reference.py; both contiguous. pdl: overlap launches where the device
     can, by the rule of kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     _topk_softmax_row[(num_rows,)](
         logits,
+        scales,
         chosen,
         weights,
         num_experts=num_experts,
@@ -53,10 +56,17 @@ def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
 
 
 @triton.jit
-def activated(gate, up, limit: tl.constexpr, alpha: tl.constexpr, dtype: tl.constexpr):
-    """As activated of reference.py; silu(gate) · up without a limit."""
+def activated(
+    gate,
+    up,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    gelu: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """As activated of reference.py; not clamped without a limit."""
     if limit is None:
-        return silu_mul(gate, up, dtype)
+        return gated_mul(gate, up, gelu, dtype)
     else:
         return clamped_mul(gate, up, limit, alpha, dtype)
 
@@ -86,17 +96,28 @@ def expert_places(logits, num_experts: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def weights_of(probability, place, top_k: tl.constexpr, normalize: tl.constexpr):
-    """The weights of the chosen experts; 0 for the others."""
+def weights_of(
+    probability,
+    place,
+    scales,
+    num_experts: tl.constexpr,
+    top_k: tl.constexpr,
+    normalize: tl.constexpr,
+):
+    """The weights of the chosen experts, times their scales if there are some; 0 for the others."""
     weight = tl.where(place < top_k, probability, 0.0)
     if normalize:
         weight /= tl.sum(weight)
+    if scales is not None:
+        expert = tl.arange(0, place.shape[0])
+        weight *= tl.load(scales + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
     return weight
 
 
 @triton.jit
 def _topk_softmax_row(
     logits,
+    scales,
     chosen,
     weights,
     num_experts: tl.constexpr,
@@ -110,7 +131,7 @@ def _topk_softmax_row(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     probability, place = expert_places(logits + row * num_experts, num_experts, experts_block)
-    weight = weights_of(probability, place, top_k, normalize)
+    weight = weights_of(probability, place, scales, num_experts, top_k, normalize)
     target = row * top_k + place
     tl.store(chosen + target, tl.arange(0, experts_block), mask=place < top_k)
     tl.store(weights + target, weight.to(weights.dtype.element_ty), mask=place < top_k)

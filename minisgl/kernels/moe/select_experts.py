@@ -16,6 +16,7 @@ def fp8_experts(
     *,
     activations: Activations,
     input_scales: InputScales | None = None,
+    gelu: bool = False,
 ) -> Fp8Experts:
     """Experts in FP8; the arguments are those of Fp8Experts."""
     kind = Fp8Experts
@@ -23,17 +24,17 @@ def fp8_experts(
         from minisgl.kernels.moe.fp8_experts import TensorCoreExperts
 
         kind = TensorCoreExperts
-    return kind(gate_up, down, activations=activations, input_scales=input_scales)
+    return kind(gate_up, down, activations=activations, input_scales=input_scales, gelu=gelu)
 
 
-def int4_experts(gate_up: Int4Weights, down: Int4Weights) -> Int4Experts:
+def int4_experts(gate_up: Int4Weights, down: Int4Weights, *, gelu: bool = False) -> Int4Experts:
     """Experts in INT4; the arguments are those of Int4Experts."""
     kind = Int4Experts
     if runs_triton(gate_up.data.device):
         from minisgl.kernels.moe.int4_experts import WeightOnlyExperts
 
         kind = WeightOnlyExperts
-    return kind(gate_up, down)
+    return kind(gate_up, down, gelu=gelu)
 
 
 def mxfp4_experts(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.kernels.elementwise.reference import rms_norm, silu_mul
+from minisgl.kernels.elementwise.reference import gated_mul, rms_norm
 from minisgl.kernels.moe.reference import Routing, topk_softmax
 
 _NUM_ROWS = 7
@@ -47,7 +47,7 @@ def has_plain_experts(module: Any) -> bool:
     if not module.is_concatenated:
         return False
     gate_up = torch.linspace(-9, 9, 24, device="cpu").view(2, 12)
-    return _is_close(module._apply_gate(gate_up), silu_mul(gate_up))
+    return _is_close(module._apply_gate(gate_up), gated_mul(gate_up))
 
 
 def epsilon(module: nn.Module) -> float | None:

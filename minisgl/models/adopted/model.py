@@ -115,7 +115,7 @@ class AdoptedModel:
     ) -> Tensor:
         """As in Decoder."""
         by_number = dict(zip(self._layers, states, strict=True))
-        self._seat.step = Step(batch, by_number, attention, _NO_TABLE)
+        self._seat.step = Step(batch, by_number, attention, {})
         if self._stages is not None:
             self._stages.begin(received)
         try:

@@ -152,8 +152,8 @@ class Norm(Node):
     def gated(self, gate_up: Product, after: Product) -> Any:
         """silu(gate) · up for x the norm, as an x of the product `after`."""
         if self.is_computed:
-            return after.silu_mul(gate_up(self.value()))
-        hidden, rows = gate_up.silu_mul_of_norm(self._stream.residual, self._weights, after)
+            return after.gated_mul(gate_up(self.value()))
+        hidden, rows = gate_up.gated_mul_of_norm(self._stream.residual, self._weights, after)
         self._stream.is_joined(rows)
         return hidden
 
@@ -179,7 +179,7 @@ class Call(Node):
         """silu(gate) · up, whose gates are the first half of y, as an x of the product `after`."""
         if isinstance(self.x, Norm) and not self.is_computed:
             return self.x.gated(self.linear.product, after)
-        return after.silu_mul(self.value())
+        return after.gated_mul(self.value())
 
 
 class Columns(Node):
@@ -212,7 +212,7 @@ class Gated(Node):
         self.call = call
 
     def compute(self) -> Tensor:
-        return dispatch.silu_mul(self.call.value())
+        return dispatch.gated_mul(self.call.value())
 
 
 class Output(Addend):

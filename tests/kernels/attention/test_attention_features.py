@@ -88,6 +88,21 @@ def test_fused_rope_store_decode_matches_the_reference(shape: Shape, normed: boo
     check_decode_qkv(TritonAttention(), shape, [0, 257], normed=normed, seed=1)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape_of(2, 64, 16, norms_v=True, window=20),
+        shape_of(3, 96, 4, norms_v=True, v_is_k=True),
+        shape_of(4, 512, 16, norms_v=True, v_is_k=True, dtype=torch.float16),
+        shape_of(4, 128, 16, norms_v=True, v_is_k=True, kv_scales=SCALES),
+    ],
+    ids=str,
+)
+def test_fused_decode_of_values_that_are_normed_or_keys(shape: Shape) -> None:
+    check_decode_qkv(TritonAttention(TILES), shape, [1, 0, 15, 17, 34, 130], normed=True)
+    check_decode_qkv(TritonAttention(TILES), replace(shape, norms_v=False), [0, 33], normed=False)
+
+
 @pytest.mark.parametrize("backend", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("shape", WINDOWS + OTHERS + WIDTHS, ids=str)
 def test_prefill_matches_the_reference(shape: Shape, backend: TritonAttention) -> None:

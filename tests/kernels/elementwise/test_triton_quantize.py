@@ -17,12 +17,12 @@ from support.fp8_cases import bits, expected_rows
 
 from minisgl.kernels.elementwise import quantize as rounding
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.quantize import (
     add_rms_norm_quantize,
+    gated_mul_quantize,
     quantize,
     rms_norm_quantize,
-    silu_mul_quantize,
 )
 from minisgl.kernels.fp8_rows import Fp8Rows, room
 from minisgl.kernels.tuning import H200
@@ -82,13 +82,14 @@ def test_a_norm_is_rounded_first_to_its_dtype(
 
 
 @pytest.mark.parametrize(("m", "k"), SHAPES)
-def test_silu_mul_is_rounded_first_to_its_dtype(
-    m: int, k: int, scales: tuple[int | None, Tensor | None]
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_mul_is_rounded_first_to_its_dtype(
+    m: int, k: int, gelu: bool, scales: tuple[int | None, Tensor | None]
 ) -> None:
     gate_up = random(m, 2 * k)
     found, (x8, scale) = (
-        silu_mul_quantize(gate_up, *scales),
-        expected_rows(silu_mul(gate_up), *scales),
+        gated_mul_quantize(gate_up, *scales, gelu=gelu),
+        expected_rows(gated_mul(gate_up, gelu), *scales),
     )
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
@@ -103,7 +104,7 @@ def test_long_rows_are_rounded_alike_by_several_programs_and_by_one(
     x8, scale = expected_rows(x)
     found = quantize(x)
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
-    found, (x8, scale) = silu_mul_quantize(x), expected_rows(silu_mul(x))
+    found, (x8, scale) = gated_mul_quantize(x), expected_rows(gated_mul(x))
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
 
@@ -172,7 +173,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 def test_no_rows() -> None:
     x = torch.randn(0, 64, device=DEVICE).half()
     assert quantize(x, 16).scale.shape == (0, 4) and len(quantize(x)) == 0
-    assert silu_mul_quantize(x).data.shape == (0, 32)
+    assert gated_mul_quantize(x).data.shape == (0, 32)
     weight = torch.ones(64, device=DEVICE).half()
     assert rms_norm_quantize(x, weight, EPS).scale.shape == (0,)
 

@@ -124,9 +124,9 @@ def test_a_product_computes_the_steps_around_it(
             total = x if residual.delta is None else x + delta
             normed = reference.rms_norm(total, norm.weight, norm.eps)
             expected = linear(quantize(normed, *scales), gate_up.weight, None)
-            hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
+            hidden, rows = gate_up.gated_mul_of_norm(residual, norm, down)
             assert torch.equal(rows, total)
-            expected = quantize(reference.silu_mul(expected), *scales)
+            expected = quantize(reference.gated_mul(expected), *scales)
             after = down.add_to(hidden, rows)
             assert after.rows is rows and after.delta is not None
             torch.testing.assert_close(

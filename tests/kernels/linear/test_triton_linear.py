@@ -63,13 +63,17 @@ def test_linear_matches_torch(m: int, n: int, k: int, biased: bool, how: LinearT
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize(("m", "size", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250)])
-def test_linear_silu_mul_matches_the_reference(m: int, size: int, k: int, how: LinearTiles) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_linear_gated_mul_matches_the_reference(
+    m: int, size: int, k: int, gelu: bool, how: LinearTiles
+) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(2 * size, k, device=DEVICE)
     weight /= k**0.5
     room = workspace(m, 2 * size, k, how, gated=True)
     for _ in range(2):
-        out = linear(x, weight, epilogue=GATED, workspace=room, tiles=how)
-        expected = reference.silu_mul(F.linear(x, weight))
+        gated = GATED._replace(gelu=gelu)
+        out = linear(x, weight, epilogue=gated, workspace=room, tiles=how)
+        expected = reference.gated_mul(F.linear(x, weight), gelu)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert not room.semaphores.any()
 
@@ -125,7 +129,7 @@ def test_linear_of_a_norm_matches_the_reference(
     torch.testing.assert_close(out, F.linear(normed, weight, bias), rtol=1e-5, atol=1e-4)
     room = workspace(m, n, k, how, gated=True)
     out = linear(x, weight, epilogue=GATED, norm=norm, workspace=room, tiles=how)
-    expected = reference.silu_mul(F.linear(normed, weight))
+    expected = reference.gated_mul(F.linear(normed, weight))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -158,13 +162,13 @@ def test_the_fused_norm_rounds_like_the_reference(how: LinearTiles) -> None:
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_linear_silu_mul_rounds_like_linear_then_silu_mul(how: LinearTiles) -> None:
+def test_linear_gated_mul_rounds_like_linear_then_gated_mul(how: LinearTiles) -> None:
     """Small integers, so that the products are exact, and the rounding behind them can be seen."""
     x = torch.randint(-2, 3, (5, 200), device=DEVICE).half() / 4
     weight = torch.randint(-2, 3, (2 * 40, 200), device=DEVICE).half() / 4
     room = workspace(5, 80, 200, how, gated=True)
     out = linear(x, weight, epilogue=GATED, workspace=room, tiles=how)
-    expected = reference.silu_mul((x.double() @ weight.double().T).half())
+    expected = reference.gated_mul((x.double() @ weight.double().T).half())
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=0)
 
 

@@ -126,9 +126,11 @@ def test_each_weight_meets_its_column(kind: str) -> None:
     assert torch.equal(out.T.double(), exact)
 
 
-@pytest.mark.parametrize(("normed", "splits"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(
+    ("normed", "splits", "gelu"), [(False, 2, False), (True, 1, False), (False, 2, True)]
+)
 @pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows", "e4m3, blocks"])
-def test_linear_silu_mul(kind: str, normed: bool, splits: int) -> None:
+def test_linear_gated_mul(kind: str, normed: bool, splits: int, gelu: bool) -> None:
     make, k = KINDS[kind]
     m, size = 5, 20
     weight, exact = make(2 * size, k, dtype=HALF)
@@ -137,10 +139,11 @@ def test_linear_silu_mul(kind: str, normed: bool, splits: int) -> None:
     norm = FusedNorm(torch.randn(k, device=DEVICE).to(HALF), EPS, squares) if normed else None
     how = tiles(weight, splits)
     room = workspace(m, 2 * size, k, how, gated=True)
-    out = linear(x, weight, epilogue=GATED, norm=norm, workspace=room, tiles=how)
+    gated = GATED._replace(gelu=gelu)
+    out = linear(x, weight, epilogue=gated, norm=norm, workspace=room, tiles=how)
     if norm is not None:
         x = reference.rms_norm(x, norm.weight, EPS)
-    expected = reference.silu_mul((x.double() @ exact.T).to(HALF))
+    expected = reference.gated_mul((x.double() @ exact.T).to(HALF), gelu)
     torch.testing.assert_close(out, expected, rtol=4e-3, atol=1e-3)
 
 

@@ -78,10 +78,10 @@ METHODS: dict[str, Callable[[WeightOnlyProduct, Tensor], Tensor]] = {
         Residual(x.clone(), squares=squared(x)), NORM
     )[0],
     "of_kept_norm": lambda product, x: product.of_kept_norm(Residual(x.clone()), NORM)[1],
-    "silu_mul_of_norm": lambda product, x: product.silu_mul_of_norm(
+    "gated_mul_of_norm": lambda product, x: product.gated_mul_of_norm(
         Residual(x.clone()), NORM, product
     )[0],
-    "silu_mul_of_norm with squares": lambda product, x: product.silu_mul_of_norm(
+    "gated_mul_of_norm with squares": lambda product, x: product.gated_mul_of_norm(
         Residual(x.clone(), squares=squared(x)), NORM, product
     )[0],
     "add_to": lambda product, x: total(product.add_to(x, x.clone())),

@@ -47,6 +47,11 @@ def test_fused_experts_match_the_reference(num_rows: int, kind: str) -> None:
     check(num_rows, 4, 2, *KINDS[kind], dtype=dtype, device=DEVICE, pdl=False)
 
 
+def test_experts_with_gelu_and_scales_match_the_reference() -> None:
+    kind = KINDS["channels"]
+    check(3, 4, 2, *kind, dtype=torch.float16, device=DEVICE, pdl=False, gelu=True)
+
+
 @pytest.mark.parametrize("kind", ["channels", "blocks that ranks cut", "blocks, static"])
 def test_a_nan_row_harms_no_other_row(kind: str) -> None:
     _, _, blocks, activations = KINDS[kind]

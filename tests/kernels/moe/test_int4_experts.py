@@ -30,6 +30,11 @@ def test_fused_experts_match_the_reference(symmetric: bool, groups: tuple[int, i
     check(3, 4, 2, 128, 64, groups, symmetric=symmetric, dtype=dtype, device=DEVICE, pdl=False)
 
 
+def test_experts_with_gelu_and_scales_match_the_reference() -> None:
+    how = {"symmetric": True, "dtype": torch.float32, "device": DEVICE, "pdl": False}
+    check(3, 4, 2, 128, 64, (64, 32), **how, gelu=True)
+
+
 def test_a_nan_row_harms_no_other_row() -> None:
     experts = random_experts(4, 64, 64, (64, 64), symmetric=False, device=DEVICE)
     routing = Routing(2, normalize=True)

@@ -95,6 +95,14 @@ def test_experts_with_biases_and_a_clamped_activation_match_the_reference(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_experts_with_gelu_and_scales_match_the_reference(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    check_mix(num_rows, 6, 2, 40, 72, dtype=dtype, device=DEVICE, pdl=False, gelu=True)
+
+
 # Of Qwen3-30B-A3B
 ROUTING, NUM_EXPERTS, HIDDEN_SIZE, SIZE = Routing(8, normalize=True), 128, 2048, 768
 

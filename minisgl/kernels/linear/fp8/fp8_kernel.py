@@ -113,5 +113,5 @@ def fp8_kernel(
     acc = tl.trans(acc)
     finish_split(
         out, None, acc, acc, bias, acc, targets, exchange, max_rows, rank,
-        partials, semaphores, split_size, live, row, column, num_rows, n, k, False,
+        partials, semaphores, split_size, live, row, column, num_rows, n, k, False, False,
     )  # fmt: skip

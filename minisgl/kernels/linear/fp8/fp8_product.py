@@ -1,7 +1,7 @@
 """Products with FP8 weights on a GPU with FP8 tensor cores.
 
-x is rounded to FP8 once, in the kernel that computes it where that is a norm or SiLU · up, and the
-GEMM takes it so: ours with few rows, torch's with many.
+x is rounded to FP8 once, in the kernel that computes it where that is a norm or a gated activation,
+and the GEMM takes it so: ours with few rows, torch's with many.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.quantize import (
     add_rms_norm_quantize,
+    gated_mul_quantize,
     quantize,
     rms_norm_quantize,
-    silu_mul_quantize,
 )
 from minisgl.kernels.fp8_rows import Fp8Rows, Rows
 from minisgl.kernels.linear.fp8 import fp8_gemm, scaled_mm
@@ -71,8 +71,8 @@ class TensorCoreProduct(Fp8Product):
             x = add_rms_norm_quantize(delta, rows, weights.weight, weights.eps, *scales)
         return self._multiply(x), rows
 
-    def silu_mul(self, gate_up: Tensor) -> Rows:
-        return silu_mul_quantize(gate_up, self._group, self.input_scale)
+    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Rows:
+        return gated_mul_quantize(gate_up, self._group, self.input_scale, gelu=gelu)
 
     def send(self, x: Rows, mailbox: Mailbox) -> PendingNorm | None:
         kernels, weight = self._kernels, self.weight

@@ -101,6 +101,7 @@ def linear(
         span=weight.span,
         parts=max(triton.next_power_of_2(num_parts), 32),
         gated=gated,
+        gelu=epilogue.gelu,
         whole_n=n % tiles.block_n == 0,
         stages=tiles.num_stages,
         lanes=tiles.num_warps * 32,

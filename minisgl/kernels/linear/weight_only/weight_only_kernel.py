@@ -59,6 +59,7 @@ def weight_only_kernel(
     span: tl.constexpr,
     parts: tl.constexpr,
     gated: tl.constexpr,
+    gelu: tl.constexpr,
     whole_n: tl.constexpr,
     stages: tl.constexpr,
     lanes: tl.constexpr,
@@ -131,5 +132,5 @@ def weight_only_kernel(
     up = tl.trans(up) if gated else acc
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        partials, semaphores, split_size, live, row, column, num_rows, n, k, gated,
+        partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
     )  # fmt: skip
