@@ -219,7 +219,7 @@ def test_a_stopped_answer_stays_and_is_asked_again_or_its_question_edited(
     expect(page.locator(".body .text")).to_contain_text("o")
     page.keyboard.press("Escape")
     expect(page.get_by_text("You stopped this answer.")).to_be_visible()
-    assert "o" in page.locator(".body .text").inner_text()
+    expect(page.locator(".body .text")).to_contain_text("o")
     assert [message["role"] for message in stored(page)[0]["messages"]] == ["user", "assistant"]
 
     server.on_loop(engine.let_go)
