@@ -21,7 +21,9 @@ from support.fake_engine import FakeEngine
 from support.http_server import serving_process, wait_for_health
 from support.serving import Served, served
 
+from minisgl.request import PARAMETERS
 from minisgl.router.metrics import join_pages
+from minisgl.server.requests.request_types import SHARED_FIELDS
 from minisgl_cli.chat import conversation_file
 from minisgl_cli.chat.conversation import Conversation, Turn
 
@@ -242,6 +244,94 @@ def test_a_stopped_answer_stays_and_is_asked_again_or_its_question_edited(
     ]
 
 
+def test_a_cut_answer_keeps_its_figures_and_a_failed_question_its_place(
+    page: Page, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    engine.answers, engine.hold_after = ["one two three four five six seven"], 3
+    ask(page, "Count!")
+    expect(page.locator(".body .text")).to_contain_text("o")
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("You stopped this answer.")).to_be_visible()
+    expect(page.locator(".answer .tools span")).to_contain_text(re.compile(r"^[1-9] tokens"))
+    expect(page.locator(".answer .tools")).not_to_contain_text("NaN")
+    expect(page.locator("#meter")).to_contain_text("of 100,000 tokens")
+    server.on_loop(engine.let_go)
+
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    ask(page, "Unheard")
+    expect(page.locator(".notice").last).to_contain_text("The server does not answer.")
+    expect(page.get_by_text("connection was lost")).to_have_count(0)
+    expect(page.locator("#meter")).to_contain_text("of 100,000 tokens")  # of the last answer
+    page.unroute_all()
+    engine.answers = ["Heard."]
+    ask(page, "Another one")
+    answered(page, 3)
+    expect(page.locator(".question > div:first-child")).to_have_text(
+        ["Count!", "Unheard", "Another one"]
+    )
+    expect(page.locator(".notice")).to_contain_text(["You stopped", "does not answer"])
+    assert "Unheard" not in engine.texts[-1]  # the model sees complete turns
+    assert "Count!" in engine.texts[-1]
+    page.reload()
+    expect(page.locator(".notice")).to_contain_text(["You stopped", "does not answer"])
+
+
+def test_settings_say_what_is_allowed_and_have_all_samplers_of_the_server(
+    page: Page, engine: PageEngine
+) -> None:
+    page.get_by_title("Settings").click()
+    page.get_by_text("More sampling").click()
+    temperature = page.get_by_label("Temperature", exact=True)
+    hint = page.locator("#temperature-hint")
+    expect(hint).to_have_text("0 to 2; 0 takes the likeliest token")
+    for typed in ("3", "warm"):
+        temperature.fill(typed)
+        expect(hint).to_contain_text("Allowed: 0 to 2. Until then the model's own default is used.")
+        expect(temperature).to_have_attribute("aria-invalid", "true")
+    temperature.fill("0.5")
+    expect(temperature).to_have_attribute("aria-invalid", "false")
+
+    declared: dict[str, dict[str, Any]] = page.evaluate("SAMPLING")
+    shared = {*SHARED_FIELDS} - {"prompt_logprobs", "logprobs"}
+    assert declared.keys() == {
+        *shared,
+        *("max_tokens", "thinking_token_budget", "include_stop_str_in_output"),
+    }
+    for name, parameter in PARAMETERS.items():
+        if name in declared and name != "max_tokens":
+            bounds = declared[name]
+            assert parameter.low <= bounds["min"] < bounds["max"] <= parameter.high, name
+            is_whole = parameter.kind is int
+            assert (bounds["kind"] == "count") == is_whole
+            if name != "seed":
+                assert (bounds["min"], bounds["max"]) == (parameter.low, parameter.high)
+    values: dict[str, tuple[str, Any]] = {
+        "Min p": ("0.1", 0.1),
+        "Top n sigma": ("1.5", 1.5),
+        "Repetition penalty": ("1.1", 1.1),
+        "Seed": ("-1", None),
+        "Stop": ("never\nsuch a\\nline", ("never", "such a\nline")),
+        "Stop token ids": ("3, 5", (3, 5)),
+        "Logit bias": ('{"7": -5}', {7: -5}),
+        "Bad words": ("never said", ("never said",)),
+    }
+    for label, (typed, _) in values.items():
+        page.get_by_label(label, exact=True).fill(typed)
+    expect(page.locator("#seed-hint")).to_contain_text("Allowed: a whole number, at least 0.")
+    page.get_by_label("Ignore eos").select_option("off")
+    page.get_by_role("button", name="Close").click()
+    ask(page, "hello")
+    answered(page)
+    params = engine.streams[-1].params
+    for label, (_, value) in values.items():
+        assert getattr(params, label.lower().replace(" ", "_")) == value
+    assert params.temperature == 0.5
+    page.get_by_title("Settings").click()  # what is set is shown again
+    expect(page.get_by_label("Stop", exact=True)).to_have_value("never\nsuch a\\nline")
+    expect(page.get_by_label("Logit bias")).to_have_value('{"7":-5}')
+    assert grave_faults(page, within="#settings") == []
+
+
 def test_a_question_stopped_before_its_answer_comes_back_to_be_edited(
     page: Page, engine: PageEngine
 ) -> None:
@@ -294,7 +384,7 @@ def test_what_has_come_survives_a_reload_in_the_middle(page: Page, engine: PageE
     expect(page.locator(".body .text")).to_contain_text("one")
     page.reload()
     expect(page.locator(".question")).to_have_count(1)
-    expect(page.get_by_text("The connection was lost")).to_be_visible()
+    expect(page.get_by_text("The page was left before the answer was complete.")).to_be_visible()
     assert "one" in page.locator(".body .text").inner_text()
 
 
@@ -438,7 +528,7 @@ def test_thinking_is_folded_and_counted(page: Page, engine: PageEngine) -> None:
     expect(page.get_by_text("Let me think.")).to_be_visible()
     assert page.locator(".body .text").inner_text() == "Done."
     page.get_by_title("Settings").click()
-    page.get_by_label("Thinking").select_option("off")
+    page.get_by_label("Thinking", exact=True).select_option("off")
     page.keyboard.press("Escape")
     ask(page, "Do not think!")
     answered(page, 2)
@@ -450,7 +540,7 @@ def test_an_answer_held_to_a_schema_is_shown_as_json(page: Page, engine: PageEng
     page.get_by_title("Settings").click()
     schema = page.get_by_label("Answer in JSON of this schema")
     schema.fill('{"type": "object"')
-    assert "no JSON" in schema.evaluate("field => field.validationMessage")
+    expect(page.locator("#schema-hint")).to_contain_text("no JSON")
     page.get_by_role("button", name="Close").click()
     ask(page, "A city!")  # opens them again
     expect(page.get_by_role("dialog", name="Settings")).to_be_visible()

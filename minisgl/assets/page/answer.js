@@ -6,7 +6,14 @@ const NOTICES = {
 	length: "The answer was cut: it reached the limit of tokens.",
 	stopped: "You stopped this answer.",
 	lost: "The connection was lost before the answer was complete.",
+	left: "The page was left before the answer was complete.",
+	unreached: "The server does not answer.",
+	empty: "The answer is empty.",
+	none: "This question has no answer.",
 };
+
+/** Whether anything of an answer has come. */
+const hasCome = ({ content, reasoning_content, tool_calls }) => !!(content || reasoning_content || tool_calls);
 
 /** Whether a message has calls that can get results: those of an answer that was cut cannot. */
 const isCalling = ({ tool_calls, ended = "tool_calls" }) => !!tool_calls && ended === "tool_calls";
@@ -41,16 +48,19 @@ class AnswerView {
 			this.foot.replaceChildren();
 			return;
 		}
-		if (isLast && isCalling(this.message)) this.calls.append(make("p", {}, make("button", { class: "solid", click: () => answering.giveResults(this.calls) }, "Send the results")));
-		if (error ?? NOTICES[ended]) this.calls.append(make("p", { class: "notice" }, error ?? NOTICES[ended]));
+		const canCall = isLast && isCalling(this.message), notice = error ?? NOTICES[ended];
+		if (canCall) this.calls.append(make("p", {}, make("button", { class: "solid", click: () => answering.giveResults(this.calls) }, "Send the results")));
+		if (notice) this.calls.append(make("p", { class: "notice" }, notice));
 		const facts = [
 			stats.tokens && `${number(stats.tokens)} tokens`,
 			stats.first && `first after ${seconds(stats.first)}`,
-			stats.time > 0.05 && `${number((stats.tokens - 1) / stats.time)} tokens/s`,
+			stats.tokens > 1 && stats.time > 0.05 && `${number((stats.tokens - 1) / stats.time)} tokens/s`,
 			stats.prompt && `${percent(stats.cached / stats.prompt)} of the prompt cached`,
 		];
-		this.foot.replaceChildren(make("span", {}, facts.filter(Boolean).join(" · ")), copyButton(() => content));
-		if (isLast) this.foot.append(iconButton("retry", "Answer again", () => answering.retry()));
+		this.foot.replaceChildren(make("span", {}, facts.filter(Boolean).join(" · ")));
+		if (content) this.foot.append(copyButton(() => content));
+		if (isLast && hasCome(this.message)) this.foot.append(iconButton("retry", "Answer again", () => answering.retry()));
+		else if (isLast) this.calls.lastChild.append(make("button", { class: "plain", click: () => answering.retry() }, "Try again"));
 	}
 
 	#showText(content, isLive) {
@@ -68,7 +78,7 @@ class AnswerView {
 		const card = make("section", { class: "call", "aria-label": `Call of ${name}` }, make("header", {}, icon("call"), name), make("pre", { tabindex: 0 }, shown));
 		const result = this.chat.messages.find(({ tool_call_id }) => tool_call_id === id);
 		if (result) card.append(make("pre", { tabindex: 0, "aria-label": "Result" }, result.content));
-		else if (!isLive && isCalling(this.message)) card.append(make("label", {}, "Its result", make("textarea", { class: "field mono", rows: 2, "data-call": id })));
+		else if (!isLive && isCalling(this.message) && this.chat.messages.at(-1) === this.message) card.append(make("label", {}, "Its result", make("textarea", { class: "field mono", rows: 2, "data-call": id })));
 		return card;
 	}
 }

@@ -15,8 +15,8 @@ function addMessage(message) {
 
 function showChat() {
 	$("log").replaceChildren();
+	if (chat.messages.length && chat.messages.at(-1).role !== "assistant" && !answering.isBusy) chat.messages.push({ role: "assistant", content: "", ended: "none" });
 	chat.messages.filter(({ role }) => role !== "tool").forEach(addMessage);
-	if (chat.messages.at(-1) && chat.messages.at(-1).role !== "assistant" && !answering.isBusy) showFailure("This question has no answer.");
 	const questions = $("log").querySelectorAll(".question");
 	questions.forEach((question, index) => { // only the last can be edited
 		question.classList.toggle("last", index === questions.length - 1);
@@ -26,10 +26,6 @@ function showChat() {
 	showHead();
 	isAtEnd = true;
 	scrollDown();
-}
-
-function showFailure(text) {
-	$("log").append(make("p", { class: "notice" }, text, make("button", { class: "plain", click: () => answering.retry() }, "Try again")));
 }
 
 function showHead() {
@@ -42,7 +38,7 @@ function showHead() {
 	const chosen = [system && "system prompt", ...Object.keys(sampling), thinking && `thinking ${thinking}`, schema && "JSON", tools && "tools"];
 	$("chosen").textContent = chosen.filter(Boolean).join(" · ");
 	$("chosen").hidden = !$("chosen").textContent;
-	const { prompt = 0, tokens = 0 } = chat.messages.findLast(({ stats }) => stats)?.stats ?? {};
+	const { prompt = 0, tokens = 0 } = chat.messages.findLast(({ stats }) => stats?.prompt)?.stats ?? {};
 	const room = models.find(({ id }) => id === $("model").value)?.max_model_len;
 	$("meter").hidden = !room || !prompt;
 	const [meter, said] = $("meter").children;
@@ -69,11 +65,16 @@ function scrollDown() {
 const answering = {
 	get isBusy() { return !!this.stopping; },
 
+	/** Stops an answer that goes on in a conversation that is left. */
+	leave() {
+		this.stopping?.abort();
+		this.stopping = null;
+		showBusy();
+	},
+
 	ask(text) {
 		const { messages } = chat;
 		if (isEditing) messages.length = messages.findLastIndex(({ role }) => role === "user");
-		// Questions and answers take turns: what has no answer is replaced.
-		while (messages.length && (messages.at(-1).role !== "assistant" || messages.at(-1).tool_calls)) messages.pop();
 		messages.push({ role: "user", content: text });
 		endEdit();
 		this.run();
@@ -93,12 +94,12 @@ const answering = {
 	body() {
 		const { sampling, thinking, schema, tools, system, messages } = chat;
 		// What a model has thought is of use to it between calls and their results only.
-		const said = messages.map(message => ({ ...plainly(message), ...(message.tool_calls && { reasoning_content: message.reasoning_content }) }));
+		const said = sendable(messages).map(message => ({ ...plainly(message), ...(message.tool_calls && { reasoning_content: message.reasoning_content }) }));
 		return JSON.stringify({
 			model: $("model").value || undefined,
 			messages: system ? [{ role: "system", content: system }, ...said] : said,
 			stream: true,
-			stream_options: { include_usage: true },
+			stream_options: { include_usage: true, continuous_usage_stats: true }, // also if it is cut
 			...sampling,
 			...(thinking && { reasoning: { enabled: thinking === "on" } }),
 			...(schema && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } } }),
@@ -119,7 +120,7 @@ const answering = {
 		let frame, saved = sent;
 		this.keep = () => { // what has come, for a reload to find
 			saved = performance.now();
-			save({ ...own, messages: [...own.messages, { ...message, ended: "lost" }] });
+			save({ ...own, messages: [...own.messages, { ...message, ended: "left" }] });
 			chats.set(own.id, own);
 		};
 		const draw = () => {
@@ -127,8 +128,10 @@ const answering = {
 			view.update(true);
 			scrollDown();
 		};
+		let isReached = false;
 		try {
 			const response = await call("v1/chat/completions", { method: "POST", body: this.body(), signal: stopping.signal });
+			isReached = true;
 			for await (const data of eventsOf(response.body)) {
 				if (data === "[DONE]") break;
 				take(message, JSON.parse(data), (performance.now() - sent) / 1000);
@@ -137,23 +140,22 @@ const answering = {
 			}
 			if (!message.ended) throw new TypeError("the stream ended early");
 		} catch (error) {
-			message.ended = stopping.signal.aborted ? "stopped" : "lost";
+			message.ended = stopping.signal.aborted ? "stopped" : this.isPageLeft ? "left" : isReached ? "lost" : "unreached";
 			if (error instanceof APIError) message.error = error.message;
-			else if (message.ended === "lost") watchServer();
+			else if (!/stopped|left/.test(message.ended)) watchServer();
 		}
 		cancelAnimationFrame(frame);
 		if (this.stopping === stopping) this.stopping = null;
-		const hasCome = message.content || message.reasoning_content || message.tool_calls;
-		if (hasCome) own.messages.push(message);
+		const isTakenBack = message.ended === "stopped" && !hasCome(message);
+		if (!hasCome(message)) message.ended = message.error || message.ended in NOTICES ? message.ended : "empty";
+		if (!isTakenBack) own.messages.push(message);
 		if (chats.has(own.id)) save(own); // unless it was deleted
 		showBusy();
 		if (own !== chat) return showList();
-		if (hasCome) {
-			view.update(false);
-		} else {
+		if (isTakenBack) {
 			view.element.remove();
-			if (message.ended === "stopped") editLast(); else showFailure(message.error ?? NOTICES[message.ended] ?? "The answer is empty.");
-		}
+			editLast();
+		} else view.update(false);
 		showHead();
 		scrollDown();
 	},
@@ -189,7 +191,7 @@ function take(message, chunk, time) {
 
 function showBusy() {
 	const { isBusy } = answering;
-	$("send").replaceChildren(icon(isBusy ? "stop" : "up"));
+	$("send").replaceChildren(icon(isBusy ? "square" : "up"));
 	$("send").setAttribute("aria-label", isBusy ? "Stop" : "Send");
 	$("send").disabled = !isBusy && !$("prompt").value.trim();
 }

@@ -19,12 +19,27 @@ function save(saved) {
 	}
 }
 
+/**
+ * What a model is told of the messages: complete turns. A question whose answer failed is left out,
+ * and so are calls that never got their results.
+ */
+function sendable(messages) {
+	const said = [];
+	messages.forEach((message, index) => {
+		const next = messages[index + 1], isLeftOpen = message.tool_calls && next && next.role !== "tool";
+		if (message.role !== "assistant" || hasCome(message) && !isLeftOpen) said.push(message);
+		else if (message.content) said.push({ ...message, tool_calls: undefined });
+		else while (said.length && said.pop().role !== "user");
+	});
+	return said;
+}
+
 /** A message without what only this page knows. */
 const plainly = ({ role, content, tool_calls, tool_call_id }) => ({ role, content, tool_calls, tool_call_id });
 
 /** In the form that /save of `minisgl chat` writes and reads. */
 function asFile({ title, model, system, sampling, messages }) {
-	const said = messages.map(message => ({ ...plainly(message), reasoning_content: message.reasoning_content }));
+	const said = sendable(messages).map(message => ({ ...plainly(message), reasoning_content: message.reasoning_content }));
 	return JSON.stringify({ saved_by: "minisgl chat", title, model, system, sampling, messages: said }, null, 2) + "\n";
 }
 

@@ -12,7 +12,7 @@ function route() {
 	openSide(false);
 	dashboard.show(isServer);
 	if (!isServer && id !== chat.id) {
-		answering.stopping?.abort();
+		answering.leave();
 		endEdit();
 		chat = chats.get(id) ?? newChat();
 		showChat();
@@ -67,7 +67,11 @@ for (const idea of ["What is minisgl?", "What is the capital of France?", "What 
 	$("ideas").append(make("button", { class: "plain", click: () => { $("prompt").value = idea; send(); } }, idea));
 }
 window.onhashchange = route;
-window.onpagehide = () => { if (answering.isBusy) answering.keep(); };
+window.onpagehide = () => {
+	answering.isPageLeft = true; // the browser then ends the connection
+	if (answering.isBusy) answering.keep();
+};
+window.onpageshow = () => { answering.isPageLeft = false; };
 for (const key of Object.keys(localStorage).filter(key => key.startsWith(PREFIX))) {
 	const found = stored(key);
 	if (found?.messages) chats.set(found.id, found);
