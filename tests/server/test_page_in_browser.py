@@ -440,6 +440,143 @@ def test_a_full_storage_is_said_and_loses_nothing_that_is_shown(
         page.get_by_role("button", name="Export as a file").click()
 
 
+def test_an_earlier_question_is_edited_and_both_branches_are_kept(
+    page: Page, engine: PageEngine
+) -> None:
+    engine.answers = ["One.", "Two.", "Other one.", "Other one again."]
+    for count, question in enumerate(("First?", "Second?"), 1):
+        ask(page, question)
+        answered(page, count)
+    questions, answers = page.locator(".question > div:first-child"), page.locator(".body .text")
+    page.get_by_title("Edit").first.click()
+    expect(page.locator("#editing")).to_contain_text("earlier question")
+    ask(page, "First, otherwise?")
+    expect(answers).to_have_text(["Other one."])
+    assert "Second?" not in engine.texts[-1]
+    assert "First?" not in engine.texts[-1]
+    answered(page)
+    page.get_by_title("Answer again").click()
+    expect(answers).to_have_text(["Other one again."])
+    answered(page)
+    of_question, of_answer = page.locator(".question .branches"), page.locator(".answer .branches")
+    expect(of_question).to_have_text("2\u2009/\u20092")
+    of_answer.get_by_title("Previous version").click()
+    expect(answers).to_have_text(["Other one."])
+    of_question.get_by_title("Previous version").click()
+    expect(questions).to_have_text(["First?", "Second?"])
+    expect(answers).to_have_text(["One.", "Two."])
+    expect(of_question.get_by_title("Previous version")).to_be_disabled()
+    page.reload()
+    expect(answers).to_have_text(["One.", "Two."])
+    of_question.get_by_title("Next version").click()
+    expect(answers).to_have_text(["Other one."])
+    of_answer.get_by_title("Next version").click()
+    expect(answers).to_have_text(["Other one again."])
+    ask(page, "And now?")  # goes on in the branch that is shown
+    answered(page, 2)
+    assert "Other one again." in engine.texts[-1]
+    assert "Two." not in engine.texts[-1]
+    assert grave_faults(page, within="#log") == []
+
+
+def test_an_answer_that_was_cut_goes_on_where_it_ended(page: Page, engine: PageEngine) -> None:
+    page.get_by_title("Settings").click()
+    page.get_by_label("Max tokens").fill("9")
+    page.keyboard.press("Escape")
+    engine.answers = ["one two three four five six seven eight nine", " and the rest."]
+    ask(page, "Count!")
+    expect(page.get_by_text("it reached the limit of tokens")).to_be_visible()
+    answered(page)
+    begun = page.locator(".body .text").text_content()
+    assert begun
+    page.get_by_title("Settings").click()
+    page.get_by_label("Max tokens").fill("")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".body .text")).to_have_text(f"{begun} and the rest.")
+    answered(page)
+    assert engine.texts[-1].endswith(f"<|im_start|>assistant\n{begun}")
+    expect(page.locator(".notice")).to_have_count(0)
+    count = 9 + len(engine.tokenizer.encode(" and the rest.")) + 1
+    expect(page.locator(".answer .tools")).to_contain_text(f"{count} tokens")
+    assert [message["role"] for message in stored(page)[0]["messages"]] == ["user", "assistant"]
+
+
+def test_text_files_go_with_a_question(page: Page, engine: PageEngine, tmp_path: Path) -> None:
+    notes, picture = tmp_path / "notes.md", tmp_path / "picture.png"
+    notes.write_text("# Grün\n```\ncode\n```\n")
+    picture.write_bytes(b"\x89PNG\x00\xff")
+    page.locator("#attachments").set_input_files([notes, picture])
+    expect(page.locator("#banner")).to_contain_text("picture.png is no text")
+    expect(page.locator("#attached")).to_contain_text("notes.md · 20 characters")
+    page.locator("#attachments").set_input_files(tmp_path / "notes.md")
+    page.get_by_role("button", name="Remove notes.md").last.click()
+    expect(page.locator("#attached > span")).to_have_count(1)
+    ask(page, "What is it?")
+    answered(page)
+    expect(page.locator("#attached")).to_be_hidden()
+    assert "notes.md:\n````\n# Grün\n```\ncode\n```\n````\n\nWhat is it?" in engine.texts[-1]
+    page.locator(".attachment summary").click()
+    expect(page.locator(".attachment pre")).to_contain_text("# Grün")
+    expect(page.locator(".question > div:first-child")).to_have_text("What is it?")
+    page.get_by_title("Edit").click()
+    expect(page.locator("#attached")).to_contain_text("notes.md")
+
+
+def test_all_conversations_have_menus_and_travel_together(
+    page: Page, server: Served[PageEngine], engine: PageEngine, tmp_path: Path
+) -> None:
+    page.on("dialog", lambda dialog: dialog.accept())
+    titles = page.locator("#chats a")
+    for count in (1, 2):
+        page.keyboard.press("Control+k")
+        ask(page, f"Question {count}")
+        answered(page)
+    page.get_by_title("Menu of Question 1").click()  # not the one that is shown
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("New name").fill("The first")
+    page.keyboard.press("Enter")
+    expect(titles.filter(has_text="The first")).to_have_count(1)
+    page.get_by_title("Edit").click()
+    ask(page, "Question 2, edited")
+    answered(page)
+    page.get_by_title("Menu of The first").click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export as a file").click()
+    assert download.value.suggested_filename == "The-first.json"
+
+    def choose(action: str) -> None:
+        page.locator("#all").click()
+        page.get_by_role("button", name=action).click()
+
+    with page.expect_download() as download:
+        choose("Export all conversations")
+    saved = tmp_path / "all.json"
+    download.value.save_as(saved)
+    page.get_by_title("Menu of The first").click()
+    page.get_by_role("button", name="Delete the conversation").click()
+    expect(titles).to_have_text(["Question 2, edited"])
+    expect(page.locator(".body .text")).to_have_text("Hello!")  # it is still shown
+    choose("Delete all conversations")
+    expect(titles).to_have_count(0)
+    assert stored(page) == []
+    page.locator("#file").set_input_files(saved)
+    expect(page.locator("#banner")).to_contain_text("2 conversations were imported")
+    expect(titles).to_have_text(["Question 2, edited", "The first"])
+    titles.first.click()
+    page.get_by_title("Previous version").click()  # branches came along
+    expect(page.locator(".question > div:first-child")).to_have_text(["Question 2"])
+
+    page.get_by_label("Theme").select_option("dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    for path in ("", "/docs"):
+        page.goto(f"{server.url}{path}")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
+    page.evaluate("localStorage.setItem('minisgl.theme', 'light')")
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+
+
 # -- hostile and large ----------------------------------------------------------------------------
 
 
@@ -784,12 +921,13 @@ def test_the_keyboard_reaches_everything(page: Page, engine: PageEngine) -> None
     page.get_by_role("button", name="New conversation").focus()
     focused = "(({id, title, textContent}) => id || title || textContent)(document.activeElement)"
     names = [page.evaluate(focused)]
-    for _ in range(14):
+    for _ in range(17):
         page.keyboard.press("Tab")
         names.append(page.evaluate(focused))
     order = [
-        *("new", "search", "one", "to-server", "API reference", "title", "model"),
-        *("open-settings", "More", "scroller", "Copy", "Edit", "Copy", "Answer again", "prompt"),
+        *("new", "all", "search", "one", "Menu of one", "to-server", "API reference", "theme"),
+        *("title", "model", "open-settings", "more", "scroller", "Copy", "Edit", "Copy"),
+        *("Answer again", "prompt"),
     ]
     assert names == order
     page.get_by_title("Settings").click()

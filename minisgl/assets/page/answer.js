@@ -18,6 +18,9 @@ const hasCome = ({ content, reasoning_content, tool_calls }) => !!(content || re
 /** Whether a message has calls that can get results: those of an answer that was cut cannot. */
 const isCalling = ({ tool_calls, ended = "tool_calls" }) => !!tool_calls && ended === "tool_calls";
 
+/** Whether an answer was cut in its text. A schema holds for whole answers only. */
+const canGoOn = ({ content, tool_calls, ended }) => !!content && !tool_calls && ["length", "stopped", "lost", "left", "unreached"].includes(ended) && !chat.schema;
+
 class AnswerView {
 	constructor(message, chat) {
 		Object.assign(this, { message, chat });
@@ -48,7 +51,7 @@ class AnswerView {
 			this.foot.replaceChildren();
 			return;
 		}
-		const canCall = isLast && isCalling(this.message), notice = error ?? NOTICES[ended];
+		const canCall = isLast && isCalling(this.message), notice = error ?? NOTICES[ended] ?? (hasCome(this.message) ? "" : NOTICES.empty);
 		if (canCall) this.calls.append(make("p", {}, make("button", { class: "solid", click: () => answering.giveResults(this.calls) }, "Send the results")));
 		if (notice) this.calls.append(make("p", { class: "notice" }, notice));
 		const facts = [
@@ -57,15 +60,18 @@ class AnswerView {
 			stats.tokens > 1 && stats.time > 0.05 && `${number((stats.tokens - 1) / stats.time)} tokens/s`,
 			stats.prompt && `${percent(stats.cached / stats.prompt)} of the prompt cached`,
 		];
-		this.foot.replaceChildren(make("span", {}, facts.filter(Boolean).join(" · ")));
+		this.foot.replaceChildren(...[branchButtons(this.message), make("span", {}, facts.filter(Boolean).join(" · "))].filter(Boolean));
 		if (content) this.foot.append(copyButton(() => content));
 		if (isLast && hasCome(this.message)) this.foot.append(iconButton("retry", "Answer again", () => answering.retry()));
-		else if (isLast) this.calls.lastChild.append(make("button", { class: "plain", click: () => answering.retry() }, "Try again"));
+		if (isLast && canGoOn(this.message)) this.calls.lastChild.append(make("button", { class: "plain", click: () => answering.resume() }, "Continue"));
+		else if (isLast && !hasCome(this.message)) this.calls.lastChild.append(make("button", { class: "plain", click: () => answering.retry() }, "Try again"));
 	}
 
 	#showText(content, isLive) {
 		const asJSON = /^\s*[{[]/.test(content) && !!(isLive ? this.chat.schema : parsed(content));
-		if (asJSON !== this.asJSON || (asJSON && !isLive)) {
+		const goesOn = isLive && this.isWhole; // an answer that was cut
+		this.isWhole = !isLive;
+		if (asJSON !== this.asJSON || (asJSON && !isLive) || goesOn) {
 			this.asJSON = asJSON;
 			this.view = asJSON ? new CodeView("json", "JSON") : new MarkdownView();
 			this.body.replaceChildren(this.view.element);

@@ -48,12 +48,29 @@ $("search").oninput = showList;
 $("title").onchange = () => { chat.title = $("title").value.trim(); save(chat); showHead(); };
 $("title").onkeydown = event => { if (event.key === "Enter") $("title").blur(); };
 $("model").onchange = () => { chat.model = $("model").value; showHead(); };
+$("theme").value = localStorage.getItem(THEME) ?? "";
+$("theme").onchange = () => { localStorage.setItem(THEME, $("theme").value); takeTheme(); };
 $("open-side").onclick = event => { event.stopPropagation(); openSide(true); };
 $("main").onclick = () => openSide(false);
 $("open-settings").onclick = $("chosen").onclick = openSettings;
 $("settings").oninput = readSettings;
-$("menu").onclick = ({ target }) => { $("menu").hidePopover(); actions[target.dataset.act]?.(); };
+for (const menu of [$("menu"), $("all-menu")]) menu.onclick = ({ target }) => { menu.hidePopover(); actions[target.dataset.act]?.(); };
+$("more").onclick = ({ currentTarget }) => openMenu(chat, currentTarget);
 $("file").onchange = async () => { await importFile($("file").files[0]); $("file").value = ""; };
+$("attach").onclick = () => $("attachments").click();
+$("attachments").onchange = async () => { await attach([...$("attachments").files]); $("attachments").value = ""; };
+$("prompt").onpaste = event => {
+	if (!event.clipboardData.files.length) return;
+	event.preventDefault();
+	attach([...event.clipboardData.files]);
+};
+$("chat").ondragover = event => { event.preventDefault(); $("chat").classList.add("dropping"); };
+$("chat").ondragleave = () => $("chat").classList.remove("dropping");
+$("chat").ondrop = event => {
+	event.preventDefault();
+	$("chat").classList.remove("dropping");
+	attach([...event.dataTransfer.files]);
+};
 $("scroller").onscroll = () => {
 	const { scrollTop, scrollHeight, clientHeight } = $("scroller");
 	const isNear = scrollHeight - scrollTop - clientHeight < 40;
@@ -64,7 +81,7 @@ new ResizeObserver(scrollDown).observe($("log"));
 document.querySelectorAll("[data-icon]").forEach(element => element.prepend(icon(element.dataset.icon)));
 document.querySelectorAll("[data-close]").forEach(button => { button.onclick = () => button.closest("dialog").close(); });
 for (const idea of ["What is minisgl?", "What is the capital of France?", "What is 17 + 25?"]) {
-	$("ideas").append(make("button", { class: "plain", click: () => { $("prompt").value = idea; send(); } }, idea));
+	$("ideas").append(make("button", { class: "plain", click: () => { write(idea); send(); } }, idea));
 }
 window.onhashchange = route;
 window.onpagehide = () => {
