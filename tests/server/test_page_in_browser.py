@@ -190,7 +190,8 @@ def test_an_answer_streams_and_ends_as_markdown_with_its_figures(
 
 
 def test_text_that_comes_in_any_pieces_looks_as_it_does_at_once(page: Page) -> None:
-    text = f"{RICH}\n\n- a\n\n  b\n- c\n\n1. x\n\n**bold\n\n{HOSTILE}\n\n```\nopen\n\nfence"
+    text = f"{RICH}\n\n{FORMULAS}\n\n"
+    text += f"- a\n\n  b\n- c\n\n1. x\n\n**bold\n\n{HOSTILE}\n\n```\nopen\n\nfence"
     different = page.evaluate(
         """text => {
             const whole = new MarkdownView();
@@ -575,6 +576,71 @@ def test_all_conversations_have_menus_and_travel_together(
     page.evaluate("localStorage.setItem('minisgl.theme', 'light')")
     page.reload()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+
+
+FORMULAS = r"""
+The roots are $x = \frac{-b \pm \sqrt{b^2-4ac}}{2a}$, for \(a \ne 0\), and:
+
+$$
+\sum_{i=1}^{n} i^2
+= \frac{n(n+1)(2n+1)}{6}
+- 3x
+$$
+
+\[ A = \begin{pmatrix} a & b \\ \alpha & \mathbb{R} \end{pmatrix},
+\quad f'(x) = \lim_{h \to 0} \sqrt[3]{x} \]
+
+- in an item: $\hat{y}_{i,j}^{(k)} \in \left[0, \infty\right)$ and $|x| \leq \text{some bound}$
+
+It costs $5 and $6, or US$7 and $8.50; a fee of $5 is less than the $ that 6$ are. \$9 $
+
+Unknown: $\nonsense{x}$ and \(\frac{1\) and $a^b^c$. `$x$`
+
+Hostile: $\text{<img src=x onerror="window.hacked = 1">}$ $\href{javascript:1}{x}$ $<script>$
+"""
+
+
+def test_formulas_are_drawn_and_what_is_not_known_stays_as_it_was_written(
+    page: Page, engine: PageEngine
+) -> None:
+    engine.answers, engine.run = [FORMULAS], 3
+    ask(page, "Formulas, please")
+    answered(page)
+    text = page.locator(".body .text")
+    assert text.locator("mfrac").count() == 2
+    first = text.locator("math").first
+    assert first.locator("mfrac msqrt msup").text_content() == "b2"
+    assert first.text_content() == "x=−b±b2−4ac2a"
+    display = text.locator("math[display=block]")
+    expect(display).to_have_count(2)
+    assert display.first.locator("munderover").text_content() == "∑i=1n"
+    assert display.first.text_content() == "∑i=1ni2=n(n+1)(2n+1)6−3x"
+    assert display.last.locator("mtd").all_text_contents() == ["a", "b", "α", "ℝ"]
+    assert display.last.locator("mroot").text_content() == "x3"
+    assert display.last.locator("munder").text_content() == "limh→0"
+    expect(text.locator("li math")).to_have_count(2)
+    assert text.locator("li msubsup").text_content() == "y^i,j(k)"
+    above, below = (display.locator(f"mfrac > :nth-child({n})").bounding_box() for n in (1, 2))
+    assert above is not None
+    assert below is not None
+    assert above["y"] + above["height"] <= below["y"]  # it is drawn
+    shown = text.inner_text()
+    for kept in (
+        "It costs $5 and $6, or US$7 and $8.50; a fee of $5 is less than the $ that 6$ are. $9 $",
+        r"Unknown: $\nonsense{x}$ and \(\frac{1\) and $a^b^c$. $x$",
+        r"$\href{javascript:1}{x}$",
+    ):
+        assert kept in shown
+    assert page.evaluate("window.hacked") is None
+    assert text.locator("a, img, script").count() == 0
+    assert grave_faults(page, within=".body") == []
+    wrong = page.evaluate(
+        """() => ["\\\\frac", "x_", "{", "}", "\\\\left(", "\\\\begin{pmatrix}", "\\\\end{x}", "&",
+            "\\\\sqrt[", "{".repeat(900), "{".repeat(900) + "}".repeat(900), "x^".repeat(900),
+            "\\\\constructor"]
+            .filter(source => formulaOf(source, true) !== null)"""
+    )
+    assert wrong == []
 
 
 # -- hostile and large ----------------------------------------------------------------------------

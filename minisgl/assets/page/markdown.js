@@ -11,7 +11,7 @@ const DELIMITERS = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 const PIECES = new RegExp(`[^]{1,${LONG}}`, "gu"); // of a longer line
 const DEEP = 8; // levels of quotes, lists and styles
 
-const startsBlock = line => [FENCE, HEADING, RULE, QUOTE, ITEM].some(form => form.test(line));
+const startsBlock = line => [FENCE, HEADING, RULE, QUOTE, ITEM, FORMULA_LINE].some(form => form.test(line));
 const indentOf = line => line.search(/[^ ]|$/);
 const cells = line => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
 
@@ -38,6 +38,14 @@ function* blocks(lines, depth = 0) {
 				return view.element;
 			};
 			yield block(build, { language, ends, isOpen });
+		} else if ((found = FORMULA_LINE.exec(line))) { // up to its end, or to an empty line
+			let isOver = line.slice(found[0].length).includes(FORMULA_ENDS[found[1]]);
+			const text = take(next => {
+				if (isOver || !next.trim()) return false;
+				isOver = next.includes(FORMULA_ENDS[found[1]]);
+				return true;
+			});
+			yield block(open => withText(make("p"), text.join("\n").trim(), open));
 		} else if ((found = HEADING.exec(line))) {
 			at++;
 			const [, { length }, text] = found; // the page's own headings are above
@@ -98,7 +106,7 @@ function tableOf([head, delimiters, ...rows]) {
 	return make("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, table);
 }
 
-const SPECIAL = /\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
+const SPECIAL = /\${1,2}|\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
 const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\( *<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?: +"[^"]*")? *\)/y;
 const ADDRESS = /https?:\/\/[^\s<>"]*[^\s<>".,:;!?)\]'*_~]/y;
 const SAFE = /^(https?:\/\/|mailto:)/i;
@@ -126,7 +134,9 @@ function withText(parent, text, open = false, depth = 0) {
 		const [run] = found, start = found.index, opening = run[0];
 		let node, end;
 		at = start + run.length;
-		if (opening === "\\") plain += run[1];
+		const formula = run in FORMULA_ENDS && depth < DEEP ? formulaAt(text, start, run) : null;
+		if (formula) ({ node, end: at } = formula);
+		else if (opening === "\\") plain += run[1];
 		else if (opening === "\n") node = make("br");
 		else if (opening === "`") {
 			end = endOf(run, at);
