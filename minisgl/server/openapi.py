@@ -16,6 +16,7 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.history import MetricsHistory
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
 from minisgl.server.requests.request_types import (
@@ -129,6 +130,9 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Whether requests are taken.", answer=answer_types.Health, errors=(503,)
     ),
     "/metrics": Operation(summary="Figures for Prometheus."),
+    "/metrics/history": Operation(
+        summary="The last hour of the figures that the page draws.", answer=MetricsHistory
+    ),
     "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
     "/openapi.json": Operation(summary="This description."),
 }

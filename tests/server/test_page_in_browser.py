@@ -23,6 +23,7 @@ from support.serving import Served, served
 
 from minisgl.request import PARAMETERS
 from minisgl.router.metrics import join_pages
+from minisgl.server.history import SECONDS
 from minisgl.server.requests.request_types import SHARED_FIELDS
 from minisgl_cli.chat import conversation_file
 from minisgl_cli.chat.conversation import Conversation, Turn
@@ -911,6 +912,81 @@ def test_the_second_view_sums_over_replicas(
     engine.num_running = 0
 
 
+def history_of(minutes: int, **replicas: Callable[[int], dict[str, float]]) -> dict[str, Any]:
+    """/metrics/history of so many minutes until now; of each replica the values at each sample."""
+    now = int(time.time() // SECONDS)
+    slots = list(range(now - 60 * minutes // SECONDS, now))
+    series = {
+        name: {
+            f"minisgl_{figure}": [values(index)[figure] for index in range(len(slots))]
+            for figure in values(0)
+        }
+        for name, values in replicas.items()
+    }
+    of = {name: {"slots": slots, "series": series[name]} for name in series}
+    return {"seconds": SECONDS, "replicas": of}
+
+
+def test_the_second_view_has_the_last_hour_and_each_replica_and_says_values_under_the_pointer(
+    page: Page, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    def figures(number: int) -> Callable[[int], dict[str, float]]:
+        return lambda index: {
+            "running_requests": 400.0 if index == 100 else number,  # one peak
+            "queued_requests": 0.0,
+            "token_usage_ratio": 0.5,
+            "generated_tokens_total": 150.0 * number * index,
+        }
+
+    def two(route: Route) -> None:
+        page_of = urlopen(f"{server.url}/metrics").read()
+        roles = "".join(
+            f'minisgl_router_replica_role{{router="0",replica="{each}",role="{role}"}} 1.0\n'
+            for each, role in (("0", "prefill"), ("1", "decode"))
+        )
+        joined = join_pages({"0": page_of, "1": page_of}, "replica")
+        route.fulfill(content_type="text/plain", body=joined + roles.encode())
+
+    history = history_of(60, **{"0": figures(2), "1": figures(3)})
+    page.route("**/metrics", two)
+    page.route("**/metrics/history", lambda route: route.fulfill(json=history))
+    page.get_by_role("link", name="Server at work").click()
+    requests = page.locator(".card").filter(has_text="Requests now")
+    line, axis = requests.locator("path.line0"), requests.locator(".axis")
+    expect(axis).to_have_text("last 1 hourup to 10; a peak of 800 is cut")
+    assert str(line.get_attribute("d")).count("L") >= 230
+    expect(
+        page.locator(".card").filter(has_text="Tokens per second mean over 15 s")
+    ).to_be_visible()
+
+    plot = requests.locator(".plot")
+    box = plot.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+    told = requests.locator(".told")
+    expect(told).to_have_text(re.compile(r"^\d\d:\d\d:\d\d · running 5 · waiting 0$"))
+    page.mouse.move(0, 0)
+    expect(told).to_have_text("")
+    plot.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(told).to_contain_text("running")
+
+    table = page.locator("#replicas")
+    expect(table.locator("tbody tr")).to_have_count(3)
+    expect(table.locator("tbody tr").nth(1)).to_contain_text("prefill")
+    table.get_by_role("button", name="Replica 1").click()
+    expect(axis).to_contain_text("up to 5; a peak of 400 is cut")
+    tokens = page.locator(".card").filter(has_text="Tokens per second")
+    box = tokens.locator(".plot").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    expect(tokens.locator(".told")).to_contain_text("generated 30 ·")  # 450 in 15 s
+    page.get_by_label("Shown").select_option("5 minutes")
+    expect(axis).to_have_text(re.compile("^last 5 minutesup to 5$"))
+    assert grave_faults(page, within="#server") == []
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_rates_of_the_second_view_count_on_where_a_replica_starts_again(page: Page) -> None:
     def metrics(**tokens: int) -> bytes:
         """Of replicas by their name; each token took one or ten seconds, half of them each."""
@@ -934,7 +1010,8 @@ def test_rates_of_the_second_view_count_on_where_a_replica_starts_again(page: Pa
         metrics(a=24, b=510),
     ]
     read: Any = page.evaluate(
-        "texts => texts.map(readMetrics)", [sample.decode() for sample in samples]
+        "texts => texts.map((text, time) => readSample(seriesOf(text), time).of[''])",
+        [sample.decode() for sample in samples],
     )
     grown = [each["sums"]["generated_tokens"] for each in read]
     assert [count - grown[0] for count in grown] == [0, 100, 110, 114, 134]
@@ -1021,7 +1098,7 @@ def test_axe_finds_no_grave_fault(
         expect(page.get_by_text("fake on minisgl")).to_be_visible()
         assert grave_faults(page, within="#server") == []
         page.goto(f"{server.url}/docs")
-        expect(page.get_by_role("heading", name="/metrics")).to_be_visible()
+        expect(page.get_by_role("heading", name="GET/metrics", exact=True)).to_be_visible()
         expect(page.get_by_label("Key")).to_be_hidden()  # this server asks for none
         assert page.get_by_text("at least 1 item,").count()
         assert not page.get_by_text("at least 1 items").count()

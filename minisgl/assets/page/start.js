@@ -48,6 +48,7 @@ $("search").oninput = showList;
 $("title").onchange = () => { chat.title = $("title").value.trim(); save(chat); showHead(); };
 $("title").onkeydown = event => { if (event.key === "Enter") $("title").blur(); };
 $("model").onchange = () => { chat.model = $("model").value; showHead(); };
+$("span").onchange = () => dashboard.draw();
 $("theme").value = localStorage.getItem(THEME) ?? "";
 $("theme").onchange = () => { localStorage.setItem(THEME, $("theme").value); takeTheme(); };
 $("open-side").onclick = event => { event.stopPropagation(); openSide(true); };
