@@ -16,6 +16,7 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.field_notes import BODIES, explain
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
@@ -172,6 +173,9 @@ def describe(
         if type is not None
     ]
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
+    for body in {found.body for several in operations.values() for found in several}:
+        if body is not None:
+            explain(body.__name__, described[body.__name__]["properties"])
     components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {
@@ -195,7 +199,8 @@ def describe(
 def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": operation.summary}
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: _schema(operation.body)}}
+        content = {**_schema(operation.body), "example": BODIES[path]}
+        described["requestBody"] = {"required": True, "content": {JSON: content}}
     if path.endswith("}"):
         name = path.rpartition("{")[2].removesuffix("}")
         parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

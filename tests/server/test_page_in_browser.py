@@ -1078,6 +1078,47 @@ def test_the_keyboard_reaches_everything(page: Page, engine: PageEngine) -> None
     expect(page.get_by_title("Settings")).to_be_focused()
 
 
+def test_the_reference_explains_fields_and_tries_endpoints_out(
+    page: Page, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    page.goto(f"{server.url}/docs")
+    chat = page.locator("[id='post/v1/chat/completions']")
+    temperature = chat.locator("dt", has_text=re.compile("^temperature$")).locator("+ dd")
+    expect(temperature).to_contain_text("at least 0, at most 2")
+    expect(temperature).to_contain_text("0 takes the likeliest token; more makes others likelier.")
+    expect(temperature).to_contain_text("Default: that of the checkpoint.")
+    expect(temperature).to_contain_text('Example: "temperature": 0.7')
+    fields = chat.locator("> dl > dd")
+    expect(fields.locator("> p:first-of-type")).to_have_count(fields.count())  # each has words
+
+    chat.get_by_text("Try it").click()
+    body = chat.get_by_label("Body of POST /v1/chat/completions")
+    asked = json.loads(body.input_value())
+    body.fill(json.dumps({**asked, "messages": [{"role": "user", "content": "It's me"}]}))
+    expect(chat.get_by_label("The same with curl")).to_contain_text(f"{server.url}/v1/chat")
+    expect(chat.get_by_label("The same with curl")).to_contain_text("It'\\''s me")
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.get_by_role("status")).to_contain_text("Status 200")
+    expect(chat.get_by_label("Answer", exact=True)).to_contain_text('"content": "Hello!"')
+    body.fill("{")
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.get_by_role("status")).to_contain_text("Status 400")
+    model = page.locator("[id='get/v1/models/{name}']")
+    model.get_by_text("Try it").click()
+    model.get_by_label("name", exact=True).fill("fake")
+    engine.hold_after = 1
+    model.get_by_role("button", name="Send").click()
+    expect(model.get_by_label("Answer", exact=True)).to_contain_text('"max_model_len": 100000')
+    body.fill(json.dumps({**asked, "stream": True}))
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.get_by_label("Answer", exact=True)).to_contain_text("data: {")
+    chat.get_by_role("button", name="Stop").click()
+    expect(chat.get_by_role("status")).to_contain_text("Stopped")
+    server.on_loop(engine.let_go)
+    chat.locator("> dl").evaluate("list => list.remove()")  # many of the same kind
+    assert grave_faults(page, within="[id='post/v1/chat/completions']") == []
+
+
 def test_axe_finds_no_grave_fault(
     chromium: Browser, server: Served[PageEngine], engine: PageEngine
 ) -> None:

@@ -38,6 +38,12 @@ class Types {
 			...limit(minLength, maxLength, "character"), pattern && `form ${pattern}`].filter(Boolean).join(", ");
 	}
 
+	/** The limits of a type, or of those that it may be. */
+	range(schema) {
+		const found = [schema, ...schema.anyOf ?? []].map(choice => this.limits(choice)).filter(Boolean);
+		return [...new Set(found)].join(", or ");
+	}
+
 	/** The named types with members that a type leads to. */
 	* inside(schema) {
 		const name = this.nameOf(schema);
@@ -50,9 +56,10 @@ class Types {
 		const names = Object.keys(properties), isRequired = name => required.includes(name);
 		for (const name of [...names.filter(isRequired), ...names.filter(name => !isRequired(name))]) {
 			const member = properties[name];
-			const facts = [this.limits(member), member.default != null && `default ${JSON.stringify(member.default)}`].filter(Boolean).join(", ");
+			const facts = [this.range(member), member.default != null && `default ${JSON.stringify(member.default)}`].filter(Boolean).join(", ");
 			const about = make("dd", {}, make("span", { class: "of-type" }, [this.inWords(member), facts].filter(Boolean).join("; ")));
 			if (member.description) about.append(make("p", {}, member.description));
+			for (const example of member.examples ?? []) about.append(make("p", { class: "example" }, "Example: ", make("code", {}, `"${name}": ${JSON.stringify(example)}`)));
 			if (depth < DEEP) for (const inner of new Set(this.inside(member))) about.append(this.folded(inner, depth + 1));
 			list.append(make("dt", {}, name, isRequired(name) ? make("b", { title: "required" }, " *") : ""), about);
 		}
@@ -99,11 +106,61 @@ function show({ info, paths, components = {} }) {
 					section.append(make("details", {}, make("summary", {}, kind === "text/event-stream" ? "Events, if streamed" : "Answer"), ...types.described(schema)));
 				}
 			}
+			section.append(trial(method, path, { body, parameters }));
 			if (failures.children.length) section.append(make("details", {}, make("summary", {}, "Errors"), failures));
 			main.append(section);
 		}
 	}
 	document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
+}
+
+/** A form that makes a request, and shows what the server answers as it comes. */
+function trial(method, path, { body, parameters }) {
+	const fields = parameters.map(({ name }) => [name, make("input", { "aria-label": name, placeholder: name, autocomplete: "off" })]);
+	const written = body && make("textarea", { "aria-label": `Body of ${method.toUpperCase()} ${path}`, spellcheck: "false", rows: 6 });
+	if (written) written.value = JSON.stringify(body.example ?? {}, null, 2);
+	const command = make("pre", { tabindex: 0, "aria-label": "The same with curl" }), status = make("p", { role: "status" });
+	const answer = make("pre", { tabindex: 0, "aria-label": "Answer" }), send = make("button", {}, "Send");
+	answer.hidden = true;
+	const address = () => fields.reduce((url, [name, field]) => url.replace(`{${name}}`, encodeURIComponent(field.value)), path);
+	const url = () => new URL(address().slice(1), new URL("./", location.href)).href;
+	const quoted = text => `'${text.replaceAll("'", `'\\''`)}'`;
+	const describe = () => {
+		const key = sessionStorage.getItem("minisgl.key") ? " -H \"Authorization: Bearer $MINISGL_API_KEY\"" : "";
+		command.textContent = `curl${method === "get" ? "" : ` -X ${method.toUpperCase()}`} ${quoted(url())}${key}${written ? ` -H 'Content-Type: application/json' -d ${quoted(written.value)}` : ""}`;
+	};
+	let stopping = null;
+	const run = async () => {
+		stopping = new AbortController();
+		send.textContent = "Stop";
+		answer.hidden = false;
+		answer.textContent = "";
+		status.textContent = "Waiting for the answer…";
+		const key = sessionStorage.getItem("minisgl.key"), began = performance.now();
+		const told = code => { status.textContent = `${code} after ${Math.round(performance.now() - began)} ms`; };
+		try {
+			const response = await fetch(url(), { method: method.toUpperCase(), body: written?.value, signal: stopping.signal,
+				headers: { ...(written && { "content-type": "application/json" }), ...(key && { authorization: `Bearer ${key}` }) } });
+			const isJSON = /json/.test(response.headers.get("content-type") ?? "");
+			const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+			for (let part; !(part = await reader.read()).done;) answer.append(part.value);
+			if (isJSON && answer.textContent.length < 100000) answer.textContent = JSON.stringify(JSON.parse(answer.textContent), null, 2);
+			told(`Status ${response.status}`);
+		} catch {
+			told(stopping.signal.aborted ? "Stopped" : "The server does not answer; given up");
+		}
+		stopping = null;
+		send.textContent = "Send";
+	};
+	const form = make("form", { class: "trial" }, ...fields.map(([, field]) => field), ...(written ? [written] : []), command, send, status, answer);
+	form.addEventListener("input", describe);
+	form.addEventListener("submit", event => {
+		event.preventDefault();
+		if (stopping) stopping.abort(); else run();
+	});
+	const details = make("details", {}, make("summary", {}, "Try it"), form);
+	details.addEventListener("toggle", describe);
+	return details;
 }
 
 async function load() {
