@@ -90,9 +90,12 @@ const said = (format, value) => Number.isFinite(value) ? format(value) : "–";
 function topFor(values) {
 	const sorted = values.filter(value => Number.isFinite(value) && value > 0).sort((a, b) => a - b);
 	const most = sorted.at(-1) ?? 0, usual = sorted[Math.ceil(0.95 * sorted.length) - 1] ?? 0;
-	const wanted = sorted.length >= 20 && most > 4 * usual ? 1.5 * usual : most;
-	const unit = 10 ** Math.floor(Math.log10(wanted || 1));
-	return { top: [1, 2, 5, 10].find(step => step * unit >= wanted * (1 - 1e-9)) * unit, most };
+	const round = wanted => {
+		const unit = 10 ** Math.floor(Math.log10(wanted || 1));
+		return [1, 2, 5, 10].find(step => step * unit >= wanted * (1 - 1e-9)) * unit;
+	};
+	const cut = round(1.5 * usual), isCut = sorted.length >= 20 && most > 2 * cut;
+	return { top: isCut ? cut : round(most), most };
 }
 
 class Chart {
@@ -248,7 +251,7 @@ const dashboard = {
 		$("replicas").hidden = !names.length;
 		if (!names.length) return;
 		const roles = Object.keys(this.roles).length > 0, shown = this.charts.slice(0, 4);
-		const figures = shown.flatMap(({ names, title }) => names.map(name => names.length > 1 ? name : title));
+		const figures = shown.flatMap(({ names, title }) => names.map(name => names.length === 1 ? title : title.startsWith("Tokens") ? `tokens/s ${name}` : name));
 		const row = name => make("tr", { "aria-current": name === this.replica && "true" },
 			make("th", { scope: "row" }, make("button", { class: "quiet", "aria-pressed": name === this.replica, "data-replica": name, click: () => this.choose(name) }, name === "" ? "All" : `Replica ${name}`)),
 			...(roles ? [make("td", {}, this.roles[name] ?? "")] : []),
