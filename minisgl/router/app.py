@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 
+import msgspec
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from minisgl.router.relay import Relay
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import application, middleware_of
 from minisgl.server.config import ServerConfig
+from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.access_log import Answered
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
@@ -44,10 +46,11 @@ def forwarding_app(
     responses: Counter[Answered],
     health: Callable[[Request], Awaitable[Response]],
     metrics: Callable[[Request], Awaitable[bytes]],
+    history: Callable[[], Awaitable[MetricsHistory]] | None = None,
 ) -> Starlette:
     """An application that forwards all requests but those about the processes themselves.
 
-    responses: counts them. metrics: the page.
+    responses: counts them. metrics: the page. history: of the engines; None: it is forwarded.
     """
 
     async def version(request: Request) -> Response:
@@ -56,11 +59,16 @@ def forwarding_app(
     async def metrics_page(request: Request) -> Response:
         return Response(await metrics(request), headers={"content-type": CONTENT_TYPE})
 
+    async def metrics_history(request: Request) -> Response:
+        assert history is not None
+        return json_response(await history())
+
     return application(
         [
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", metrics_page),
+            *([] if history is None else [Route("/metrics/history", metrics_history)]),
             *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
             Route("/{path:path}", Forward(engines)),
         ],
@@ -100,16 +108,29 @@ def create_router_app(
         of_routers[str(index)] = metrics.render()
         return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
 
-    return forwarding_app(Relay(fleet), config, hosts, metrics.responses, health, joined_metrics)
+    async def history() -> MetricsHistory:
+        started = [replica for replica in fleet.replicas if replica.state.start]
+        found = await _metrics_pages(started, "/metrics/history")
+        histories = {
+            name: msgspec.json.decode(content, type=MetricsHistory)
+            for name, content in found.items()
+        }
+        return MetricsHistory(
+            SECONDS, {name: each.replicas[""] for name, each in histories.items()}
+        )
+
+    return forwarding_app(
+        Relay(fleet), config, hosts, metrics.responses, health, joined_metrics, history
+    )
 
 
-async def _metrics_pages(peers: Sequence[Peer]) -> dict[str, bytes]:
+async def _metrics_pages(peers: Sequence[Peer], path: str = "/metrics") -> dict[str, bytes]:
     """The metrics of each peer that answers, by its index."""
 
     async def page(peer: Peer) -> bytes | None:
         with suppress(EngineLostError, TimeoutError):
             async with asyncio.timeout(METRICS_SECONDS):
-                status, content = await peer.get("/metrics")
+                status, content = await peer.get(path)
                 return content if status == 200 else None
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from minisgl.router.fleet import DONE, FAILED, Fleet
@@ -82,6 +82,14 @@ class RouterMetrics(MetricsPage):
             *("replica", {name: each.state.start for name, each in names.items()}),
         )
         if any(replica.role for replica in fleet.replicas):
+            roles = GaugeMetricFamily(
+                "minisgl_router_replica_role",
+                "Always 1: what each replica does.",
+                labels=["replica", "role"],
+            )
+            for name, each in names.items():
+                roles.add_metric([name, each.role], 1)
+            yield roles
             yield counter(
                 "minisgl_router_prefills",
                 "Prompts that one replica should compute for another, by what became of them.",

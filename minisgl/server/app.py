@@ -102,6 +102,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/health", routes.health),
             Route("/version", routes.version),
             Route("/metrics", routes.metrics),
+            Route("/metrics/history", routes.metrics_history),
             Route("/openapi.json", routes.openapi),
         ],
         middleware,

@@ -15,6 +15,7 @@ from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.answers.reply import Reply
 from minisgl.server.config import ServerConfig
+from minisgl.server.history import History
 from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
@@ -57,6 +58,7 @@ class EngineState:
         self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
         self.replica = ""  # its name among several, in the ids of responses that it keeps
+        self.history = History(self.stats)
         # See answers/handover.py; None: the engine does whole requests.
         self.around: Around | None = None
 

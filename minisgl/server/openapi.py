@@ -16,6 +16,8 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.field_notes import BODIES, explain
+from minisgl.server.history import MetricsHistory
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
 from minisgl.server.requests.request_types import (
@@ -129,6 +131,9 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Whether requests are taken.", answer=answer_types.Health, errors=(503,)
     ),
     "/metrics": Operation(summary="Figures for Prometheus."),
+    "/metrics/history": Operation(
+        summary="The last hour of the figures that the page draws.", answer=MetricsHistory
+    ),
     "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
     "/openapi.json": Operation(summary="This description."),
 }
@@ -168,6 +173,9 @@ def describe(
         if type is not None
     ]
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
+    for body in {found.body for several in operations.values() for found in several}:
+        if body is not None:
+            explain(body.__name__, described[body.__name__]["properties"])
     components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {
@@ -191,7 +199,8 @@ def describe(
 def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": operation.summary}
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: _schema(operation.body)}}
+        content = {**_schema(operation.body), "example": BODIES[path]}
+        described["requestBody"] = {"required": True, "content": {JSON: content}}
     if path.endswith("}"):
         name = path.rpartition("{")[2].removesuffix("}")
         parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

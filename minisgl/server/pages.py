@@ -1,7 +1,8 @@
-"""The web pages: files of `minisgl/assets`, served from memory.
+"""The web pages, put together from the files of `minisgl/assets` and served from memory.
 
-A page is one file with everything in it, so its policy (CSP) allows exactly its own script and its
-own style, by their hashes, requests to this server, and nothing else.
+The scripts and the styles that a page refers to are put in their place, so a browser gets one file
+with everything in it. Its policy (CSP) allows exactly these, by their hashes, requests to this
+server, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from starlette.routing import Route
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 CHAT, DOCS = "chat.html", "docs.html"
+REFERENCE = re.compile(
+    rb'<script src="(?P<script>[\w/.-]+)"></script>'
+    rb'|<link rel="stylesheet" href="(?P<style>[\w/.-]+)">'
+)
 
 # Beside the hashes. Trusted types make assignments such as innerHTML an error.
 POLICY = (
@@ -42,8 +47,8 @@ class Page:
 
     @classmethod
     def read(cls, name: str) -> Page:
-        """Read a file of the assets."""
-        plain = (ASSETS / name).read_bytes()
+        """Read a page of the assets. Blocks."""
+        plain = _put_together(ASSETS / name)
         # Weak, because both encodings have it.
         etag = f'W/"{hashlib.sha256(plain).hexdigest()[:32]}"'
         hashes = (f"{kind}-src {_hashes(kind, plain)}" for kind in ("script", "style"))
@@ -82,6 +87,17 @@ def page_routes() -> list[Route]:
         Route(path, Page.read(name).answer, include_in_schema=False)
         for path, name in (("/", CHAT), ("/docs", DOCS))
     ]
+
+
+def _put_together(page: Path) -> bytes:
+    """The page, with each script and each style that it refers to in its place."""
+
+    def inlined(reference: re.Match[bytes]) -> bytes:
+        tag = str(reference.lastgroup)
+        source = (page.parent / reference[tag].decode()).read_bytes()
+        return f"<{tag}>\n".encode() + source + f"</{tag}>".encode()
+
+    return REFERENCE.sub(inlined, page.read_bytes())
 
 
 def _hashes(tag: str, page: bytes) -> str:

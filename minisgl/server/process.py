@@ -141,6 +141,8 @@ class ServerProcess:
             await self._begin(engine, welcome)
             with_graphs = engine.capacity.max_graph_batch > 0
             beside.append(asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs)))
+            if not config.no_ui:
+                beside.append(asyncio.ensure_future(self._state.history.keep()))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)

@@ -40,6 +40,7 @@ from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.engine_state import EngineState, NotReadyError
+from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.bodies import read_body
 from minisgl.server.http.encoding import json_response
@@ -290,6 +291,10 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def metrics_history(self, request: Request) -> Response:
+        samples = self._state.history.samples()
+        return json_response(MetricsHistory(SECONDS, {"": samples}))
 
     async def openapi(self, request: Request) -> Response:
         with_key = bool(self._state.config.api_key)

@@ -300,6 +300,14 @@ async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: 
         assert 'minisgl_running_requests{replica="1"} 0.0' in page
         assert 'minisgl_http_responses_total{replica="0",route="/v1/chat/completions",' in page
         assert 'minisgl_router_requests_total{router="0",replica="0"} 1.0' in page
+        assert "replica_role" not in page  # all do the same
+        fleet.replicas[1].role = "decode"
+        page = (await client.get("/metrics")).text
+        assert 'minisgl_router_replica_role{router="0",replica="1",role="decode"} 1.0' in page
+        fleet.replicas[1].role = ""
+        history = (await client.get("/metrics/history")).json()["replicas"]
+        assert {*history} == {"0", "1"}
+        assert "minisgl_running_requests" in history["1"]["series"]
         health = await client.get("/health")
         assert health.json() == {"status": "ready", "replicas": 2, "ready": 2}
         fleet.is_draining = True

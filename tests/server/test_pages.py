@@ -22,14 +22,14 @@ from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.pages import ASSETS, CHAT, DOCS
+from minisgl.server.pages import ASSETS, CHAT, DOCS, Page
 
-PAGES = {"/": ASSETS / CHAT, "/docs": ASSETS / DOCS}
+PAGES = {"/": Page.read(CHAT).plain.decode(), "/docs": Page.read(DOCS).plain.decode()}
 
 
 @pytest.mark.parametrize("path", PAGES)
 async def test_a_page_is_served_to_everybody_gzipped_or_plain(path: str) -> None:
-    content = PAGES[path].read_bytes()
+    content = PAGES[path].encode()
     async with http_client(FakeEngine(), api_key=("secret",)) as client:
         plain = await client.get(path, headers={"accept-encoding": "identity"})
         packed = await client.get(path, headers={"accept-encoding": "br, gzip"})
@@ -62,14 +62,15 @@ async def test_a_browser_that_has_the_page_gets_a_304(path: str) -> None:
 async def test_the_policy_allows_the_page_its_own_script_and_style_and_nothing_else(
     path: str,
 ) -> None:
-    page = PAGES[path].read_text()
+    page = PAGES[path]
     async with http_client(FakeEngine()) as client:
         policy = (await client.get(path)).headers["content-security-policy"]
     allowed = dict(directive.split(" ", 1) for directive in policy.split("; "))
     for tag in ("script", "style"):
-        [source] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digest = b64encode(hashlib.sha256(source.encode()).digest()).decode()
-        assert allowed[f"{tag}-src"] == f"'sha256-{digest}'"
+        sources = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [b64encode(hashlib.sha256(source.encode()).digest()) for source in sources]
+        assert allowed[f"{tag}-src"] == " ".join(f"'sha256-{each.decode()}'" for each in digests)
+        assert not re.search(rf"<{tag} |<link rel=.stylesheet", page)  # each is in its place
     assert allowed["default-src"] == "'none'"
     assert allowed["connect-src"] == "'self'"
     assert "unsafe" not in policy
@@ -78,11 +79,18 @@ async def test_the_policy_allows_the_page_its_own_script_and_style_and_nothing_e
 
 @pytest.mark.parametrize("path", PAGES)
 def test_a_page_is_small_and_takes_nothing_from_outside(path: str) -> None:
-    page = PAGES[path].read_text()
-    assert len(page.encode()) < 60 * 1024
+    page = PAGES[path]
+    assert len(gzip.compress(page.encode())) < 48 * 1024
     # Only the namespace of its own drawings.
     assert set(re.findall(r"https?://[\w.]+\w", page)) <= {"http://www.w3.org"}
     assert not re.search(r'\son\w+="|innerHTML|insertAdjacentHTML|document\.write|eval\(', page)
+
+
+def test_each_file_of_the_pages_belongs_to_one_of_them_and_ends_no_element_early() -> None:
+    for file in (ASSETS / "page").iterdir():
+        content = file.read_text()
+        assert any(content in page for page in PAGES.values()), file
+        assert not re.search("</(script|style)", content), file
 
 
 async def test_without_the_pages_there_is_a_plain_answer_at_the_root() -> None:

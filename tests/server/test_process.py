@@ -30,6 +30,7 @@ from support.http_server import (
     tiny_model,
     wait_for_health,
 )
+from support.processes import check_running
 from support.waiting import LIMIT_S
 
 from minisgl.errors import ConfigError
@@ -91,6 +92,8 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
         answer = client.post(CHAT, json=asked, headers=key)
         assert answer.headers["access-control-allow-origin"] == ORIGIN
         metrics = client.get("/metrics").text.splitlines()
+        while not client.get("/metrics/history").json()["replicas"][""]["slots"]:
+            check_running(process)  # the process keeps it
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0

@@ -28,10 +28,12 @@ from support.waiting import LIMIT_S
 from minisgl.engine import AsyncEngine
 from minisgl.models.config_reader import CONFIG_FILE
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.server import openapi
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
+from minisgl.server.field_notes import ANTHROPIC, HELLO, NO_EFFECT, NOT_SUPPORTED, NOTES
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.openapi import describe
 from minisgl.server.requests.request_types import SAMPLER_DETAILS
@@ -131,6 +133,33 @@ def test_the_description_gives_errors_the_envelope_of_their_api() -> None:
                 assert "429" in errors
     details = DESCRIPTION["components"]["schemas"]["ErrorDetails"]
     assert details["required"] == ["message", "type", "param", "code"]
+
+
+def test_each_field_of_a_request_is_described_with_an_example_that_is_accepted() -> None:
+    description = describe(app_routes(), open_paths=(), with_key=False)
+    without_value = {NO_EFFECT, NOT_SUPPORTED, NOTES["xtc_threshold"].about}
+    without_value.add(ANTHROPIC["mcp_servers"].about)
+    for path, operation in openapi.OPERATIONS.items():
+        if operation.body is None:
+            continue
+        content = description["paths"][path]["post"]["requestBody"]["content"][JSON]
+        begun = content["example"]
+        msgspec.convert(begun, operation.body)
+        schema = description["components"]["schemas"][operation.body.__name__]
+        for name, field in schema["properties"].items():
+            if field["description"] in without_value:
+                continue
+            if name == "model":
+                assert "examples" not in field  # it depends on the server
+                continue
+            [example] = field["examples"]
+            beside = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+            body = {**begun, **beside.get(name, {}), name: example}
+            if path == "/tokenize" and name in ("messages", "tools"):
+                body = {"messages": HELLO, name: example}
+            if path == "/v1/responses" and name == "top_logprobs":
+                del body["logprobs"]
+            msgspec.json.decode(msgspec.json.encode(body), type=operation.body)
 
 
 def test_types_have_names_of_their_own() -> None:

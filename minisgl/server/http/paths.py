@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.errors import foreseen
 
 # Without a key: for probes, and for the pages, which ask for a key themselves.
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
+OPEN_PATHS = frozenset(("/health", "/metrics", "/metrics/history", "/version", "/", "/docs"))
 PAGES = frozenset(("/", "/docs/"))  # whose links are relative: browsers are redirected
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
