@@ -86,6 +86,8 @@ class ContextLengthError(InvalidRequestError):
                 f"your {prompt_field} resulted in {about}{num_prompt_tokens} tokens, which leaves "
                 f"no room for an answer. {shorten}."
             )
+        elif max_tokens == 0:
+            said += f"your {prompt_field} resulted in {about}{num_prompt_tokens} tokens. {shorten}."
         else:
             said += (
                 f"you requested {about}{num_prompt_tokens + max_tokens} tokens "
@@ -102,6 +104,14 @@ class ContextLengthError(InvalidRequestError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def without_answer(self, prompt_field: str) -> ContextLengthError:
+        """The same error of a prompt that no answer is to follow, in the field of this name."""
+        return ContextLengthError(
+            *(self.num_prompt_tokens, 0, self.max_seq_len),
+            at_least=self._at_least,
+            prompt_field=prompt_field,
+        )
 
     def with_names(self, *, prompt_field: str, limit_field: str) -> ContextLengthError:
         """The same error of a caller who knows the fields by these names."""

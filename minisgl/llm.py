@@ -25,7 +25,7 @@ from minisgl.engine.chats import Chats
 from minisgl.engine.chats import Prompt as ReadPrompt
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
-from minisgl.engine.vectors import Embedding, EmbedOptions, Score
+from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.progress import LoadProgress
@@ -288,22 +288,22 @@ class LLM:
         *,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        max_tokens_per_doc: int | None = None,
         cache_salt: str | None = None,
     ) -> list[Score]:
         """The scores of documents, 0 to 1, in their order; of a model with task="rerank".
 
         instruction: what to look for; None: the passages that answer a web search.
-        truncate_prompt_tokens: as in `embed`. Raises MinisglError.
+        truncate_prompt_tokens: as in `embed`, of the whole prompt. max_tokens_per_doc: tokens to
+        which longer documents are cut. Raises MinisglError.
         """
         pairs = [(query, document) for document in documents]
-        return self._wait_for(
-            self.engine.vectors.rerank(
-                pairs,
-                instruction=instruction,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                cache_salt=cache_salt,
-            )
+        options = RerankOptions(
+            instruction=instruction,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            max_tokens_per_doc=max_tokens_per_doc,
         )
+        return self._wait_for(self.engine.vectors.rerank(pairs, options, cache_salt=cache_salt))
 
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""

@@ -20,6 +20,15 @@ from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.apis.messages.request_types import MessagesRequest
 from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.apis.vectors.answer_types import (
+    EmbeddingItem,
+    EmbeddingList,
+    RankedList,
+    RankedResult,
+    ScoreItem,
+    ScoreList,
+)
+from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.config import ServerConfig
 from minisgl.server.openapi import DELETIONS, ERRORS, OPERATIONS
 from minisgl.server.requests.chat_messages import Message
@@ -114,6 +123,16 @@ def test_the_server_reference_lists_every_field_of_the_responses_api() -> None:
     section = SERVER_README.partition("## The Responses API\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_]+)", section))
     assert not {*ResponsesRequest.__struct_fields__} - named
+
+
+def test_the_server_reference_lists_every_field_of_vectors_and_scores() -> None:
+    section = SERVER_README.partition("## Vectors and scores\n")[2].partition("\n## ")[0]
+    rows = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    fields = {*EmbeddingRequest.__struct_fields__, *RerankRequest.__struct_fields__}
+    assert {*re.findall(r"`([a-z_0-9]+)`", rows)} == fields | {*ScoreRequest.__struct_fields__}
+    for kind in (EmbeddingList, EmbeddingItem, RankedList, RankedResult, ScoreList, ScoreItem):
+        for field in kind.__struct_fields__:
+            assert f'"{field}"' in section, field
 
 
 def test_the_server_reference_lists_every_endpoint_and_status() -> None:

@@ -24,7 +24,7 @@ from .engine_rules import (
     structured,
     thinking,
 )
-from .model import TEXT, AnswerRules, ContextFullError, Message, ReplyDelta
+from .model import TEXT, AnswerRules, ContextFullError, Message, ReplyDelta, check_can_chat
 from .prompt_reuse import keep_seen
 from .text_format import count
 
@@ -39,6 +39,11 @@ async def start_chat_engine(
     if engine.tokenizer is None:
         await engine.close()
         raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
+    try:
+        check_can_chat(engine.model_name, engine.vectors.task)
+    except UnsupportedModelError:
+        await engine.close()
+        raise
     return engine
 
 

@@ -6,10 +6,25 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minisgl.errors import CallerError
+from minisgl.errors import CallerError, UnsupportedModelError
 from minisgl.request import FinishReason, SamplingParams
 
 Message = dict[str, Any]  # in the form of OpenAI's API
+
+
+# What is asked of models that do not generate, by their task.
+PURPOSES = {
+    "embed": "makes vectors of texts: `minisgl serve` offers them at /v1/embeddings",
+    "rerank": "scores documents: `minisgl serve --task rerank` offers that at /v1/rerank",
+}
+
+
+def check_can_chat(name: str, task: str) -> None:
+    """Raise UnsupportedModelError for a model that was not loaded to generate text."""
+    if task in PURPOSES:
+        raise UnsupportedModelError(
+            f"{name} was loaded with --task {task} and cannot chat. It {PURPOSES[task]}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

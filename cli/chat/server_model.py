@@ -16,7 +16,15 @@ from minisgl.client.models import ServedModel, choose_model, headers_of, list_mo
 from minisgl.errors import MinisglError
 from minisgl.request import FinishReason, SamplingParams
 
-from .model import TEXT, AnswerRules, CallPiece, ContextFullError, Message, ReplyDelta
+from .model import (
+    TEXT,
+    AnswerRules,
+    CallPiece,
+    ContextFullError,
+    Message,
+    ReplyDelta,
+    check_can_chat,
+)
 from .parameters import NAMES
 
 # Phrases in errors about a conversation that is too long; OpenAI and minisgl use a code.
@@ -57,6 +65,7 @@ class ServerModel:
             few = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
             wanted = f"no model {model}" if model else "no model at all"
             raise ServerError(f"{base_url} has {wanted}" + (f"; it has {few}." if few else "."))
+        check_can_chat(chosen.id or "the model", chosen.task or "generate")
         return cls(base_url, api_key, chosen, timeout_s)
 
     @property

@@ -28,7 +28,7 @@ class Energy:
 
     joules: float
     mean_watts: float
-    joules_per_output_token: float
+    joules_per_output_token: float | None  # None where there are none
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Spent:
         return Energy(
             joules=self.joules,
             mean_watts=self.joules / self.seconds,
-            joules_per_output_token=self.joules / num_output_tokens,
+            joules_per_output_token=self.joules / num_output_tokens if num_output_tokens else None,
         )
 
 

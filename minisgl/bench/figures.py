@@ -73,6 +73,13 @@ class Figures:
     goodput: Goodput | None = None
     energy: Energy | None = None  # None where no GPU counts it
 
+    @property
+    def headline(self) -> str:
+        """The rate that a run is about: of tokens generated or, if there are none, of prompts."""
+        if self.num_output_tokens:
+            return f"{self.output_tokens_per_s:,.1f} output tok/s"
+        return f"{self.input_tokens_per_s:,.1f} prompt tok/s, {self.requests_per_s:,.2f} requests/s"
+
     @classmethod
     def of(cls, run: RunRecord) -> Figures:
         return cls.of_requests(run.requests, run.elapsed_s, run.counts)
@@ -137,7 +144,7 @@ def spreads(repetitions: Sequence[Figures]) -> dict[str, Spread]:
     for name in SPREAD_FIGURES:
         values = [getattr(figures, name) for figures in repetitions[1:]]
         numbers = [v.p50 if isinstance(v, Distribution) else v for v in values if v is not None]
-        if len(numbers) > 1:
+        if len(numbers) > 1 and any(numbers):
             found[name] = Spread(statistics.median(numbers), min(numbers), max(numbers))
     return found
 

@@ -15,7 +15,7 @@ from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.figures import Figures, Limit, spreads
-from minisgl.bench.offline_run import RunRecord, run_offline
+from minisgl.bench.offline_run import RunRecord, run_embeddings, run_offline
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
@@ -25,7 +25,7 @@ from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
-from minisgl.bench.workload.config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
@@ -49,14 +49,17 @@ async def bench_offline(
     check_lengths(config, workload)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     console = make_console()
-    engine = await start_bench_engine(console, engine_config)
+    engine = await start_bench_engine(console, engine_for(workload, engine_config))
     async with engine:
         sizes = workload.fix(config.sizes(engine.config.device))
         for line in describe(engine):
             console.print(line)
+        sampling = f"temperature {config.temperature:g}, seed {config.seed}, EOS ignored"
+        if workload.kind == "embed":
+            sampling = f"seed {config.seed}"
         console.print(
-            f"{workload.describe(sizes, at_once=True)}, temperature {config.temperature:g}, seed "
-            f"{config.seed}, EOS ignored{describe_share(config.structured)}"
+            f"{workload.describe(sizes, at_once=True)}, {sampling}"
+            f"{describe_share(config.structured)}"
         )
         if engine.config.device == "cpu" and not rows:
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
@@ -106,15 +109,15 @@ async def _measure(
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
             with metered(counter) as spent:
-                run = await run_offline(engine, jobs, config.temperature)
+                if workload.kind == "embed":
+                    run = await run_embeddings(engine, jobs)
+                else:
+                    run = await run_offline(engine, jobs, config.temperature)
         figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
-        console.print(
-            f"repetition {title}: {figures.elapsed_s:.2f} s, "
-            f"{figures.output_tokens_per_s:,.1f} output tok/s"
-        )
+        console.print(f"repetition {title}: {figures.elapsed_s:.2f} s, {figures.headline}")
     limit = None
-    if peak is not None:
+    if peak is not None and workload.kind != "embed":
         limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config)
     return run, PointResult(
         point=Point(None, None),

@@ -39,8 +39,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds between tokens; None for a single token."""
-        if self.num_output_tokens == 1:
+        """Mean seconds between tokens; None for a single token, and for a vector."""
+        if self.num_output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
@@ -98,6 +98,41 @@ async def run_offline(
 async def run_streaming(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
     """Like `run_offline`, but take every token as it arrives, like a streaming client."""
     return await _run(engine, jobs, 0.0, _stream)
+
+
+async def run_embeddings(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
+    """Ask for the vectors of all prompts at once, each as a request of its own, and wait for them.
+
+    The end of a request is its vector, and it has no tokens. The engine must have no other work.
+    """
+    before = engine.stats()
+    started = time.perf_counter()
+
+    async def embedded(job: ScheduledRequest) -> RequestRecord:
+        submitted_s = time.perf_counter() - started
+        [found] = await engine.vectors.embed([job.prompt])
+        ended_s = time.perf_counter() - started
+        return RequestRecord(
+            submitted_s=submitted_s,
+            first_token_s=ended_s,
+            last_token_s=ended_s,
+            num_prompt_tokens=found.num_prompt_tokens,
+            num_cached_tokens=found.num_cached_tokens,
+            num_output_tokens=0,
+        )
+
+    tasks = [asyncio.ensure_future(embedded(job)) for job in jobs]
+    try:
+        records = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    counters = engine.stats().counters
+    return RunRecord(
+        records,
+        num_steps=counters.num_steps - before.counters.num_steps,
+        num_retractions=counters.num_retractions - before.counters.num_retractions,
+    )
 
 
 async def token_times(stream: OutputStream) -> list[float]:

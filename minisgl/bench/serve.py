@@ -29,7 +29,7 @@ from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
 from minisgl.bench.run_info import RunInfo, freeze_memory
-from minisgl.bench.workload.config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
 from minisgl.bench.workload.schedule import at_rate, make_schedule
 from minisgl.bench.workload.structured import describe_share
@@ -118,10 +118,13 @@ def _report(
     run_info: RunInfo,
     options: ServeOptions,
 ) -> None:
-    console.print(
-        "Times are the client's, from sending a request: TTFT to the first event with text, E2E to "
-        "the last; TPOT: the time between the two / (tokens - 1); ITL: between two such events."
+    told = (
+        "TTFT to the first event with text, E2E to the last; TPOT: the time between the two / "
+        "(tokens - 1); ITL: between two such events."
     )
+    if options.workload.kind == "embed":
+        told = "TTFT and E2E to the end of the answer."
+    console.print(f"Times are the client's, from sending a request: {told}")
     if len(found) == 1:
         print_figures(console, found[0].figures, found[0].limit)
     else:
@@ -146,7 +149,8 @@ async def _server_under_test(
     config, workload, load = options.bench, options.workload, options.load
     endpoint = load.endpoint
     if endpoint == "auto":
-        endpoint = "chat" if workload.kind == "multi-turn" else "completions"
+        kinds = {"multi-turn": "chat", "embed": "embeddings"}
+        endpoint = kinds.get(workload.kind, "completions")
     target = Endpoint(
         url="",
         endpoint=endpoint,
@@ -154,7 +158,7 @@ async def _server_under_test(
         ignore_eos=not load.stop_at_eos,
     )
     if load.url is None:
-        async with own_server(options.engine) as (url, started):
+        async with own_server(engine_for(workload, options.engine)) as (url, started):
             for line in started.description:
                 console.print(line)
             yield ServerUnderTest(
@@ -205,10 +209,13 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
     where = "the client is on" if server.started is None else "on"
     console.print(f"{where} {server.run_info.environment.describe()}")
     eos = "answers may end by themselves" if options.load.stop_at_eos else "EOS ignored"
-    asked = "/chat/completions, of words" if server.target.endpoint == "chat" else "/completions"
+    sampling = f"temperature {config.temperature:g}, seed {config.seed}, {eos}"
+    if options.workload.kind == "embed":
+        sampling = f"seed {config.seed}"
+    words = ", of words" if server.target.endpoint == "chat" else ""
     console.print(
-        f"{options.workload.describe(server.sizes)}, temperature {config.temperature:g}, seed "
-        f"{config.seed}, {eos}, over {asked}{describe_share(config.structured)}"
+        f"{options.workload.describe(server.sizes)}, {sampling}, over {server.target.path}{words}"
+        f"{describe_share(config.structured)}"
     )
     if rows:
         console.print(
@@ -264,8 +271,8 @@ async def _measure_point(
         repetitions.append(figures)
         console.print(
             f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
-            f"{figures.output_tokens_per_s:,.1f} output tok/s, "
-            f"{figures.requests_per_s:,.2f} requests/s"
+            f"{figures.headline}"
+            f"{f', {figures.requests_per_s:,.2f} requests/s' if figures.num_output_tokens else ''}"
         )
     print_spreads(console, repetitions)
     _print_doubts(console, server, options, run)
@@ -316,6 +323,8 @@ def share_of_limit(
 ) -> Limit | None:
     """The hardware's limit, for a server started by the benchmark on a GPU."""
     started = server.started
+    if not figures.num_output_tokens:  # where only prompts are computed, it is not known
+        return None
     if started is None or started.peak is None or figures.num_steps is None:
         return None
     record = RunRecord(
@@ -349,7 +358,8 @@ def _print_doubts(
             "as it was made"
         )
     late = Distribution.of([request.late_s for request in run.requests])
+    single = f"; at least {run.single_share:.0%} of the events have one token alone"
     console.print(
         f"requests were sent p50 {late.p50 * 1e3:.1f} and p99 {late.p99 * 1e3:.1f} ms after they "
-        f"were due; at least {run.single_share:.0%} of the events have one token alone"
+        f"were due{single if run.num_output_tokens else ''}"
     )

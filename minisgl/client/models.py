@@ -20,6 +20,7 @@ class ServedModel(msgspec.Struct):
     id: Name | None = None
     max_model_len: Count | None = None  # tokens of prompt and answer, from minisgl and vLLM
     vocab_size: Count | None = None  # from minisgl
+    task: Name | None = None  # from minisgl: generate, embed or rerank
 
 
 class _ModelList(msgspec.Struct):

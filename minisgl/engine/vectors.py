@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stream import OutputStream
-from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError
-from minisgl.request import EVERYONE, PooledRows, Pooling, Request, SamplingParams, Tenant
+from minisgl.engine.turns import Turn
+from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
+from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError, TextTooLongError
+from minisgl.request import (
+    EVERYONE,
+    PooledRows,
+    Pooling,
+    Request,
+    SamplingParams,
+    Tenant,
+    check_token_ids,
+)
 from minisgl.text.tokenizer import Tokenizer
 
 # Of the card of Qwen3-Reranker.
@@ -25,13 +33,12 @@ _BEFORE = (
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
     "<|im_start|>user\n"
 )
-_BODY = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+_HEAD = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _ANSWERS = ("no", "yes")
 
 _NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
-
-Input = str | Sequence[int]
+Made = TypeVar("Made")
 
 
 class Encode(Protocol):
@@ -56,38 +63,8 @@ class Submit(Protocol):
     ) -> OutputStream: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """The vector of a text."""
-
-    vector: list[float]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How well a document answers a query, 0 to 1."""
-
-    score: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedOptions:
-    """prompt_name: of the checkpoint's prompts, for its default one None. instruction: what a query
-    is about, instead of a prompt. dimensions: first numbers of each vector that are kept.
-    truncate_prompt_tokens: tokens to which longer texts are cut, -1 for the longest sequence; None
-    refuses texts that are too long."""
-
-    prompt_name: str | None = None
-    instruction: str | None = None
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-
-
 NO_OPTIONS = EmbedOptions()
+AS_THE_CARD = RerankOptions()
 
 
 def check_task(loaded: str, needed: str) -> None:
@@ -106,11 +83,16 @@ class Vectors:
         """Raises ConfigError for a reranker without the tokens of its answers."""
         self._encode = encode
         self._submit = submit
-        self._task = loaded.config.task
+        self.task = loaded.config.task
         self._rules = loaded.embedding
         self._tokenizer = loaded.tokenizer
         self._max_seq_len = loaded.capacity.max_seq_len
         self._page_size = loaded.capacity.page_size
+        self._vocab_size = loaded.model.vocab_size
+        # Of one call: the others find room in the queue.
+        self._most_open = (
+            loaded.config.max_running_requests + loaded.config.max_queued_requests // 2
+        )
         self._width = loaded.hidden_size
         self._answers: tuple[int, ...] = ()
         self._before: list[int] = []
@@ -135,69 +117,92 @@ class Vectors:
 
         Raises as `AsyncEngine.submit` and `encode` do, after aborting the others.
         """
-        check_task(self._task, "embed")
+        check_task(self.task, "embed")
         self._check(options)
         before = self._prompt_text(options)
         pooling = Pooling(self._rules.rows)
         if before and self._rules.rows is PooledRows.MEAN and not self._rules.with_prompt:
             pooling = Pooling(self._rules.rows, num_skipped=await self._num_of(before))
-        prompts = [
-            await self._prompt(each, before, options.truncate_prompt_tokens) for each in inputs
-        ]
-        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
-        with ExitStack() as open_streams:
-            streams = [_submitted(submit(each, pooling), open_streams) for each in prompts]
-            for stream in streams:
-                await stream.wait_finished()
-        return [
-            Embedding(
-                self._vector(stream.request, options.dimensions),
-                stream.request.num_prompt_tokens,
-                stream.request.num_cached_tokens,
-            )
-            for stream in streams
-        ]
+        prompts: list[list[int]] = []
+        turn = Turn()
+        for index, given in enumerate(inputs):
+            field = f"input[{index}]" if len(inputs) > 1 else "input"
+            prompts.append(await self._prompt(given, field, before, options.truncate_prompt_tokens))
+            await turn.share()
+
+        def embedding(request: Request) -> Embedding:
+            vector = self._vector(request, options.dimensions)
+            return Embedding(vector, request.num_prompt_tokens, request.num_cached_tokens)
+
+        return await self._compute(prompts, pooling, embedding, cache_salt, tenant)
 
     async def rerank(
         self,
         pairs: Sequence[tuple[str, str]],
+        options: RerankOptions = AS_THE_CARD,
         *,
-        instruction: str | None = None,
-        truncate_prompt_tokens: int | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
     ) -> list[Score]:
-        """The scores of pairs of a query and a document, in their order; as LLM.rerank."""
-        check_task(self._task, "rerank")
-        prompts = [
-            await self._question(query, document, instruction, truncate_prompt_tokens)
-            for query, document in pairs
-        ]
-        submit = partial(self._pool, cache_salt=cache_salt, tenant=tenant)
+        """The scores of pairs of a query and a document, in their order; raises as `embed` does."""
+        check_task(self.task, "rerank")
+        prompts: list[list[int]] = []
+        turn = Turn()
+        for index, (query, document) in enumerate(pairs):
+            prompts.append(await self._question(query, document, f"documents[{index}]", options))
+            await turn.share()
         pooling = Pooling(PooledRows.LAST, token_ids=self._answers)
-        with ExitStack() as open_streams:
-            streams: list[OutputStream] = []
-            for prompt in prompts:
-                streams.append(_submitted(submit(prompt, pooling), open_streams))
-                if len(streams) == 1 < len(prompts) and self._share_pages(*prompts[:2]):
-                    await streams[0].wait_finished()  # the others find their beginning cached
-            for stream in streams:
-                await stream.wait_finished()
-        return [
-            Score(
-                _probability(stream.request.pooled[-1]),
-                stream.request.num_prompt_tokens,
-                stream.request.num_cached_tokens,
-            )
-            for stream in streams
-        ]
 
-    def _pool(
-        self, token_ids: Sequence[int], pooling: Pooling, *, cache_salt: str | None, tenant: Tenant
-    ) -> OutputStream:
-        return self._submit(
-            token_ids, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, pooling=pooling
+        def score(request: Request) -> Score:
+            probability = _probability(request.pooled[-1])
+            return Score(probability, request.num_prompt_tokens, request.num_cached_tokens)
+
+        # If so, the others find their beginning cached.
+        first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
+        return await self._compute(
+            prompts, pooling, score, cache_salt, tenant, first_alone=first_alone
         )
+
+    async def _compute(
+        self,
+        prompts: Sequence[list[int]],
+        pooling: Pooling,
+        make: Callable[[Request], Made],
+        cache_salt: str | None,
+        tenant: Tenant,
+        *,
+        first_alone: bool = False,
+    ) -> list[Made]:
+        """What `make` makes of the request of each prompt; the others are aborted if one fails.
+
+        first_alone: submit the others when the first one has ended.
+        """
+        open_streams: deque[OutputStream] = deque()
+        made: list[Made] = []
+        turn = Turn()
+
+        async def take() -> None:
+            await open_streams[0].wait_finished()
+            made.append(make(open_streams.popleft().request))
+            await turn.share()
+
+        try:
+            for prompt in prompts:
+                if len(open_streams) == self._most_open or (first_alone and len(open_streams) == 1):
+                    await take()
+                    first_alone = False
+                open_streams.append(
+                    self._submit(
+                        prompt, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, pooling=pooling
+                    )
+                )
+                await turn.share()
+            while open_streams:
+                await take()
+        finally:
+            for stream in open_streams:
+                stream.abort()
+        return made
 
     def _share_pages(self, one: list[int], other: list[int]) -> bool:
         """Whether two prompts begin with the same page."""
@@ -249,46 +254,67 @@ class Vectors:
     async def _num_of(self, before: str) -> int:
         """Number of tokens of what precedes a text, counted as sentence-transformers does: with
         what begins each text, without what ends it."""
-        token_ids = await self._encode(before)
+        token_ids = await self._encoded(before, "input")
         end = self._end
         return len(token_ids) - (len(end) if end and token_ids[-len(end) :] == end else 0)
 
-    async def _prompt(self, given: Input, before: str, cut_to: int | None) -> list[int]:
+    async def _prompt(self, given: Input, field: str, before: str, cut_to: int | None) -> list[int]:
         if not isinstance(given, str):
-            return self._fitted(list(given), [], cut_to)
+            check_token_ids(field, given, self._vocab_size)
+            return self._fitted(list(given), [], cut_to, field)
         if self._tokenizer is None:
-            raise InvalidRequestError("input", "the model has no tokenizer; send token ids.")
-        token_ids = await self._encode(before + given, any_length=cut_to is not None)
+            raise InvalidRequestError(field, "the model has no tokenizer; send token ids.")
+        token_ids = await self._encoded(before + given, field, cut=cut_to is not None)
         end = self._end
         for size in range(len(end), 0, -1):  # the tokenizer may have appended some of it
             if token_ids[-size:] == end[:size]:
                 token_ids = token_ids[:-size]
                 break
-        return self._fitted(token_ids, end, cut_to)
+        return self._fitted(token_ids, end, cut_to, field)
 
     async def _question(
-        self, query: str, document: str, instruction: str | None, cut_to: int | None
+        self, query: str, document: str, field: str, options: RerankOptions
     ) -> list[int]:
-        chosen = RERANK_INSTRUCTION if instruction is None else instruction
-        body = _BODY.format(instruction=chosen, query=query, document=document)
-        token_ids = await self._encode(
-            body, add_special_tokens=False, any_length=cut_to is not None
+        instruction, cut_to = options.instruction, options.truncate_prompt_tokens
+        head = _HEAD.format(
+            instruction=RERANK_INSTRUCTION if instruction is None else instruction, query=query
         )
-        return self._fitted([*self._before, *token_ids], self._after, cut_to)
+        is_cut = cut_to is not None or options.max_tokens_per_doc is not None
+        token_ids = await self._encoded(f"{head} {document}", field, special=False, cut=is_cut)
+        if options.max_tokens_per_doc is not None:
+            num_head = len(await self._encoded(head, "query", special=False))
+            token_ids = token_ids[: num_head + options.max_tokens_per_doc]
+        return self._fitted([*self._before, *token_ids], self._after, cut_to, field)
 
-    def _fitted(self, token_ids: list[int], end: list[int], cut_to: int | None) -> list[int]:
+    async def _encoded(
+        self, text: str, field: str, *, special: bool = True, cut: bool = False
+    ) -> list[int]:
+        """The tokens of a text, of any length if it will be cut."""
+        try:
+            return await self._encode(text, add_special_tokens=special, any_length=cut)
+        except ContextLengthError as error:
+            raise error.without_answer(field) from None
+        except TextTooLongError as error:
+            error.param = field
+            raise
+
+    def _fitted(
+        self, token_ids: list[int], end: list[int], cut_to: int | None, field: str
+    ) -> list[int]:
         """A prompt that is cut before its end to `cut_to` tokens. Raises ContextLengthError."""
         limit = self._max_seq_len
-        size = len(token_ids) + len(end)
         if cut_to is not None:
             limit = limit if cut_to == -1 else min(limit, cut_to)
             if limit <= len(end):
                 raise InvalidRequestError(
                     "truncate_prompt_tokens", f"allowed: more than {len(end)}, or -1."
                 )
-            return [*token_ids[: limit - len(end)], *end]
+            token_ids = token_ids[: limit - len(end)]
+        size = len(token_ids) + len(end)
         if size > limit:
-            raise ContextLengthError(size, 0, limit, prompt_field="input")
+            raise ContextLengthError(size, 0, limit, prompt_field=field)
+        if not size:
+            raise InvalidRequestError(field, "must have at least one token.")
         return [*token_ids, *end]
 
     # -- vectors -----------------------------------------------------------------------------------
@@ -304,11 +330,6 @@ class Vectors:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         floats: list[float] = vector.astype(np.float32).tolist()
         return floats
-
-
-def _submitted(stream: OutputStream, open_streams: ExitStack) -> OutputStream:
-    open_streams.callback(stream.abort)
-    return stream
 
 
 def _answers(tokenizer: Tokenizer) -> tuple[int, ...]:

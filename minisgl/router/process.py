@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from minisgl.config import EngineConfig, memory_bytes, usable_cores
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
-from minisgl.router.fleet import ReplicaState
+from minisgl.router.exchange import EngineLostError
+from minisgl.router.fleet import Peer, ReplicaState
 from minisgl.router.front import FleetUpdate, FrontProcesses, FrontSpec, OwnFront
 from minisgl.router.placement import shares, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server import with_all_keys
+from minisgl.server.apis.openai.answer_types import ModelList
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.listening import OwnPath, check_certificate
 from minisgl.server.process import (
@@ -37,6 +41,7 @@ logger = logging.getLogger(__name__)
 # For the pages on their way between replicas, unless the user says how much.
 HOST_CACHE_GB = 16.0
 HOST_SHARE = 0.5  # of the machine's memory, for all replicas at most
+TASK_S = 10.0  # for a replica to say what its model is for
 DEMO_NAME = "demo"  # by which a replica serves the demo model, as its folder is called
 MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
@@ -69,7 +74,7 @@ class RouterProcess:
         self._shares = shares(router.replicas, engine.tp, engine.device, gpus, usable_cores())
         self._states: tuple[ReplicaState, ...] = (ReplicaState(),) * router.replicas
         self._is_draining = False
-        self._opening: asyncio.Future[None] | None = None  # of a browser
+        self._announcing: asyncio.Future[None] | None = None
 
     def run(self) -> int:
         """Serve until a signal arrives; returns the exit code.
@@ -106,7 +111,8 @@ class RouterProcess:
 
     async def _serve(self, listeners: Sequence[socket.socket], folder: Path) -> int:
         specs = self._replica_specs(folder)
-        self._front = self._make_front(listeners, [spec.server.uds for spec in specs], folder)
+        self._replica_paths = [spec.server.uds for spec in specs]
+        self._front = self._make_front(listeners, self._replica_paths, folder)
         supervisor = Supervisor(specs, self._replica_command, self._report)
         self._listener = listeners[0]
         stopping = asyncio.ensure_future(first_signal())
@@ -187,13 +193,31 @@ class RouterProcess:
                 logger.info("Replica %d%s is ready (%d of %d)", index, role, num_ready, len(states))
         was_announced = any(state.is_ready for state in before)
         if num_ready and not was_announced:
-            names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)
-            welcome = Welcome(self._server, self._listener)
-            welcome.log(f"{', '.join(names)} with {len(states)} replicas", names[0])
-            if self._server.open and welcome.page is not None:
-                self._opening = asyncio.ensure_future(open_browser(welcome.page))
-            if not self._engine.model:
-                log_demo_note()
+            ready = [index for index, state in enumerate(states) if state.is_ready]
+            self._announcing = asyncio.ensure_future(self._announce(ready[0]))
+
+    async def _announce(self, index: int) -> None:
+        """Tell where the replicas are, of which that with this index is ready."""
+        names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)
+        welcome = Welcome(self._server, self._listener)
+        peer = Peer(index, self._replica_paths[index])
+        task = await _task_of(peer, self._server.api_key)
+        welcome.log(f"{', '.join(names)} with {len(self._states)} replicas", names[0], task)
+        if not self._engine.model:
+            log_demo_note()
+        if self._server.open and welcome.page is not None:
+            await open_browser(welcome.page)
+
+
+async def _task_of(peer: Peer, api_key: Sequence[str]) -> str:
+    """What the model of a replica was loaded for; to generate, if it does not say."""
+    key = f"authorization: Bearer {api_key[0]}\r\n" if api_key else ""
+    asked = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{key}\r\n"
+    with contextlib.suppress(EngineLostError, TimeoutError, msgspec.DecodeError):
+        async with asyncio.timeout(TASK_S):
+            _, body = await peer.whole(asked.encode())
+            return msgspec.json.decode(body, type=ModelList).data[0].task
+    return "generate"
 
 
 def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:

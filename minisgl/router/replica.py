@@ -55,7 +55,7 @@ class ReplicaProcess(ServerProcess):
             self._state.around = Handover(engine, path).around
         await super()._begin(engine, welcome)
 
-    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
+    def _announce(self, welcome: Welcome, names: Sequence[str], task: str) -> None:
         pass
 
 

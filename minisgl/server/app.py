@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from minisgl.server.apis.messages import request_types as messages
 from minisgl.server.apis.responses import request_types as responses
+from minisgl.server.apis.vectors import request_types as vectors
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered, Observe
@@ -26,11 +27,21 @@ from minisgl.server.metrics import Metrics
 from minisgl.server.pages import page_routes
 from minisgl.server.requests import chat_messages, constraint_types, request_types, tools
 from minisgl.server.routes import IGNORED_HEADER, Routes
+from minisgl.server.tasks import EMBEDDINGS, RERANK, RERANK_V2, SCORE
+from minisgl.server.vector_routes import VectorRoutes
 
 # Names of fields that may be logged.
 FIELD_NAMES = frozenset(
     name
-    for module in (request_types, chat_messages, tools, constraint_types, messages, responses)
+    for module in (
+        request_types,
+        chat_messages,
+        tools,
+        constraint_types,
+        messages,
+        responses,
+        vectors,
+    )
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
@@ -82,6 +93,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     """Build the application. With `hosts` it answers only requests addressed to one of them."""
     metrics = Metrics(state)
     routes = Routes(state, metrics)
+    of_vectors = VectorRoutes(state)
     config = state.config
     middleware = middleware_of(config, metrics.responses, hosts)
     hint = Route("/", routes.hint, include_in_schema=False)
@@ -95,6 +107,10 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/v1/responses/{id}", routes.stored_response, methods=["DELETE", "GET"]),
             Route(MESSAGES, routes.messages, methods=["POST"]),
             Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
+            Route(EMBEDDINGS, of_vectors.embeddings, methods=["POST"]),
+            Route(RERANK, of_vectors.rerank, methods=["POST"]),
+            Route(RERANK_V2, of_vectors.rerank_v2, methods=["POST"]),
+            Route(SCORE, of_vectors.score, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),

@@ -71,7 +71,8 @@ class EngineState:
 
     def start(self, engine: ServedEngine) -> None:
         self._engine = engine
-        logger.info("Parsing answers: %s", self.answer_format())
+        if engine.vectors.task == "generate":
+            logger.info("Parsing answers: %s", self.answer_format())
 
     def drain(self) -> None:
         self._draining = True

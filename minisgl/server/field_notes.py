@@ -209,6 +209,16 @@ ANTHROPIC = {
     "metadata": Note("Its user_id stands for user.", "none", {"user_id": "ada"}),
     "mcp_servers": Note("Left out: this server runs no tools."),
 }
+CUT = Note(
+    "Cut what the model reads to so many tokens; -1: to as many as it takes.",
+    "refused if too long",
+    512,
+)
+SCORING = {
+    "instruction": Note("What is looked for.", "that of the model's card", "Find what purrs."),
+    "truncate_prompt_tokens": CUT,
+    "max_tokens_per_doc": Note("Cut each document to so many tokens.", "none", 256),
+}
 # Where a field is another one in the requests of a type.
 NOTES_OF: Mapping[str, Mapping[str, Note]] = {
     "ChatRequest": {"logprobs": Note("Add the logprobs of the answer.", "false", True)},
@@ -227,8 +237,34 @@ NOTES_OF: Mapping[str, Mapping[str, Note]] = {
     },
     "MessagesRequest": ANTHROPIC,
     "CountTokensRequest": ANTHROPIC,
+    "EmbeddingRequest": {
+        "input": Note("The texts, or their token ids.", example=["a text", "another"]),
+        "instruction": Note("What the texts ask for.", "none", "Find what answers the question."),
+        "truncate_prompt_tokens": CUT,
+        "encoding_format": Note("base64: float32 numbers, little-endian.", "float", "base64"),
+        "dimensions": Note("How many numbers each vector keeps, the first.", "all", 64),
+        "prompt_name": Note(
+            "A prompt of the checkpoint, before each text.", "its default", "query"
+        ),
+        "add_special_tokens": Note("Only true.", "true", True),
+    },
+    "RerankRequest": SCORING
+    | {
+        "query": Note("What the documents are scored for.", example="What purrs?"),
+        "documents": Note("Texts, or objects with a text.", example=["It rains.", "A cat does."]),
+        "top_n": Note("How many documents to answer with, the best.", "all", 1),
+        "return_documents": Note("Add the texts of the documents.", "false", True),
+        "rank_fields": Note('Only ["text"].', "none", ["text"]),
+        "priority": Note(NO_EFFECT),
+    },
+    "ScoreRequest": SCORING
+    | {
+        "text_1": Note("A query, or one for each text_2.", example="What purrs?"),
+        "text_2": Note("A document, or several.", example=["It rains.", "A cat does."]),
+    },
 }
 
+RANKED = {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}
 # A body to begin with, for each path.
 BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 100},
@@ -238,6 +274,10 @@ BODIES: Mapping[str, dict[str, Any]] = {
     COUNT_TOKENS: {"messages": HELLO},
     "/tokenize": {"prompt": "Hello!", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/embeddings": {"input": ["a text", "another"]},
+    "/v1/rerank": RANKED,
+    "/v2/rerank": RANKED,
+    "/v1/score": {"text_1": "What purrs?", "text_2": ["It rains.", "A cat does."]},
 }
 
 

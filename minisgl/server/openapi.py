@@ -16,6 +16,8 @@ from minisgl.server.apis.messages.request_types import CountTokensRequest, Messa
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
+from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, ScoreList
+from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.field_notes import BODIES, explain
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.error_bodies import Error, MessagesError
@@ -26,6 +28,7 @@ from minisgl.server.requests.request_types import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from minisgl.server.tasks import EMBEDDINGS, RERANK, RERANK_V2, SCORE
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -108,6 +111,27 @@ OPERATIONS: Mapping[str, Operation] = {
         answer=TokenCount,
         errors=AS_ANTHROPIC,
         error=MessagesError,
+    ),
+    EMBEDDINGS: Operation(
+        summary="Vectors of texts.",
+        body=EmbeddingRequest,
+        answer=EmbeddingList,
+        errors=READING,
+    ),
+    RERANK: Operation(
+        summary="Documents by how well they answer a query.",
+        body=RerankRequest,
+        answer=RankedList,
+        errors=READING,
+    ),
+    RERANK_V2: Operation(
+        summary="Documents by how well they answer a query, as Cohere's second version has it.",
+        body=RerankRequest,
+        answer=RankedList,
+        errors=READING,
+    ),
+    SCORE: Operation(
+        summary="Scores of pairs of texts.", body=ScoreRequest, answer=ScoreList, errors=READING
     ),
     "/v1/models": Operation(
         summary="The model, under each of its names.", answer=answer_types.ModelList, errors=(503,)

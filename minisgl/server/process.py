@@ -70,7 +70,8 @@ async def start_engine(config: EngineConfig, report: Progress | None = None) -> 
                 report(phase, fraction)
 
         engine = await start(config, loaded)
-    engine.warm()
+    if engine.vectors.task == "generate":
+        engine.warm()
     return engine
 
 
@@ -165,10 +166,10 @@ class ServerProcess:
         gc.collect()
         gc.freeze()
         names = self._state.model_names()
-        self._announce(welcome, names)
+        self._announce(welcome, names, engine.vectors.task)
 
-    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
-        welcome.log(", ".join(names), names[0])
+    def _announce(self, welcome: Welcome, names: Sequence[str], task: str) -> None:
+        welcome.log(", ".join(names), names[0], task)
         if not self._engine_config.model:
             log_demo_note()
 

@@ -6,14 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
@@ -39,14 +38,14 @@ from minisgl.server.apis.responses.reply import ResponsesReply
 from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.apis.responses.tool_box import ToolBox
+from minisgl.server.asked import Asked, read_asked
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.auth import client_of
-from minisgl.server.http.bodies import read_body
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_waited_for
 from minisgl.server.http.paths import OPEN_PATHS
-from minisgl.server.http.request_ids import reply_id, request_id
+from minisgl.server.http.request_ids import reply_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.requests.chat_messages import Images
@@ -67,37 +66,6 @@ MEGABYTE = 1_000_000
 MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 
 Put = TypeVar("Put")
-
-
-Body = TypeVar(
-    "Body",
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Generic[Body]):
-    """A request whose body has been read, and the engine that it is for."""
-
-    scope: Scope
-    engine: ServedEngine
-    body: Body
-    model: str  # by the name that the answer has
-
-    @property
-    def id(self) -> str:
-        """The id in the log."""
-        return request_id(self.scope)
-
-    @property
-    def client(self) -> str:
-        return client_of(self.scope)
 
 
 class Routes:
@@ -121,14 +89,14 @@ class Routes:
 
     @while_waited_for
     async def chat_completions(self, request: Request) -> ASGIApp:
-        asked = await self._read(request, ChatRequest)
+        asked = await read_asked(self._state, request, ChatRequest)
         plan, jobs = await self._chat_jobs(asked, asked.body)
         kind = ChatReply if plan.style is None else ParsedReply
         return self._answer(asked, kind, jobs, plan)
 
     @while_waited_for
     async def completions(self, request: Request) -> ASGIApp:
-        asked = await self._read(request, CompletionRequest)
+        asked = await read_asked(self._state, request, CompletionRequest)
         engine, body = asked.engine, asked.body
         prompts = body.prompts()
         plan = await plan_completion(body, partial(engine.compile, client=asked.client))
@@ -165,7 +133,7 @@ class Routes:
     @while_waited_for
     async def responses(self, request: Request) -> ASGIApp:
         with RESPONSES_NAMES.used():
-            asked = await self._read(request, ResponsesRequest)
+            asked = await read_asked(self._state, request, ResponsesRequest)
             engine, body = asked.engine, asked.body
             history = self._history(request)
             items = history.conversation(body)
@@ -212,7 +180,7 @@ class Routes:
 
     @while_waited_for
     async def messages(self, request: Request) -> ASGIApp:
-        asked = await self._read(request, MessagesRequest)
+        asked = await read_asked(self._state, request, MessagesRequest)
         body = asked.body
         chat = await self._translated(asked, body)
         with chat.fields_named():
@@ -223,7 +191,7 @@ class Routes:
 
     @while_waited_for
     async def count_tokens(self, request: Request) -> Response:
-        asked = await self._read(request, CountTokensRequest)
+        asked = await read_asked(self._state, request, CountTokensRequest)
         chat = await self._translated(asked, asked.body)
         with chat.fields_named():
             chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
@@ -246,7 +214,7 @@ class Routes:
 
     @while_waited_for
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
+        asked = await read_asked(self._state, request, TokenizeRequest)
         engine, body = asked.engine, asked.body
         if body.prompt is not None:
             special = body.add_special_tokens is not False
@@ -264,7 +232,7 @@ class Routes:
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
+        asked = await read_asked(self._state, request, DetokenizeRequest)
         engine, body = asked.engine, asked.body
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
@@ -304,12 +272,6 @@ class Routes:
             describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
         )
 
-    async def _read(self, request: Request, kind: type[Body]) -> Asked[Body]:
-        """Read a request; raises NotReadyError, CallerError or BodiesFullError."""
-        engine = self._state.engine()
-        body = await read_body(request, kind, strict=self._state.config.strict_fields)
-        return Asked(request.scope, engine, body, self._state.model_name(body.model))
-
     def _model(self, name: str) -> answer_types.Model:
         engine = self._state.engine()
         return answer_types.Model(
@@ -319,6 +281,7 @@ class Routes:
             owned_by="minisgl",
             max_model_len=engine.capacity.max_seq_len,
             vocab_size=engine.vocab_size,
+            task=engine.vectors.task,
         )
 
     def _history(self, request: Request) -> History:

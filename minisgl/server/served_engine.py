@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from minisgl.config import Capacity
 from minisgl.engine.stats import EngineStats
+from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
 from minisgl.grammar.reasoning import ReasoningGate
 from minisgl.matcher import Matcher
 from minisgl.request import EVERYONE, OutputDelta, SamplingParams, StructuredOutput, Tenant
@@ -41,7 +42,30 @@ class CompiledGrammar(Protocol):
     def matcher(self, reasoning: ReasoningGate | None = None) -> Matcher: ...
 
 
+class ServedVectors(Protocol):
+    @property
+    def task(self) -> str: ...
+    async def embed(
+        self,
+        inputs: Sequence[Input],
+        options: EmbedOptions,
+        *,
+        cache_salt: str | None,
+        tenant: Tenant,
+    ) -> list[Embedding]: ...
+    async def rerank(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        options: RerankOptions,
+        *,
+        cache_salt: str | None,
+        tenant: Tenant,
+    ) -> list[Score]: ...
+
+
 class ServedEngine(Protocol):
+    @property
+    def vectors(self) -> ServedVectors: ...
     @property
     def model_name(self) -> str: ...
     @property

@@ -10,8 +10,10 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from minisgl.server.config import ServerConfig
+from minisgl.server.tasks import EMBEDDINGS, RERANK
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,25 @@ UNIX = "unix:"  # before the path of a socket
 LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # In a process of its own: a text browser would take the terminal, and some browsers never return.
 OPEN = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
+
+# Requests to try a model with, by its task.
+TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    ),
+    "embed": (EMBEDDINGS, {"input": "Hello!", "dimensions": 8}),
+    "rerank": (RERANK, {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}),
+}
+# Calls of the openai package, which has none for reranking, and what is shown of their answers.
+CALLS = {
+    "generate": (
+        "chat.completions.create"
+        '(model={model}, messages=[{{"role": "user", "content": "Hello!"}}])',
+        "choices[0].message.content",
+    ),
+    "embed": ('embeddings.create(model={model}, input="Hello!")', "data[0].embedding[:8]"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +61,33 @@ class Welcome:
         there."""
         return None if self._is_unix or self.config.no_ui else f"{self._local_url}/"
 
-    def log(self, served: str, model: str) -> None:
-        """Tell where `served` is, and how to ask it for an answer of `model`."""
+    def log(self, served: str, model: str, task: str) -> None:
+        """Tell where `served` is, and how to ask it for an answer of `model`, loaded for `task`."""
         logger.info("Serving %s at %s", served, self.place)
-        for line in self.lines(model):
+        for line in self.lines(model, task):
             logger.info("%s", line)
 
-    def lines(self, model: str) -> Iterator[str]:
+    def lines(self, model: str, task: str) -> Iterator[str]:
         """How to try it."""
         if self.page is not None:
-            yield f"Talk to it in a browser: {self.page}"
-        if not self._is_unix:
-            yield f"Or with the openai package: {self._openai(model)}"
-        yield f"Try it: {self._curl()}"
+            what = "Talk to it" if task == "generate" else "See it at work"
+            yield f"{what} in a browser: {self.page}"
+        if not self._is_unix and task in CALLS:
+            yield f"Or with the openai package: {self._openai(model, *CALLS[task])}"
+        yield f"Try it: {self._curl(*TRIALS[task])}"
 
-    def _curl(self) -> str:
-        body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
+    def _curl(self, path: str, body: dict[str, Any]) -> str:
         headers = "-H 'Content-Type: application/json'"
         if self.config.api_key:
             headers += ' -H "Authorization: Bearer $MINISGL_API_KEY"'
-        return f"curl {self._local_url}/v1/chat/completions {headers} -d '{body}'"
+        return f"curl {self._local_url}{path} {headers} -d '{json.dumps(body)}'"
 
-    def _openai(self, model: str) -> str:
+    def _openai(self, model: str, call: str, shown: str) -> str:
         # The package wants a key in any case.
         key = "" if self.config.api_key else ', api_key="none"'
-        chat = f'model={json.dumps(model)}, messages=[{{"role": "user", "content": "Hello!"}}]'
         code = (
             f'from openai import OpenAI; client = OpenAI(base_url="{self._local_url}/v1"{key}); '
-            f"answer = client.chat.completions.create({chat}); "
-            "print(answer.choices[0].message.content)"
+            f"answer = client.{call.format(model=json.dumps(model))}; print(answer.{shown})"
         )
         environment = 'OPENAI_API_KEY="$MINISGL_API_KEY" ' if self.config.api_key else ""
         return f"{environment}python -c {shlex.quote(code)}"

@@ -35,12 +35,16 @@ NAMES = {
     "/v1/messages": "messages",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
 }
-SAME = {"/v1/messages/count_tokens": "/v1/messages"}  # has no other fields than that one
+# These have no other fields than those.
+SAME = {"/v1/messages/count_tokens": "/v1/messages", "/v2/rerank": "/v1/rerank"}
 ALL = ("chat", "completions", "responses", "messages")
 FIRST = ("model", "messages", "prompt", "input", "instructions", "system", "tokens")
 # How fields are annotated that have no effect but, at some or at any value, to be rejected.
-WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Unsupported|Detail|Stored|Off|OffAt\d)\b")
+WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Unsupported|Detail|Stored|On|Off|OffAt\d)\b")
 # Fields that are accepted at the value that asks for nothing, which their types do not say so.
 AT_ONE_VALUE = ("best_of", "modalities")
 # Where null has no meaning of its own that a type could say; by the field, or endpoint.field.
@@ -64,6 +68,9 @@ DEFAULTS = {
     "store": "`true`",
     "truncation": "`disabled`",
     "thinking": "off",
+    "embeddings.input": "required",
+    "embeddings.encoding_format": "`float`",
+    "top_n": "all",
     "tokenize.messages": "required, or `prompt`",
     "tokenize.prompt": "required, or `messages`",
     "reasoning": "the model's",
@@ -72,6 +79,7 @@ DEFAULTS = {
 # What a schema cannot say, or says at length.
 TYPES = {
     "user": "text",
+    "embeddings.input": "text, token ids, or a list of either",
     "completions.prompt": "text, token ids, or a list of either",
     "truncate_prompt_tokens": "integer, -1 or from 1",
     "logit_bias": "object: up to 1,024 numbers from -100 to 100 by token id",

@@ -51,6 +51,24 @@ async def asked_as_http_1_0(
     writer.close()
 
 
+@pytest.mark.parametrize("format", ["float", "base64"])
+async def test_vectors_pass_and_end_with_their_client(tmp_path: Path, format: Any) -> None:
+    engine = FakeEngine(task="embed", max_queued=2000)
+    inputs = ["ab\n\n" * 100, "abc"] * 1000  # an answer of many pieces
+    async with (
+        routing(tmp_path, engine) as (url, fleet, _),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        whole = await client.embeddings.create(model="fake", input=inputs, encoding_format=format)
+        assert whole.usage.prompt_tokens == sum(map(len, inputs))
+        assert len(whole.data) == len(inputs)
+        engine.gate.clear()
+        asked = asyncio.ensure_future(client.embeddings.create(model="fake", input="a"))
+        await until(lambda: engine.vectors.num_open == 1)
+        asked.cancel()
+        await until(lambda: engine.vectors.num_aborted == 1 and fleet.num_open == 0)
+
+
 async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) -> None:
     async with (
         routing(tmp_path, FakeEngine()) as (url, fleet, _),

@@ -12,11 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 from dummy_config import config_of
 from support.folders import SCRIPTS
+from support.pooled_checkpoints import make_pooled
 
 BENCH_SCRIPTS = SCRIPTS / "bench"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -194,6 +197,30 @@ def test_the_benchmark_of_transfers_compares_what_carries_pages() -> None:
     for row in rows:
         lowest, highest = map(float, row.split()[-2:])
         assert 0 <= lowest <= highest
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_bench_embed_compares_vectors_of_the_same_texts(tmp_path: Path, installed: bool) -> None:
+    """A module takes the place of the package, whose vectors are too far away to be ours."""
+    make_pooled("qwen3", tmp_path)
+
+    def load(folder: str, **options: object) -> object:
+        vectors = np.full((4, 128), 2, np.float32)
+        return SimpleNamespace(encode=lambda texts, **given: vectors[: len(texts)])
+
+    module = ModuleType("sentence_transformers")
+    module.__dict__["SentenceTransformer"] = load
+    modules = {"sentence_transformers": module if installed else None}
+    options = ("--num", 4, "--words", 2, 5, "--repeat", 1)
+    with mock.patch.dict(sys.modules, modules):
+        done = run_script("bench_embed.py", "--model", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    assert "4 texts of 2 to 5 words" in done.stdout
+    assert re.search(r"^minisgl: [\d.,]+ texts/s, [\d,]+ tok/s", done.stdout, re.MULTILINE)
+    assert ("minisgl is measured alone" in done.stdout) != installed
+    told = re.search(r"largest difference of a number: (.+)", done.stdout)
+    assert (told is not None) == installed
+    assert told is None or 1 < float(told[1]) < 3
 
 
 def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:

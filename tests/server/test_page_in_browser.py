@@ -849,6 +849,17 @@ def test_the_progress_of_loading_is_shown_until_the_model_is_there(chromium: Bro
             answered(page)
 
 
+def test_a_model_that_makes_vectors_says_so_instead_of_taking_questions(chromium: Browser) -> None:
+    async def start() -> FakeEngine:
+        return FakeEngine(task="embed")
+
+    with served(start) as server, opened(chromium, server.url) as page:
+        expect(page.get_by_text("makes vectors of texts: see /v1/embeddings")).to_be_visible()
+        expect(page.get_by_label("Your message")).to_be_hidden()
+        expect(page.get_by_role("button", name="What is minisgl?")).to_be_hidden()
+        assert grave_faults(page) == []
+
+
 def test_a_refused_request_says_why_and_can_be_tried_again(page: Page, engine: PageEngine) -> None:
     page.get_by_title("Settings").click()
     page.get_by_label("Answer in JSON of this schema").fill('{"type": "nonsense"}')

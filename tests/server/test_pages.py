@@ -151,6 +151,27 @@ def test_the_commands_that_the_server_prints_work(keys: tuple[str, ...]) -> None
         assert httpx.post(words[1], headers=headers, json=asked).status_code == 200
 
 
+@pytest.mark.parametrize("task", ["embed", "rerank"])
+def test_the_commands_for_vectors_and_scores_work(task: str) -> None:
+    with serving_process({"task": task}) as (process, url):
+        lines = said_by(process, until="Try it")
+        assert lines["See it at work in a browser"] == f"{url}/"
+        words = shlex.split(lines["Try it"])
+        asked = json.loads(words[words.index("-d") + 1])
+        assert httpx.post(words[1], json=asked).status_code == 200
+        command = lines.get("Or with the openai package")
+        assert (command is None) == (task == "rerank")
+        if command is not None:
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            answer = subprocess.run(
+                ["bash", "-c", command],
+                env={**os.environ, "PATH": path},
+                capture_output=True,
+                text=True,
+            )
+            assert answer.stdout == "[2.0, -0.5]\n", answer.stderr
+
+
 def test_a_server_on_all_addresses_names_one_that_a_browser_can_go_to() -> None:
     with serving_process({}, host="0.0.0.0") as (process, url):
         lines = said_by(process, until="Try it")

@@ -25,8 +25,9 @@ from support.http_server import (
 )
 from support.waiting import until
 
+from minisgl.engine.turns import MAX_TURN_S
 from minisgl.errors import StepError
-from minisgl.server.answers.delivery import MANY_SCORED, MAX_TURN_S
+from minisgl.server.answers.delivery import MANY_SCORED
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState

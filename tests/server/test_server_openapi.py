@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from starlette.routing import Route
 from support.fake_engine import FakeEngine
+from support.pooled_checkpoints import make_pooled, save_modules
 from support.serving import Served, demo_engine, served
 from support.waiting import LIMIT_S
 
@@ -37,6 +39,7 @@ from minisgl.server.field_notes import ANTHROPIC, HELLO, NO_EFFECT, NOT_SUPPORTE
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.openapi import describe
 from minisgl.server.requests.request_types import SAMPLER_DETAILS
+from minisgl.server.tasks import ENDPOINTS
 
 JSON = "application/json"
 MAX_SEQ_LEN = 64
@@ -70,23 +73,58 @@ OPERATIONS = [
 LEFT_OUT = [CHECKS.get_one("positive_data_acceptance")]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AsyncEngine]]:
-    folder = tmp_path_factory.mktemp("models") / "demo"
-    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(config | SMALL))
+def served_model(folder: Path, **options: Any) -> Iterator[Served[AsyncEngine]]:
+    """A server with a model of random weights, in which nothing is left at the end."""
     # Little room, so that what asks for everything is soon done.
-    options: dict[str, Any] = {"max_seq_len_override": MAX_SEQ_LEN, "num_pages": NUM_PAGES}
+    options |= {"load_format": "dummy", "num_pages": NUM_PAGES}
     with served(
-        lambda: demo_engine(model=str(folder), load_format="dummy", **options),
-        served_model_name=("demo",),
+        lambda: demo_engine(model=str(folder), **options), served_model_name=("demo",)
     ) as found:
         yield found
         found.on_loop(found.engine.audit)
         stats = found.on_loop(found.engine.stats)
         assert found.engine.failure is None
         assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AsyncEngine]]:
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | SMALL))
+    yield from served_model(folder, max_seq_len_override=MAX_SEQ_LEN)
+
+
+@pytest.fixture(scope="module")
+def pooled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "pooled"
+    folder.mkdir()
+    make_pooled("qwen3", folder)
+    save_modules(folder, "lasttoken")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedder(pooled_folder: Path) -> Iterator[Served[AsyncEngine]]:
+    yield from served_model(pooled_folder)
+
+
+@pytest.fixture(scope="module")
+def reranker(pooled_folder: Path) -> Iterator[Served[AsyncEngine]]:
+    yield from served_model(pooled_folder, task="rerank")
+
+
+@pytest.fixture
+def fuzzed(request: pytest.FixtureRequest, operation: Any) -> Served[AsyncEngine]:
+    """The server whose model an operation is for."""
+    found: Served[AsyncEngine] = request.getfixturevalue(server_of(operation.path))
+    return found
+
+
+def server_of(path: str) -> str:
+    tasks = [task for task, paths in ENDPOINTS.items() if path in paths]
+    return {"embed": "embedder", "rerank": "reranker"}.get("".join(tasks), "demo")
 
 
 @pytest.fixture(scope="module")
@@ -318,14 +356,14 @@ BOUNDED = settings(
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_requests_allowed_by_the_schema_are_accepted(
-    demo: Served[AsyncEngine], operation: Any
+    fuzzed: Served[AsyncEngine], operation: Any
 ) -> None:
     statuses: set[int] = set()
 
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url, timeout=LIMIT_S)
+        response = case.call(base_url=fuzzed.url, timeout=LIMIT_S)
         statuses.add(response.status_code)
         case.validate_response(response, excluded_checks=LEFT_OUT)
 
@@ -346,14 +384,14 @@ NOT_FOUND = ("model_not_found", "previous_response_not_found", "item_not_found")
     ids=lambda operation: operation.label,
 )
 def test_requests_forbidden_by_the_schema_are_refused(
-    demo: Served[AsyncEngine], operation: Any
+    fuzzed: Served[AsyncEngine], operation: Any
 ) -> None:
     statuses: set[int] = set()
 
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url, timeout=LIMIT_S)
+        response = case.call(base_url=fuzzed.url, timeout=LIMIT_S)
         statuses.add(response.status_code)
         case.validate_response(response)
         if response.status_code == 404:  # a second fault, which is as true
@@ -367,6 +405,7 @@ def test_requests_forbidden_by_the_schema_are_refused(
 REQUESTS = (
     *("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"),
     *("MessagesRequest", "CountTokensRequest", "ResponsesRequest"),
+    *("EmbeddingRequest", "RerankRequest", "ScoreRequest"),
 )
 LAST_EVENTS = {
     "/v1/messages": 'event: message_stop\ndata: {"type":"message_stop"}',
@@ -455,6 +494,22 @@ def sharpened() -> dict[str, Any]:
     useless = ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs")
     for field in (*useless, "previous_response_id"):
         del fields[field]
+    fields = schemas["EmbeddingRequest"]["properties"]
+    pooled_id = {"type": "integer", "minimum": 0, "maximum": 400}
+    ids = {"type": "array", "items": pooled_id, "minItems": 1, "maxItems": 20}
+    fields["input"] = {
+        "anyOf": [text, ids, {**ids, "items": text}, {**ids, "items": ids, "maxItems": 3}]
+    }
+    fields["dimensions"] = {"type": "integer", "minimum": 1, "maximum": 128}
+    fields["prompt_name"] = {"enum": ["query", "document"]}
+    del fields["instruction"]  # not beside prompt_name
+    schemas["RerankRequest"]["properties"]["query"] = text
+    schemas["RerankDocument"]["properties"]["text"] = text
+    texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 3}
+    schemas["ScoreRequest"]["properties"] |= {"text_1": text, "text_2": texts}
+    for name in ("EmbeddingRequest", "RerankRequest", "ScoreRequest"):
+        kept = {"type": "integer", "minimum": 80, "maximum": 500}
+        schemas[name]["properties"]["truncate_prompt_tokens"] = kept
     for name in REQUESTS:
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False
@@ -470,14 +525,14 @@ SHARP_OPERATIONS = [
 
 @pytest.mark.parametrize("operation", SHARP_OPERATIONS, ids=lambda operation: operation.label)
 def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
-    demo: Served[AsyncEngine], operation: Any
+    fuzzed: Served[AsyncEngine], operation: Any
 ) -> None:
     statuses: Counter[int] = Counter()
 
     @BOUNDED
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     def check(case: Any) -> None:
-        response = case.call(base_url=demo.url, timeout=LIMIT_S)
+        response = case.call(base_url=fuzzed.url, timeout=LIMIT_S)
         statuses[response.status_code] += 1
         assert 'data: {"error"' not in response.text and "event: error" not in response.text
         if response.headers["content-type"][0].startswith("text/event-stream"):
@@ -506,18 +561,25 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"],
+    [
+        *("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"),
+        *("/v1/embeddings", "/v1/rerank", "/v1/score"),
+    ],
 )
 def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
-    demo: Served[AsyncEngine], path: str
+    request: pytest.FixtureRequest, path: str
 ) -> None:
     """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
-    base: dict[str, Any] = {"max_tokens": 2} if path.startswith("/v1") else {}
-    spoken = path.endswith(("chat/completions", "messages"))
-    if path == "/v1/responses":
-        base = {"max_output_tokens": 2, "input": "a"}
-    else:
-        base |= {"messages": hello()} if spoken else {"prompt": "a"}
+    base: dict[str, Any] = {
+        "/v1/chat/completions": {"max_tokens": 2, "messages": hello()},
+        "/v1/completions": {"max_tokens": 2, "prompt": "a"},
+        "/tokenize": {"prompt": "a"},
+        "/v1/messages": {"max_tokens": 2, "messages": hello()},
+        "/v1/responses": {"max_output_tokens": 2, "input": "a"},
+        "/v1/embeddings": {"input": "a"},
+        "/v1/rerank": {"query": "a", "documents": ["a"]},
+        "/v1/score": {"text_1": "a", "text_2": "a"},
+    }[path]
 
     @settings(BOUNDED, max_examples=120)
     @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
@@ -528,7 +590,8 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
         if response.status_code != 200:
             check_shape(response.content, MessagesError if "/messages" in path else Error)
 
-    with demo.http() as client:
+    found: Served[AsyncEngine] = request.getfixturevalue(server_of(path))
+    with found.http() as client:
         check()
 
 

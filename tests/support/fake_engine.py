@@ -20,6 +20,7 @@ import msgspec
 
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine.stats import EngineStats, Totals
+from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -166,6 +167,54 @@ class FakeStream:
         return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, rivals)
 
 
+class FakeVectors:
+    """Vectors that tell the length of a text, and scores that tell that of a document."""
+
+    def __init__(self, engine: FakeEngine, task: str) -> None:
+        self.task = task
+        self.asked: list[tuple[Any, ...]] = []  # options, salt and tenant of each call
+        self.num_open = 0
+        self.num_aborted = 0
+        self._engine = engine
+
+    async def embed(
+        self,
+        inputs: Sequence[Input],
+        options: EmbedOptions,
+        *,
+        cache_salt: str | None,
+        tenant: Tenant,
+    ) -> list[Embedding]:
+        self.asked.append((options, cache_salt, tenant))
+        await self._computed(len(inputs))
+        return [Embedding([len(each) / 3, -0.5], len(each), 0) for each in inputs]
+
+    async def rerank(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        options: RerankOptions,
+        *,
+        cache_salt: str | None,
+        tenant: Tenant,
+    ) -> list[Score]:
+        self.asked.append((options, cache_salt, tenant))
+        await self._computed(len(pairs))
+        return [Score(len(two) / 100, len(one) + len(two), 0) for one, two in pairs]
+
+    async def _computed(self, num: int) -> None:
+        """Wait for the gate, as requests in prefill do."""
+        if num > self._engine.max_queued:
+            raise QueueFullError("Too many requests are waiting.")
+        self.num_open += 1
+        try:
+            await self._engine.gate.wait()
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+
 class FakeEngine:
     model_name = "fake"
     vocab_size = VOCAB_SIZE
@@ -182,6 +231,7 @@ class FakeEngine:
         repeat: int = 1,
         dies_at: int | None = None,
         ends_after: str | None = None,
+        task: str = "generate",
     ) -> None:
         """dies_at: the number of tokens after which the first answer is the last. ends_after: a
         file that is there before the last token of any answer comes."""
@@ -192,6 +242,7 @@ class FakeEngine:
         self.dies_at = dies_at
         self.ends_after = ends_after
         self.capacity = Capacity(100, 16, 256, max_seq_len)
+        self.vectors = FakeVectors(self, task)
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
         self.running: dict[str, FakeStream] = {}

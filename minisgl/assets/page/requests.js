@@ -73,6 +73,8 @@ async function waitForServer() {
 	}
 	$("model").replaceChildren(...models.map(({ id }) => make("option", {}, id)));
 	$("model").hidden = !models.length;
+	const other = { embed: "makes vectors of texts: see /v1/embeddings", rerank: "scores documents: see /v1/rerank" }[models[0]?.task];
+	if ($("scroller").hidden = $("composer").hidden = !!other) say(`This model ${other}.`, true);
 	showHead();
 }
 

@@ -5,6 +5,7 @@ Nothing is decoded before the answer is complete, because that would be measured
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class RecordedAnswer:
     """A recorded answer. Times are those of time.perf_counter."""
 
     sent: float = 0.0
+    ended: float = 0.0
     status: int = 0
     redirect: str | None = None  # where it leads, if it does nothing else
     events: list[bytes] = field(default_factory=list)  # without the blank line between them
@@ -78,6 +80,7 @@ async def post(
     connection = await connect(address, write_request("POST", address, json, body), take)
     try:
         await connection.finished
+        answer.ended = time.perf_counter()
     finally:
         connection.close()
     head = connection.head.result()

@@ -68,6 +68,8 @@ def length_options(workload: WorkloadConfig) -> str:
         "--input-len" if workload.input_len else "--max-prompt-length",
         "--output-len" if workload.output_len else "--max-output-length",
     ]
+    if workload.kind == "embed":
+        return names[0]
     if workload.kind == "shared-prefix":
         names.insert(0, "--prefix-len")
     elif workload.kind == "multi-turn":

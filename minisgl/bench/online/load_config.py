@@ -133,6 +133,8 @@ def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
     """Raise ConfigError if the workload cannot be sent with this load."""
     if workload.kind == "multi-turn" and load.endpoint == "completions":
         raise ConfigError("--endpoint", load.endpoint, "allowed with --workload multi-turn: chat")
+    if workload.kind == "embed" and load.endpoint != "auto":
+        raise ConfigError("--endpoint", load.endpoint, "allowed with --workload embed: auto")
     timed = any(point.request_rate is not None for point in load.points)
     if workload.kind == "trace" and timed:
         given = ",".join(load.request_rate)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -247,8 +247,37 @@ class _Run:
     def _said(self, body: bytes) -> str:
         return Refusal.read(body, self._target.api_key).message
 
+    def _embedded(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
+        """A request for a vector, which comes at once and has no tokens. Raises OnlineRunError."""
+        try:
+            body = b"\n\n".join([*answer.events, answer.rest])
+            usage = msgspec.json.decode(body, type=_Vectors).usage
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise OnlineRunError(f"an answer has no vector: {error}") from error
+        num_tokens = usage.prompt_tokens
+        ended_s = answer.ended - self._began
+        record = RequestRecord(
+            submitted_s=answer.sent - self._began,
+            first_token_s=ended_s,
+            last_token_s=ended_s,
+            num_prompt_tokens=len(self._schedule[index].prompt)
+            if num_tokens is None
+            else num_tokens,
+            num_cached_tokens=0,
+            num_output_tokens=0,
+        )
+        return StreamedRequest(
+            record=record,
+            times_s=[ended_s],
+            late_s=self._late_s[index],
+            counted=num_tokens is not None,
+            tells_cached=False,
+        )
+
     def _streamed(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
         """Raises OnlineRunError."""
+        if self._target.endpoint == "embeddings":
+            return self._embedded(index, answer)
         asked = self._schedule[index]
         usage = StreamUsage()
         finished = answer.done
@@ -285,6 +314,13 @@ class _Run:
             counted=num_output_tokens is not None,
             tells_cached=cached.cached_tokens is not None,
         )
+
+
+class _Vectors(msgspec.Struct):
+    """What is read of an answer with vectors."""
+
+    data: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    usage: StreamUsage = msgspec.field(default_factory=StreamUsage)
 
 
 def _chunks(answer: RecordedAnswer) -> Iterator[tuple[float, StreamChunk]]:

@@ -28,7 +28,7 @@ class Endpoint:
     """A server of the OpenAI API."""
 
     url: str  # as far as /v1
-    endpoint: str = "completions"  # or chat
+    endpoint: str = "completions"  # or chat, or embeddings
     model: str | None = None
     api_key: str = field(default="", repr=False)
     temperature: float = 0.0
@@ -40,8 +40,19 @@ class Endpoint:
         """The base of paths outside of /v1."""
         return self.url.removesuffix("/v1")
 
+    @property
+    def path(self) -> str:
+        """The path of requests, below /v1."""
+        return "/chat/completions" if self.endpoint == "chat" else f"/{self.endpoint}"
+
     def body(self, request: ScheduledRequest, history: Sequence[Message] = ()) -> bytes:
-        """The JSON of a request for exactly `max_tokens` tokens, or at most that many."""
+        """The JSON of a request for exactly `max_tokens` tokens, or at most that many; or for a
+        vector."""
+        if self.endpoint == "embeddings":
+            named = {} if self.model is None else {"model": self.model}
+            return msgspec.json.encode(
+                {"input": request.prompt, "encoding_format": "base64", **named}
+            )
         asked: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": self.temperature,
@@ -65,9 +76,8 @@ class Endpoint:
         self, body: bytes, max_tokens: int, progress: RunProgress | None = None
     ) -> RecordedAnswer:
         """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
-        path = "/chat/completions" if self.endpoint == "chat" else "/completions"
         return await post(
-            Address.of(self.url + path),
+            Address.of(self.url + self.path),
             body,
             headers=headers_of(self.api_key),
             progress=progress,

@@ -78,7 +78,7 @@ def energy_cells(energy: Energy | None) -> list[str]:
     """Mean watts, and joules per output token."""
     if energy is None:
         return ["-", "-"]
-    return [f"{energy.mean_watts:,.0f}", f"{energy.joules_per_output_token:,.3f}"]
+    return [f"{energy.mean_watts:,.0f}", _known(energy.joules_per_output_token, ",.3f") or "-"]
 
 
 def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:
@@ -101,8 +101,9 @@ def print_figures(console: Console, figures: Figures, limit: Limit | None) -> No
     console.print(_latencies(figures))
     if limit is not None:
         console.print(_explain(figures, limit))
+    num_tokens = figures.num_output_tokens or figures.num_prompt_tokens
     console.print(
-        f"{figures.output_tokens_per_s:,.1f} output tok/s: {figures.num_output_tokens:,} tokens "
+        f"{figures.headline}: {num_tokens:,} tokens "
         f"of {figures.num_requests} requests in {figures.elapsed_s:.2f} s"
     )
 
@@ -120,10 +121,11 @@ def _explain(figures: Figures, limit: Limit) -> str:
 
 def _totals(figures: Figures) -> Table:
     goodput, energy = figures.goodput, figures.energy
+    has_output = figures.num_output_tokens > 0
     rows = {
-        "output tokens per second": f"{figures.output_tokens_per_s:,.1f}",
+        "output tokens per second": has_output and f"{figures.output_tokens_per_s:,.1f}",
         "prompt tokens per second": f"{figures.input_tokens_per_s:,.1f}",
-        "prompt and output tokens per second": f"{figures.total_tokens_per_s:,.1f}",
+        "prompt and output tokens per second": has_output and f"{figures.total_tokens_per_s:,.1f}",
         "requests per second": f"{figures.requests_per_s:,.2f}",
         "of them within the limits": goodput and f"{goodput.requests_per_s:,.2f}",
         "share within the limits": goodput and f"{goodput.share:.1%}",
@@ -133,12 +135,12 @@ def _totals(figures: Figures) -> Table:
         "of them cached": _known(figures.cache_hit_rate, ".1%"),
         "of them from host memory": figures.host_hit_rate and f"{figures.host_hit_rate:.1%}",
         "of them from disk": figures.disk_hit_rate and f"{figures.disk_hit_rate:.1%}",
-        "output tokens": f"{figures.num_output_tokens:,}",
+        "output tokens": has_output and f"{figures.num_output_tokens:,}",
         "steps": _known(figures.num_steps, ","),
         "of them as CUDA graphs": _known(figures.graph_share, ".1%"),
         "retractions": _known(figures.num_retractions, ","),
         "mean watts of the GPUs": energy and f"{energy.mean_watts:,.0f}",
-        "joules per output token": energy and f"{energy.joules_per_output_token:,.3f}",
+        "joules per output token": energy and _known(energy.joules_per_output_token, ",.3f"),
     }
     table = Table(Column(), Column(justify="right"), show_header=False)
     for name, value in rows.items():
@@ -156,7 +158,7 @@ def _latencies(figures: Figures) -> Table:
     for heading in ("mean", "p50", "p90", "p99"):
         table.add_column(heading, justify="right")
     rows = {
-        "time to first token": figures.ttft_s,
+        "time to first token": figures.ttft_s if figures.num_output_tokens else None,
         "time per output token": figures.tpot_s,
         "between events with text": figures.itl_s,
         "end to end": figures.e2e_s,

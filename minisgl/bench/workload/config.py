@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, Sizes, Span
-from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.config import (
+    EngineConfig,
+    check_at_least,
+    check_choice,
+    check_types,
+    option,
+    refuse,
+)
 from minisgl.errors import ConfigError
 
-WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace")
+NO_OUTPUT = "not with --workload embed, where nothing is generated"
 workload_option = partial(option, group="Workload")
 # Options that mean something with one workload alone.
 ONLY_WITH = {
@@ -30,7 +38,8 @@ class WorkloadConfig:
 
     workload: str = workload_option(
         "random",
-        "random, shared-prefix, multi-turn or trace; trace if a file is given.",
+        "random, shared-prefix, multi-turn, embed (vectors of random prompts) or trace; trace if a "
+        "file is given.",
     )
     input_len: int | None = workload_option(
         None, "Prompt tokens of each request, instead of random lengths."
@@ -87,6 +96,8 @@ class WorkloadConfig:
             for name in ("input_len", "output_len"):
                 if getattr(self, name) is not None:
                     refuse(self, name, "a trace has its own lengths")
+        if self.kind == "embed" and self.output_len is not None:
+            refuse(self, "output_len", NO_OUTPUT)
 
     @property
     def kind(self) -> str:
@@ -95,10 +106,11 @@ class WorkloadConfig:
 
     def fix(self, sizes: Sizes) -> Sizes:
         """`sizes` with the fixed lengths of the options."""
+        output = Span(self.output_len, self.output_len) if self.output_len else sizes.output
         return Sizes(
             sizes.num_requests,
             Span(self.input_len, self.input_len) if self.input_len else sizes.prompt,
-            Span(self.output_len, self.output_len) if self.output_len else sizes.output,
+            Span(0, 0) if self.kind == "embed" else output,
         )
 
     def describe(self, sizes: Sizes, *, at_once: bool = False) -> str:
@@ -116,15 +128,30 @@ class WorkloadConfig:
         if kind == "shared-prefix":
             prefixes = "a prefix" if self.num_prefixes == 1 else f"one of {self.num_prefixes}"
             return f"{sizes}, after {prefixes} of {self.prefix_len} tokens"
+        if kind == "embed":
+            return f"{sizes.num_requests} requests, {sizes.prompt} tokens in, a vector out"
         return str(sizes)
 
 
+def engine_for(workload: WorkloadConfig, engine: EngineConfig) -> EngineConfig:
+    """The options of the engine that a workload needs. Raises ConfigError."""
+    if workload.kind != "embed":
+        return engine
+    if engine.task not in ("auto", "embed"):
+        raise ConfigError("--task", engine.task, "allowed with --workload embed: embed")
+    return replace(engine, task="embed")
+
+
 def check_lengths(bench: BenchConfig, workload: WorkloadConfig) -> None:
-    """Raise ConfigError if lengths are given twice."""
+    """Raise ConfigError if lengths are given twice, or those of outputs where there are none."""
+    if workload.kind == "embed" and bench.structured:
+        refuse(bench, "structured", NO_OUTPUT)
     for spans, fixed in (("prompt", "input_len"), ("output", "output_len")):
         ends = [getattr(bench, f"{end}_{spans}_length") for end in ("min", "max")]
         if any(ends) and workload.kind == "trace":
             allowed = "a trace has its own lengths"
             raise ConfigError(f"--min- or --max-{spans}-length", max(filter(None, ends)), allowed)
+        if spans == "output" and any(ends) and workload.kind == "embed":
+            raise ConfigError("--min- or --max-output-length", max(filter(None, ends)), NO_OUTPUT)
         if getattr(workload, fixed) is not None and any(ends):
             refuse(workload, fixed, f"not together with --min- or --max-{spans}-length")

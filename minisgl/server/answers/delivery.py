@@ -8,19 +8,18 @@ collection.
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
+from minisgl.engine.turns import Turn
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.http.access_log import log_failure
 from minisgl.server.http.leaving import until_left
 from minisgl.server.served_engine import ServedEngine, ServedStream
 
-MAX_TURN_S = 0.005  # for which submitting the choices of one answer may block the loop
 # From this many tokens on, logprobs are encoded in a thread: some 10 µs each with 20 alternatives.
 MANY_SCORED = 256
 
@@ -49,7 +48,7 @@ class ReplyResponse(ABC):
         watching: asyncio.Task[None] | None = None
         try:
             # Submit everything before the first byte, so that a rejection has its own status.
-            turn_began_s = time.monotonic()
+            turn = Turn()
             for choice in self._reply.choices:
                 job = choice.job
                 id = f"{self._reply.id}-{job.index}"
@@ -63,9 +62,7 @@ class ReplyResponse(ABC):
                     matcher=job.matcher,
                 )
                 streams.append(stream)
-                if time.monotonic() - turn_began_s > MAX_TURN_S:
-                    await asyncio.sleep(0)
-                    turn_began_s = time.monotonic()
+                await turn.share()
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:

@@ -109,10 +109,36 @@ class StreamOptions(Struct):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
 
 
+class ClientFields(Struct, kw_only=True):
+    """The fields that say whose request it is."""
+
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's; divides the cache, too
+    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+
+    @property
+    def salt(self) -> str | None:
+        """What divides the prefix cache: cache_salt, extra_key, or the pair of them."""
+        if self.cache_salt is None or self.extra_key is None:
+            return self.cache_salt or self.extra_key
+        return hashlib.blake2b(repr((self.cache_salt, self.extra_key)).encode()).hexdigest()
+
+    def tenant(self, client: str) -> Tenant:
+        """The tenant of a request of `client`: the client, and the user that the request names."""
+        if not client:
+            return EVERYONE
+        try:
+            user = msgspec.json.decode(self.user or NULL, type=str)
+        except ValueError:
+            user = ""
+        # User names may be long, so the queue keeps a digest.
+        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
+
+
 # Parameters that are fields of another form in each API, or stand elsewhere.
 NOT_COMMON = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 if TYPE_CHECKING:
-    ParameterFields = Struct
+    ParameterFields = ClientFields
 else:
     ParameterFields = msgspec.defstruct(
         "ParameterFields",
@@ -121,16 +147,13 @@ else:
             for name, parameter in PARAMETERS.items()
             if name not in NOT_COMMON
         ],
+        bases=(ClientFields,),
         kw_only=True,
     )
 
 
 class CommonFields(ParameterFields, kw_only=True):
     """The fields that the requests of all APIs have in common."""
-
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None  # SGLang's; divides the cache, too
-    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
 
     min_tokens: Annotated[int, _bounds(PARAMETERS["min_tokens"])] | None = None
     stop: StopText | StopStrings | None = None
@@ -182,13 +205,6 @@ class CommonFields(ParameterFields, kw_only=True):
                     if getattr(self, name) not in (None, NULL):
                         raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
-    @property
-    def salt(self) -> str | None:
-        """What divides the prefix cache: cache_salt, extra_key, or the pair of them."""
-        if self.cache_salt is None or self.extra_key is None:
-            return self.cache_salt or self.extra_key
-        return hashlib.blake2b(repr((self.cache_salt, self.extra_key)).encode()).hexdigest()
-
     def common_fields(self) -> dict[str, Any]:
         """These fields alone, for another request."""
         return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
@@ -225,17 +241,6 @@ class GenerationRequest(CommonFields, kw_only=True):
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs", "is not allowed with stream: true.")
-
-    def tenant(self, client: str) -> Tenant:
-        """The tenant of a request of `client`: the client, and the user that the request names."""
-        if not client:
-            return EVERYONE
-        try:
-            user = msgspec.json.decode(self.user or NULL, type=str)
-        except ValueError:
-            user = ""
-        # User names may be long, so the queue keeps a digest.
-        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:

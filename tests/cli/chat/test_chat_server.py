@@ -22,12 +22,13 @@ from typing import Any
 import pexpect
 import pytest
 from support.fake_engine import FakeEngine
+from support.http_server import serving
 from support.screens import at_prompt, left
 from support.serving import served
 
 from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, refuse_engine_options
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.errors import ConfigError, MinisglError, UnsupportedModelError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.chat.config import ChatConfig
 from minisgl_cli.chat.model import ContextFullError, ReplyDelta
@@ -219,6 +220,15 @@ async def test_a_server_failure_is_one_line(
         await asked(server, question)
     assert said in str(failed.value)
     assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(("task", "said"), [("embed", "/v1/embeddings"), ("rerank", "/v1/rerank")])
+async def test_a_model_that_does_not_generate_says_what_it_does(task: str, said: str) -> None:
+    async with serving(FakeEngine(task=task)) as url:
+        with pytest.raises(
+            UnsupportedModelError, match=f"fake was loaded with --task {task}.+{said}"
+        ):
+            await ServerModel.connect(url, "")
 
 
 async def test_stopping_an_answer_closes_the_connection(server: Server) -> None:

@@ -218,6 +218,7 @@ class Model(Struct):
     owned_by: str
     max_model_len: int  # tokens of prompt and answer together
     vocab_size: int  # token ids are less than this
+    task: str  # what it was loaded for: generate, embed or rerank
 
 
 class ModelList(Struct):

@@ -1,0 +1,143 @@
+"""The bodies of requests for vectors and scores: OpenAI's, Jina's, Cohere's and vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, cast
+
+from msgspec import Meta, Struct
+
+from minisgl.engine.vector_types import EmbedOptions, Input, RerankOptions
+from minisgl.errors import InvalidRequestError
+from minisgl.server.http.validation_errors import NOT_SUPPORTED
+from minisgl.server.requests.chat_messages import Unsupported
+from minisgl.server.requests.constraint_types import NOT_GIVEN
+from minisgl.server.requests.request_types import (
+    ClientFields,
+    Ignored,
+    NumKept,
+    PositiveCount,
+    TokenId,
+)
+
+MAX_INPUTS = 2048  # of one request: texts, documents, or pairs of texts
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+On = Annotated[bool, Meta(extra_json_schema={"const": True})]
+
+
+class VectorFields(ClientFields, kw_only=True):
+    """The fields that requests for vectors and for scores have in common."""
+
+    model: str | None = None
+    instruction: str | None = None  # what is looked for
+    truncate_prompt_tokens: NumKept | None = None  # -1: as many as the model takes
+
+    def __post_init__(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
+
+
+class EmbeddingRequest(VectorFields, kw_only=True):
+    """POST /v1/embeddings"""
+
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: PositiveCount | None = None
+    prompt_name: str | None = None  # of a prompt of the checkpoint
+    add_special_tokens: On | None = None
+    normalize: Unsupported = None
+    embed_dtype: Unsupported = None
+    embedding_type: Unsupported = None
+    endianness: Unsupported = None
+    input_type: Unsupported = None
+    late_chunking: Unsupported = None
+    messages: Unsupported = None
+    task: Unsupported = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.add_special_tokens is False:
+            raise InvalidRequestError("add_special_tokens", f"{NOT_SUPPORTED}.")
+
+    def inputs(self) -> Sequence[Input]:
+        """The inputs, each a text or a list of token ids; raises InvalidRequestError."""
+        given = self.input
+        if isinstance(given, str):
+            return [given]
+        kinds = {*map(type, given)}
+        if kinds == {int}:
+            return [cast("list[int]", given)]
+        if len(given) > MAX_INPUTS:
+            raise InvalidRequestError("input", f"must have at most {MAX_INPUTS} entries.")
+        if kinds not in ({str}, {list}):
+            raise InvalidRequestError(
+                "input", "must be a text, a list of texts, or one or more lists of token ids."
+            )
+        return cast("list[str] | list[list[int]]", given)
+
+    def options(self) -> EmbedOptions:
+        return EmbedOptions(
+            prompt_name=self.prompt_name,
+            instruction=self.instruction,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+
+class ScoringFields(VectorFields, kw_only=True):
+    """The fields that all requests for scores have in common."""
+
+    max_tokens_per_doc: PositiveCount | None = None
+
+    def options(self) -> RerankOptions:
+        return RerankOptions(
+            instruction=self.instruction,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            max_tokens_per_doc=self.max_tokens_per_doc,
+        )
+
+
+class RerankDocument(Struct):
+    """A document as an object, of which only the text is read."""
+
+    text: str
+    image: Unsupported = None
+
+
+Documents = Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class RerankRequest(ScoringFields, kw_only=True):
+    """POST /v1/rerank and /v2/rerank"""
+
+    query: str
+    documents: Documents
+    top_n: PositiveCount | None = None  # None: all
+    return_documents: bool | None = None
+    rank_fields: list[Literal["text"]] | None = None  # Cohere's: the members that are read
+    max_chunks_per_doc: Unsupported = None
+    priority: Ignored = NOT_GIVEN
+
+    def texts(self) -> list[str]:
+        """The texts of the documents, in their order."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class ScoreRequest(ScoringFields, kw_only=True):
+    """POST /v1/score"""
+
+    text_1: str | Texts  # queries
+    text_2: str | Texts  # documents
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Pairs of query and document; raises InvalidRequestError."""
+        queries = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        documents = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(queries) == 1:
+            queries = queries * len(documents)
+        if len(queries) != len(documents):
+            raise InvalidRequestError(
+                "text_1", "must be one text, or as many texts as text_2 has, which are paired."
+            )
+        return [*zip(queries, documents, strict=True)]

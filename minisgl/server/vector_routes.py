@@ -1,0 +1,137 @@
+"""The handlers of the routes for vectors and scores.
+
+A handler asks the engine while its client waits: what it has asked ends when the client leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import cast
+
+from msgspec import UNSET, Raw
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl.engine.turns import Turn
+from minisgl.engine.vector_types import Embedding, Score
+from minisgl.errors import ContextLengthError
+from minisgl.server.apis.vectors import answer_types
+from minisgl.server.apis.vectors.answer_types import EmbeddingItem, PromptUsage
+from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
+from minisgl.server.asked import Asked, read_asked
+from minisgl.server.engine_state import EngineState
+from minisgl.server.http.encoding import encode, json_response
+from minisgl.server.http.leaving import while_waited_for
+from minisgl.server.http.request_ids import reply_id
+
+
+class VectorRoutes:
+    """The handlers. Each request reads the engine state again, because its phase changes."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    @while_waited_for
+    async def embeddings(self, request: Request) -> Response:
+        asked = await read_asked(self._state, request, EmbeddingRequest)
+        body = asked.body
+        found = await asked.engine.vectors.embed(
+            body.inputs(), body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
+        )
+        answer = answer_types.EmbeddingList(
+            object="list",
+            data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
+            model=asked.model,
+            usage=_usage(found),
+        )
+        return json_response(answer)
+
+    @while_waited_for
+    async def rerank(self, request: Request) -> Response:
+        asked = await read_asked(self._state, request, RerankRequest)
+        return json_response(await _ranked(asked, "1"))
+
+    @while_waited_for
+    async def rerank_v2(self, request: Request) -> Response:
+        asked = await read_asked(self._state, request, RerankRequest)
+        return json_response(await _ranked(asked, "2"))
+
+    @while_waited_for
+    async def score(self, request: Request) -> Response:
+        asked = await read_asked(self._state, request, ScoreRequest)
+        pairs = asked.body.pairs()
+        try:
+            found = await _scores(asked, pairs)
+        except ContextLengthError as error:
+            raise error.without_answer(error.param.replace("documents", "text_2")) from None
+        answer = answer_types.ScoreList(
+            id=f"score-{reply_id(asked.scope)}",
+            object="list",
+            created=int(time.time()),
+            model=asked.model,
+            data=[
+                answer_types.ScoreItem(object="score", index=index, score=each.score)
+                for index, each in enumerate(found)
+            ],
+            usage=_usage(found),
+        )
+        return json_response(answer)
+
+
+async def _ranked(asked: Asked[RerankRequest], version: str) -> answer_types.RankedList:
+    """The documents of a request, the best ones first."""
+    body = asked.body
+    texts = body.texts()
+    found = await _scores(asked, [(body.query, text) for text in texts])
+    order = sorted(range(len(texts)), key=lambda index: -found[index].score)
+    # Jina returns the documents unless it is asked not to, the second version of Cohere none.
+    with_texts = body.return_documents or (body.return_documents is None and version == "1")
+    usage = _usage(found)
+    return answer_types.RankedList(
+        id=f"rerank-{reply_id(asked.scope)}",
+        object="list",
+        model=asked.model,
+        results=[
+            answer_types.RankedResult(
+                index=index,
+                relevance_score=found[index].score,
+                document=answer_types.RankedDocument(texts[index]) if with_texts else UNSET,
+            )
+            for index in order[: body.top_n]
+        ],
+        usage=usage,
+        meta=answer_types.RerankMeta(
+            answer_types.APIVersion("2" if version == "2" else "1"),
+            answer_types.TokenCounts(usage.prompt_tokens, 0),
+        ),
+    )
+
+
+async def _scores(
+    asked: Asked[RerankRequest] | Asked[ScoreRequest], pairs: Sequence[tuple[str, str]]
+) -> list[Score]:
+    body = asked.body
+    return await asked.engine.vectors.rerank(
+        pairs, body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
+    )
+
+
+async def _encoded_items(found: Sequence[Embedding], *, in_base64: bool) -> list[EmbeddingItem]:
+    """The items of an answer, encoded already: many vectors take long."""
+    turn = Turn()
+    items: list[Raw] = []
+    for index, each in enumerate(found):
+        vector: list[float] | str = each.vector
+        if in_base64:
+            vector = b64encode(array("f", each.vector).tobytes()).decode()
+        items.append(Raw(encode(EmbeddingItem(object="embedding", index=index, embedding=vector))))
+        await turn.share()
+    return cast("list[EmbeddingItem]", items)
+
+
+def _usage(found: Sequence[Embedding] | Sequence[Score]) -> PromptUsage:
+    num_tokens = sum(each.num_prompt_tokens for each in found)
+    return PromptUsage(num_tokens, num_tokens)
