@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -79,6 +80,8 @@ def main() -> int:
         return app(arguments, prog_name="minisgl", standalone_mode=False) or 0
     except MinisglError as error:
         return _fail(str(error), error.exit_code)
+    except ModuleNotFoundError:  # start.py says what to do
+        raise
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "minisgl"
         return _fail(f"{_misused(error)} (see {command} --help)", 2)
@@ -93,7 +96,8 @@ def main() -> int:
 
 def _open_standard_streams() -> None:
     """Put /dev/null where the caller closed a standard stream. Its number would go to the next
-    socket, which libraries then take for that stream: libuv aborts when it closes one."""
+    socket, which libraries then take for that stream: libuv aborts when it closes one. Let no
+    character that the output lacks end the program."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -103,6 +107,9 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    # A terminal that lacks a character gets a question mark for it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _misused(error: Any) -> str:

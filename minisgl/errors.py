@@ -31,6 +31,12 @@ class CallerError(MinisglError):
     http_status = 400
     exit_code = 2
     type = "invalid_request_error"
+    logged = "invalid request"  # the reason for logs, without a word of the caller
+
+    def __init__(self, message: str = "", *, logged: str | None = None) -> None:
+        super().__init__(message)
+        if logged is not None:
+            self.logged = logged
 
 
 class ConfigError(CallerError):
@@ -45,8 +51,10 @@ class ConfigError(CallerError):
 class InvalidRequestError(CallerError):
     """A field of a request is wrong. `param` names it; who knows its name better may change it."""
 
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
+    logged = "invalid value"
+
+    def __init__(self, param: str, message: str, *, logged: str | None = None) -> None:
+        super().__init__(message, logged=logged)
         self.param: str = param
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from minisgl.config import EngineConfig, refuse_engine_options
 
@@ -29,11 +29,13 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     from .repl import COMMANDS
 
     ui = _open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
-    if not chat.url:
-        with ui.busy("Loading the libraries"):
-            from . import engine_model  # noqa: F401 - takes seconds, so show it
+    with ExitStack() as leaving:
+        leaving.enter_context(ui.talking())
+        if not chat.url:
+            with ui.busy("Loading the libraries"):
+                from . import engine_model  # noqa: F401 - takes seconds, so show it
 
-    num_failed = asyncio.run(_talk(chat, engine, ui))
+        num_failed = asyncio.run(_talk(chat, engine, ui, leaving))
     # A person has seen the error; a program in a pipe checks the exit code.
     return 1 if num_failed and not ui.interactive else 0
 
@@ -52,12 +54,15 @@ def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -
     return Pipe(show_thinking=show_thinking)
 
 
-async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:
-    """Runs the chat. Raises MinisglError if no model can be reached or loaded."""
+async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI, leaving: ExitStack) -> int:
+    """Runs the chat. Raises MinisglError if no model can be reached or loaded.
+
+    leaving: closed before the process is ended at once.
+    """
     from .commands import Session
     from .repl import Repl, banner
 
-    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui)
+    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
     async with opened as model:
         ui.note(banner(model))
         if not chat.url and not engine.model:
@@ -82,7 +87,7 @@ async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIt
 
 
 @asynccontextmanager
-async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
+async def _engine(config: EngineConfig, ui: ChatUI, leaving: ExitStack) -> AsyncIterator[ChatModel]:
     from .engine_model import EngineModel, start_chat_engine
 
     try:
@@ -94,6 +99,7 @@ async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
             engine = await start_chat_engine(config, progress)
     except asyncio.CancelledError:
         # A thread that loads weights cannot be ended, and joining it would take minutes.
+        leaving.close()
         os._exit(INTERRUPTED)
     async with engine:
         assert engine.tokenizer is not None

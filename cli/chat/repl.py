@@ -19,6 +19,7 @@ from .text_format import QUOTES, as_command, is_open, shortened, unquoted
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
 NOTHING = "The model answers nothing."
+CUT = "The answer was cut at the limit of its length, max_tokens."
 CUT_CALL = "The answer ended inside of a tool call, which is left out."
 MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
@@ -37,13 +38,12 @@ class Repl:
 
     async def run(self) -> int:
         """Runs until the user leaves. Returns the number of failed questions and commands."""
-        with self._ui.talking():
-            while (typed := await self._read()) is not None:
-                then = await self._take(typed)
-                if then is NextAction.LEAVE:
-                    break
-                if then is NextAction.ANSWER:
-                    await self._answer()
+        while (typed := await self._read()) is not None:
+            then = await self._take(typed)
+            if then is NextAction.LEAVE:
+                break
+            if then is NextAction.ANSWER:
+                await self._answer()
         return self._session.num_failed
 
     async def _take(self, typed: str) -> NextAction:
@@ -87,7 +87,7 @@ class Repl:
             session.conversation.answer(answer.message, answer.num_context_tokens)
         if remark := self._remark_on(answer, error):
             self._ui.say(remark)
-        if error is not None or not has_come:
+        if error is not None or not has_come or answer.is_cut:
             session.num_failed += 1
         if not has_come:
             if session.conversation.give_up():
@@ -129,6 +129,8 @@ class Repl:
             return f"The context of {limit:,} tokens is full. {MAKE_ROOM}"
         if answer.is_cut_call:
             return CUT_CALL
+        if answer.is_cut and not self._ui.interactive:  # a terminal shows the summary
+            return CUT
         if not answer.has_come:
             return "Stopped before an answer came." if self._was_interrupted else NOTHING
         return None

@@ -11,6 +11,7 @@ from minisgl.config.facts import (
     DTYPE_BYTES,
     DTYPES,
     FP8,
+    MAX_SEQ_LEN,
     SOFT_CAPS,
     UNSCALED,
     WINDOWS,

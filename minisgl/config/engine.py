@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from minisgl.config.facts import DTYPES
+from minisgl.config.facts import DTYPES, MAX_SEQ_LEN
 from minisgl.config.options import (
     check_at_least,
     check_choice,
@@ -191,6 +191,8 @@ class EngineConfig:
         check_choice(self, "quantization", (None, *QUANTIZATIONS))
         for name in ("tp", "pp", "nnodes", "page_size", "max_seq_len_override"):
             check_at_least(self, name, 1)
+        if (self.max_seq_len_override or 0) > MAX_SEQ_LEN:
+            refuse(self, "max_seq_len_override", f"allowed: 1 to {MAX_SEQ_LEN}")
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):

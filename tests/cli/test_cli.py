@@ -148,6 +148,23 @@ def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], s
     assert result.stderr.startswith("minisgl: ") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("package", ["typer", "tokenizers", "uvicorn"])
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(package: str) -> None:
+    """Some are needed at once, some by what a command does."""
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "sys.argv = ['minisgl', 'serve', '--device', 'cpu', '--port', '0']\n"
+        "from minisgl_cli.start import main\n"
+        "sys.exit(main())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    [said] = [line for line in result.stderr.splitlines() if line.startswith("minisgl: ")]
+    assert said.startswith(f"minisgl: The package {package} is missing, so")
+    assert said.partition(": ")[2].partition(": ")[2].startswith(sys.executable)
+    assert "Traceback" not in result.stderr
+
+
 def test_an_invalid_log_level_is_a_usage_error_too() -> None:
     result = minisgl("serve", LOG_LEVEL="loud")
     assert result.returncode == 2
