@@ -6,6 +6,8 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -20,6 +22,16 @@ from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .version import version
 
+# Commands of other programs, and what they are called here.
+FAMILIAR = {
+    **dict.fromkeys(("run", "ask", "complete"), "chat"),
+    **dict.fromkeys(("start", "server", "api_server", "launch_server"), "serve"),
+    **dict.fromkeys(("benchmark", "bench throughput"), "bench"),
+    **dict.fromkeys(("list", "ls", "show", "search"), "models"),
+    "run-batch": "batch",
+    "collect-env": "version",
+}
+
 
 class Commands(TyperGroup):
     """Knows commands of two words, such as `bench latency` beside `bench`."""
@@ -30,14 +42,23 @@ class Commands(TyperGroup):
         return sorted(names, key=lambda name: names.index(name.partition(" ")[0]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         if (both := " ".join(args[:2])) in self.commands:
             args = [both, *args[2:]]
         elif len(args) > 1 and not args[1].startswith("-"):
-            verbs = [name for name in self.list_commands(ctx) if name.startswith(f"{args[0]} ")]
-            shown = [name for name in (args[0], *verbs) if not self.commands[name].hidden]
+            verbs = [name for name in shown if name.startswith(f"{args[0]} ")]
             if verbs:
-                ctx.fail(f"There is no {both}; {one_of(shown)}")
+                ctx.fail(_unknown(both, [args[0], *verbs]))
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            ctx.fail(_unknown(args[0], shown))
         return super().resolve_command(ctx, args)
+
+
+def _unknown(said: str, names: Sequence[str]) -> str:
+    """The message for a command that does not exist: the closest one, and all that there are."""
+    meant = FAMILIAR.get(said) or next(iter(get_close_matches(said, names, n=1)), None)
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"There is no command {said}.{hint} {one_of(names).capitalize()}"
 
 
 app = typer.Typer(

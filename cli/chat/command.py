@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from typing import Annotated
+
+import typer
 
 from minisgl.config import EngineConfig, refuse_engine_options
+from minisgl.errors import ConfigError
 
 from ..logs import set_up_logging
 from ..options import takes_options
@@ -21,8 +25,23 @@ INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 
 
 @takes_options
-def chat(chat: ChatConfig, engine: EngineConfig) -> int:
-    """Talk to a model in the terminal; piped in, each line is a question."""
+def chat(
+    chat: ChatConfig,
+    engine: EngineConfig,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Ask this, print the answer and leave.")
+    ] = None,
+) -> int:
+    """Talk to a model in the terminal; piped in, each line is a question.
+
+    \b
+      minisgl chat                                   with the bundled demo model
+      minisgl chat --model Qwen/Qwen3-0.6B "What is the capital of France?"
+      minisgl chat --url http://127.0.0.1:1919       with the model of a server
+      minisgl chat --temperature 0 < questions.txt > answers.txt
+    """
+    if question is not None and not question.strip():
+        raise ConfigError("QUESTION", repr(question), "allowed: a text")
     if chat.url:
         refuse_engine_options(engine)
     set_up_logging(default="WARNING")
@@ -35,9 +54,9 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
             with ui.busy("Loading the libraries"):
                 from . import engine_model  # noqa: F401 - takes seconds, so show it
 
-        num_failed = asyncio.run(_talk(chat, engine, ui, leaving))
-    # A person has seen the error; a program in a pipe checks the exit code.
-    return 1 if num_failed and not ui.interactive else 0
+        num_failed = asyncio.run(_talk(chat, engine, ui, leaving, question))
+    # In a conversation a person has seen the error; a program checks the exit code.
+    return 1 if num_failed and (question is not None or not ui.interactive) else 0
 
 
 def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> ChatUI:
@@ -54,24 +73,28 @@ def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -
     return Pipe(show_thinking=show_thinking)
 
 
-async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI, leaving: ExitStack) -> int:
+async def _talk(
+    chat: ChatConfig, engine: EngineConfig, ui: ChatUI, leaving: ExitStack, question: str | None
+) -> int:
     """Runs the chat. Raises MinisglError if no model can be reached or loaded.
 
-    leaving: closed before the process is ended at once.
+    leaving: closed before the process is ended at once. question: the only one.
     """
     from .commands import Session
     from .repl import Repl, banner
 
     opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
     async with opened as model:
+        repl = Repl(Session(model, ui, Conversation(chat.system), dict(chat.sampling)))
+        if question is not None:
+            return await repl.ask(question)
         ui.note(banner(model))
         if not chat.url and not engine.model:
             from minisgl.models.hub import DEMO_NOTE
 
             ui.note(DEMO_NOTE)
         ui.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-        session = Session(model, ui, Conversation(chat.system), dict(chat.sampling))
-        return await Repl(session).run()
+        return await repl.run()
 
 
 @asynccontextmanager

@@ -35,6 +35,7 @@ class Repl:
         self._session = session
         self._ui = session.ui
         self._was_interrupted = False
+        self._asks_once = False  # there are no commands
 
     async def run(self) -> int:
         """Runs until the user leaves. Returns the number of failed questions and commands."""
@@ -44,6 +45,16 @@ class Repl:
                 break
             if then is NextAction.ANSWER:
                 await self._answer()
+        return self._session.num_failed
+
+    async def ask(self, question: str) -> int:
+        """Answers one question. Returns the number of failures. Raises KeyboardInterrupt if Ctrl-C
+        has stopped the answer."""
+        self._session.conversation.ask(question)
+        self._asks_once = True
+        await self._answer()
+        if self._was_interrupted:
+            raise KeyboardInterrupt
         return self._session.num_failed
 
     async def _take(self, typed: str) -> NextAction:
@@ -92,7 +103,7 @@ class Repl:
         if not has_come:
             if session.conversation.give_up():
                 self._ui.say("The answer before is kept.")
-            else:
+            elif not self._asks_once:
                 self._ui.note("/retry asks again.")
 
     async def _stream(self, answer: ReplyRecord) -> None:

@@ -35,7 +35,6 @@ from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
     check_at_least,
-    check_choice,
     check_parameter,
     check_types,
     option,

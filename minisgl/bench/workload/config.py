@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, Sizes, Span
-from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
@@ -31,6 +31,7 @@ class WorkloadConfig:
     workload: str = workload_option(
         "random",
         "random, shared-prefix, multi-turn or trace; trace if a file is given.",
+        choices=WORKLOADS,
     )
     input_len: int | None = workload_option(
         None, "Prompt tokens of each request, instead of random lengths."
@@ -60,7 +61,6 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice(self, "workload", WORKLOADS)
         for name in ("input_len", "output_len", "prefix_len", "num_prefixes"):
             check_at_least(self, name, 1)
         check_at_least(self, "num_turns", 2)

@@ -322,11 +322,11 @@ def test_the_banner_shows_the_number_of_cpu_threads(
     assert device_name("cpu") == name
 
 
-def started(state: Path, program: str = HELD, **environment: str) -> pexpect.spawn:
+def started(state: Path, program: str = HELD, *arguments: str, **environment: str) -> pexpect.spawn:
     """`minisgl chat` in a terminal that does not tell where its cursor is."""
     return pexpect.spawn(
         sys.executable,
-        ["-c", program, *OPTIONS],
+        ["-c", program, *OPTIONS, *arguments],
         env={
             **os.environ,
             "TERM": "xterm",
@@ -462,6 +462,35 @@ def test_an_answer_that_is_cut_in_a_pipe_is_exit_code_1(max_tokens: str, exit_co
     assert result.returncode == exit_code, result.stderr
     assert ("cut at the limit" in result.stderr) is bool(exit_code)
     assert "Hello!".startswith(result.stdout.strip()[:6])
+
+
+@pytest.mark.parametrize("question", ["Hello!", "/help"])
+def test_a_question_of_the_command_line_is_answered_once(question: str) -> None:
+    """It is never a command, and nothing is read."""
+    result = subprocess.run(
+        [sys.executable, *COMMAND, "--temperature", "0", question],
+        input="Count from 1 to 99.\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.count("\n") == 1 and "/retry" not in result.stdout
+    assert (result.stdout == "Hello! How can I help you?\n") is (question == "Hello!")
+
+
+def test_a_question_of_the_command_line_is_answered_in_a_terminal(tmp_path: Path) -> None:
+    child = started(tmp_path, HELD, "Hello!")
+    child.expect("How can I help you")
+    child.expect(r"\d+ tokens ")
+    assert left(child) == 0
+    assert "Ctrl-D leaves" not in child.before
+
+
+def test_ctrl_c_ends_the_only_answer(tmp_path: Path) -> None:
+    child = started(tmp_path, HELD, "Count from 1 to 99.")
+    child.expect("1, 2, 3")
+    child.send(CTRL_C)
+    assert left(child) == 130
 
 
 def test_a_pipe_gets_only_the_answers() -> None:
