@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from minisgl.errors import MinisglError, one_of
 from minisgl.printable import printable
 
+from .batch import batch
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
 from .models import models
@@ -70,6 +71,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+app.command()(batch)
 app.command()(bench)
 app.command()(version)
 app.command()(models)

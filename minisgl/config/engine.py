@@ -69,6 +69,11 @@ class EngineConfig:
         names=("--max-seq-len-override", "--max-model-len"),
         group="Model",
     )
+    chat_template: str | None = option(
+        None,
+        "File with a Jinja template for conversations, in place of the checkpoint's own.",
+        group="Model",
+    )
     tp: int = option(
         1,
         "Number of tensor-parallel ranks of a stage, on all nodes together.",

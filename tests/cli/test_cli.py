@@ -89,7 +89,8 @@ def test_an_invalid_value_is_refused_with_option_value_and_allowed_values(
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "chat", "bench", "bench offline", "bench latency", "bench serve"]
+    "command",
+    ["serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve"],
 )
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
     arguments = [*command.split(), "--help"]
@@ -119,7 +120,7 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (("serve", "--dtype", "int3"), "--dtype int3: allowed: auto, bfloat16"),
         (("serve", "--port", "x"), "--port x: allowed: a whole number"),
         (("chat", "--page-sise", "4"), "--page-size"),
-        (("srve",), "There is no command srve. Did you mean serve? Allowed: serve, chat, bench, "),
+        (("srve",), "There is no command srve. Did you mean serve? Allowed: serve, chat, batch, "),
         (("run", "Qwen/Qwen3-0.6B"), "There is no command run. Did you mean chat? Allowed: serve"),
         (("benchmark",), "There is no command benchmark. Did you mean bench? Allowed: serve, "),
         (("chat", "How", "now?"), "now?"),
@@ -249,7 +250,7 @@ def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
-    assert listed[-8:] == ["serve", "chat", "bench", *verbs, "version", "models"]
+    assert listed[-9:] == ["serve", "chat", "batch", "bench", *verbs, "version", "models"]
 
 
 def test_bench_without_a_subcommand_is_bench_offline() -> None:
@@ -264,7 +265,7 @@ def test_bench_without_a_subcommand_is_bench_offline() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("serve",), ("chat",), ("bench",), ("bench", "latency"), ("bench", "serve")],
+    [("serve",), ("chat",), ("batch",), ("bench",), ("bench", "latency"), ("bench", "serve")],
 )
 def test_help_imports_no_heavy_package(command: tuple[str, ...]) -> None:
     program = (
