@@ -46,6 +46,7 @@ class ConfigError(CallerError):
         """value: True for a flag, of which only the name is shown."""
         super().__init__(f"{option if value is True else f'{option} {value}'}: {allowed}")
         self.param = option
+        self.allowed = allowed
 
 
 class InvalidRequestError(CallerError):
