@@ -26,6 +26,10 @@ def bench(
     `minisgl bench latency` measures the time per output token at small batches instead,
     `minisgl bench serve` a server over HTTP, and `minisgl bench compare` shows two results of
     --json side by side.
+
+    \b
+      minisgl bench --model Qwen/Qwen3-0.6B
+      minisgl bench --model Qwen/Qwen3-0.6B --input-len 1024 --output-len 128 --num-requests 64
     """
     set_up_logging(default="WARNING")
     from minisgl.bench.offline import bench_offline
@@ -50,7 +54,12 @@ def bench_serve(
     load: LoadConfig,
     report: ReportConfig,
 ) -> int:
-    """Measure a server over HTTP: one that is started for the run, or any at --url."""
+    """Measure a server over HTTP: one that is started for the run, or any at --url.
+
+    \b
+      minisgl bench serve --model Qwen/Qwen3-0.6B --request-rate 4
+      minisgl bench serve --url http://127.0.0.1:8000/v1 --max-concurrency 1,8,64 --plot load.png
+    """
     set_up_logging(default="WARNING")
     from minisgl.bench.serve import bench_serve
     from minisgl.server.process import new_event_loop

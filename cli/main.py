@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -13,11 +16,22 @@ from typer.core import TyperGroup
 from minisgl.errors import MinisglError, one_of
 from minisgl.printable import printable
 
+from .batch import batch
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
 from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .version import version
+
+# Commands of other programs, and what they are called here.
+FAMILIAR = {
+    **dict.fromkeys(("run", "ask", "complete"), "chat"),
+    **dict.fromkeys(("start", "server", "api_server", "launch_server"), "serve"),
+    **dict.fromkeys(("benchmark", "bench throughput"), "bench"),
+    **dict.fromkeys(("list", "ls", "show", "search"), "models"),
+    "run-batch": "batch",
+    "collect-env": "version",
+}
 
 
 class Commands(TyperGroup):
@@ -29,14 +43,23 @@ class Commands(TyperGroup):
         return sorted(names, key=lambda name: names.index(name.partition(" ")[0]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         if (both := " ".join(args[:2])) in self.commands:
             args = [both, *args[2:]]
         elif len(args) > 1 and not args[1].startswith("-"):
-            verbs = [name for name in self.list_commands(ctx) if name.startswith(f"{args[0]} ")]
-            shown = [name for name in (args[0], *verbs) if not self.commands[name].hidden]
+            verbs = [name for name in shown if name.startswith(f"{args[0]} ")]
             if verbs:
-                ctx.fail(f"There is no {both}; {one_of(shown)}")
+                ctx.fail(_unknown(both, [args[0], *verbs]))
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            ctx.fail(_unknown(args[0], shown))
         return super().resolve_command(ctx, args)
+
+
+def _unknown(said: str, names: Sequence[str]) -> str:
+    """The message for a command that does not exist: the closest one, and all that there are."""
+    meant = FAMILIAR.get(said) or next(iter(get_close_matches(said, names, n=1)), None)
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"There is no command {said}.{hint} {one_of(names).capitalize()}"
 
 
 app = typer.Typer(
@@ -48,6 +71,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+app.command()(batch)
 app.command()(bench)
 app.command()(version)
 app.command()(models)
@@ -79,6 +103,8 @@ def main() -> int:
         return app(arguments, prog_name="minisgl", standalone_mode=False) or 0
     except MinisglError as error:
         return _fail(str(error), error.exit_code)
+    except ModuleNotFoundError:  # start.py says what to do
+        raise
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "minisgl"
         return _fail(f"{_misused(error)} (see {command} --help)", 2)
@@ -93,7 +119,8 @@ def main() -> int:
 
 def _open_standard_streams() -> None:
     """Put /dev/null where the caller closed a standard stream. Its number would go to the next
-    socket, which libraries then take for that stream: libuv aborts when it closes one."""
+    socket, which libraries then take for that stream: libuv aborts when it closes one. Let no
+    character that the output lacks end the program."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -103,6 +130,9 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    # A terminal that lacks a character gets a question mark for it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _misused(error: Any) -> str:

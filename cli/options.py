@@ -7,8 +7,8 @@ dataclass offers it alike.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import Field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields, is_dataclass
 from types import GenericAlias, NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -17,20 +17,36 @@ import typer
 from minisgl.config import TYPE_NAMES, option_names
 from minisgl.errors import ConfigError
 
+# Headings of --help, from everyday options to those for several GPUs; others stand before these.
+LAST_GROUPS = ("Memory", "Scheduling", "Kernels", "Parallelism", "Replicas", "Ray")
+
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     """Decorates a command whose parameters are dataclasses, such as `serve(engine: EngineConfig)`.
 
     The result has one keyword parameter for each field, annotated for Typer; called with their
-    values, it builds the dataclasses, which check them, and calls the command.
+    values, it builds the dataclasses, which check them, and calls the command. Other parameters of
+    the command are Typer's own, and come first.
     """
-    configs: dict[str, Any] = get_type_hints(command)
-    del configs["return"]
+    hints: dict[str, Any] = get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if not is_dataclass(hints[name])
+    ]
+    configs = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
     def run(**values: Any) -> int:
-        return command(**{name: _build(config, values) for name, config in configs.items()})
+        built = {name: _build(config, values) for name, config in configs.items()}
+        return command(**built, **{parameter.name: values[parameter.name] for parameter in own})
 
-    parameters = [parameter for config in configs.values() for parameter in _parameters(config)]
+    options = [
+        (spec.metadata["group"], parameter)
+        for config in configs.values()
+        for spec, parameter in zip(fields(config), _parameters(config), strict=True)
+    ]
+    options.sort(key=lambda option: _rank(option[0]))
+    parameters = own + [parameter for _, parameter in options]
     # Typer reads the name, the help and the options of a command from these.
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__
@@ -38,6 +54,11 @@ def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     signature = inspect.Signature(parameters, return_annotation=int)
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
+
+
+def _rank(group: str) -> int:
+    """The place of a heading in --help; those with the same rank stay in order."""
+    return LAST_GROUPS.index(group) + 1 if group in LAST_GROUPS else 0
 
 
 def _build(config: Any, values: dict[str, Any]) -> Any:
@@ -72,11 +93,24 @@ def _annotation(spec: Field[Any], annotation: Any) -> Any:
         help=spec.metadata["help"].replace("[", r"\["),  # which rich would read as markup
         rich_help_panel=spec.metadata["group"],
         parser=_number_parser(spec, kind) if kind in (int, float) else None,
+        autocompletion=_completer(spec.metadata["choices"]),
         metavar=None if kind is bool else f"<{kind.__name__}>",
         # A flag is off unless given, and the help says what an empty value means.
         show_default=spec.default is not False and spec.default not in ("", ()),
     )
     return Annotated[GenericAlias(list, (kind,)) if repeatable else annotation, option]
+
+
+def _completer(choices: Sequence[str]) -> Callable[[str], list[str]] | None:
+    """What the shell offers as the value of an option, of which a part is typed."""
+    if not choices:
+        return None
+
+    # The name and the type of the parameter tell Typer what to pass.
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
 
 
 def _number_parser(spec: Field[Any], kind: Any) -> Callable[[str], Any]:

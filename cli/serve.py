@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
+from typing import Annotated
+
+import typer
 
 from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
@@ -19,8 +24,30 @@ REPLICA, ROUTER = "replica-process", "router-process"
 
 
 @takes_options
-def serve(engine: EngineConfig, server: ServerConfig, router: RouterConfig, ray: RayConfig) -> int:
-    """Serve a model over HTTP, with the API that OpenAI clients speak."""
+def serve(
+    engine: EngineConfig,
+    server: ServerConfig,
+    router: RouterConfig,
+    ray: RayConfig,
+    named: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = "",
+) -> int:
+    """Serve a model over HTTP, with the API that OpenAI clients speak.
+
+    \b
+      minisgl serve                                     the bundled demo model
+      minisgl serve Qwen/Qwen3-0.6B --port 8000 --open
+      minisgl serve ./folder --api-key-file keys.txt --served-model-name mine
+      minisgl serve Qwen/Qwen3-8B --max-model-len 16384 --quantization fp8
+      minisgl serve Qwen/Qwen3-8B --replicas 4          an engine on each of four GPUs
+    """
+    if named:
+        if engine.model not in ("", named):
+            raise ConfigError(
+                "--model", engine.model, f"without it the model is {named}; allowed: one of both"
+            )
+        engine = replace(engine, model=named)
     set_up_logging()
     if ray.ray:
         from minisgl.ray.command import run as run_on_ray

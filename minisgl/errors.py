@@ -31,6 +31,12 @@ class CallerError(MinisglError):
     http_status = 400
     exit_code = 2
     type = "invalid_request_error"
+    logged = "invalid request"  # the reason for logs, without a word of the caller
+
+    def __init__(self, message: str = "", *, logged: str | None = None) -> None:
+        super().__init__(message)
+        if logged is not None:
+            self.logged = logged
 
 
 class ConfigError(CallerError):
@@ -40,13 +46,16 @@ class ConfigError(CallerError):
         """value: True for a flag, of which only the name is shown."""
         super().__init__(f"{option if value is True else f'{option} {value}'}: {allowed}")
         self.param = option
+        self.allowed = allowed
 
 
 class InvalidRequestError(CallerError):
     """A field of a request is wrong. `param` names it; who knows its name better may change it."""
 
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
+    logged = "invalid value"
+
+    def __init__(self, param: str, message: str, *, logged: str | None = None) -> None:
+        super().__init__(message, logged=logged)
         self.param: str = param
 
     def __str__(self) -> str:

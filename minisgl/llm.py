@@ -14,19 +14,19 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, EngineOptions, config_of, in_keywords
 from minisgl.engine import AsyncEngine
 from minisgl.engine.chats import Chats
 from minisgl.engine.chats import Prompt as ReadPrompt
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
-from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.progress import LoadProgress
 from minisgl.request import (
@@ -59,12 +59,14 @@ class LLM:
         with LLM("Qwen/Qwen3-0.6B", dtype="bfloat16") as llm:
             [output] = llm.generate(["The capital of France is"])
 
-    The options are those of EngineConfig. The engine runs on an event loop in a thread of its own.
+    The options are the fields of EngineConfig. The engine runs on an event loop in a thread of its
+    own.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
+    def __init__(self, model: str = "", **options: Unpack[EngineOptions]) -> None:
         """Load the model; blocks until it is ready. Raises MinisglError."""
-        config = EngineConfig(model=model, **{"max_queued_requests": UNBOUNDED_QUEUE, **options})
+        given = {"max_queued_requests": UNBOUNDED_QUEUE, **options, "model": model}
+        config = config_of(given)
         self._closed = False
         self._process_id = os.getpid()
         self._waiting: set[threading.Thread] = set()  # threads that wait for an answer
@@ -78,6 +80,9 @@ class LLM:
         try:
             with LoadProgress() as progress:
                 self._wait_for(self._start(config, progress))
+        except ConfigError as error:
+            self._stop_loop()
+            raise in_keywords(error, given) from None
         except Exception:
             self._stop_loop()
             raise

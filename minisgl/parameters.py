@@ -83,8 +83,9 @@ def check_number(
     has the value."""
     said, form = ("an integer", "") if kind is int else ("a number", "g")
     if isinstance(value, bool) or not isinstance(value, int | kind):
-        raise InvalidRequestError(name, f"{what}must be {said}, not {short_repr(value)}.")
-    if not low <= value <= high:  # NaN fails too
-        raise InvalidRequestError(
-            name, f"{what}must be from {low:{form}} to {high:{form}}, not {short_repr(value)}."
-        )
+        reason = f"must be {said}"
+    elif not low <= value <= high:  # NaN fails too
+        reason = f"must be from {low:{form}} to {high:{form}}"
+    else:
+        return
+    raise InvalidRequestError(name, f"{what}{reason}, not {short_repr(value)}.", logged=reason)

@@ -175,7 +175,7 @@ def test_a_waiting_call_fails_when_the_engine_is_closed(monkeypatch: pytest.Monk
 
 def test_a_failed_load_leaves_no_thread() -> None:
     before = {*threading.enumerate()}  # of which those of earlier tests may end meanwhile
-    with pytest.raises(ConfigError, match="--attn fi"):
+    with pytest.raises(ConfigError, match="attn='fi'"):
         LLM(attn="fi", device="cpu")
     assert not {*threading.enumerate()} - before
 

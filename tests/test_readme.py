@@ -39,6 +39,7 @@ from minisgl.server.requests.request_types import (
     StreamOptions,
     TokenizeRequest,
 )
+from minisgl_cli.batch import BatchConfig
 from minisgl_cli.chat.config import ChatConfig
 
 README = (ROOT / "README.md").read_text()
@@ -84,6 +85,7 @@ def row(spec: Field[Any]) -> str:
         ("minisgl/router/README.md", "Replicas", RouterConfig),
         ("minisgl/ray/README.md", "Ray", RayConfig),
         (CLI, "Chat", ChatConfig),
+        (CLI, "Batch", BatchConfig),
         (BENCH, "Benchmark", BenchConfig),
         (BENCH, "Latency", LatencyConfig),
         (BENCH, "Workload", WorkloadConfig),

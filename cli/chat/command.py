@@ -6,9 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from typing import Annotated
+
+import typer
 
 from minisgl.config import EngineConfig, refuse_engine_options
+from minisgl.errors import ConfigError
 
 from ..logs import set_up_logging
 from ..options import takes_options
@@ -21,21 +25,38 @@ INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 
 
 @takes_options
-def chat(chat: ChatConfig, engine: EngineConfig) -> int:
-    """Talk to a model in the terminal; piped in, each line is a question."""
+def chat(
+    chat: ChatConfig,
+    engine: EngineConfig,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Ask this, print the answer and leave.")
+    ] = None,
+) -> int:
+    """Talk to a model in the terminal; piped in, each line is a question.
+
+    \b
+      minisgl chat                                   with the bundled demo model
+      minisgl chat --model Qwen/Qwen3-0.6B "What is the capital of France?"
+      minisgl chat --url http://127.0.0.1:1919       with the model of a server
+      minisgl chat --temperature 0 < questions.txt > answers.txt
+    """
+    if question is not None and not question.strip():
+        raise ConfigError("QUESTION", repr(question), "allowed: a text")
     if chat.url:
         refuse_engine_options(engine)
     set_up_logging(default="WARNING")
     from .repl import COMMANDS
 
     ui = _open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
-    if not chat.url:
-        with ui.busy("Loading the libraries"):
-            from . import engine_model  # noqa: F401 - takes seconds, so show it
+    with ExitStack() as leaving:
+        leaving.enter_context(ui.talking())
+        if not chat.url:
+            with ui.busy("Loading the libraries"):
+                from . import engine_model  # noqa: F401 - takes seconds, so show it
 
-    num_failed = asyncio.run(_talk(chat, engine, ui))
-    # A person has seen the error; a program in a pipe checks the exit code.
-    return 1 if num_failed and not ui.interactive else 0
+        num_failed = asyncio.run(_talk(chat, engine, ui, leaving, question))
+    # In a conversation a person has seen the error; a program checks the exit code.
+    return 1 if num_failed and (question is not None or not ui.interactive) else 0
 
 
 def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> ChatUI:
@@ -52,21 +73,28 @@ def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -
     return Pipe(show_thinking=show_thinking)
 
 
-async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:
-    """Runs the chat. Raises MinisglError if no model can be reached or loaded."""
+async def _talk(
+    chat: ChatConfig, engine: EngineConfig, ui: ChatUI, leaving: ExitStack, question: str | None
+) -> int:
+    """Runs the chat. Raises MinisglError if no model can be reached or loaded.
+
+    leaving: closed before the process is ended at once. question: the only one.
+    """
     from .commands import Session
     from .repl import Repl, banner
 
-    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui)
+    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
     async with opened as model:
+        repl = Repl(Session(model, ui, Conversation(chat.system), dict(chat.sampling)))
+        if question is not None:
+            return await repl.ask(question)
         ui.note(banner(model))
         if not chat.url and not engine.model:
             from minisgl.models.hub import DEMO_NOTE
 
             ui.note(DEMO_NOTE)
         ui.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-        session = Session(model, ui, Conversation(chat.system), dict(chat.sampling))
-        return await Repl(session).run()
+        return await repl.run()
 
 
 @asynccontextmanager
@@ -82,7 +110,7 @@ async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIt
 
 
 @asynccontextmanager
-async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
+async def _engine(config: EngineConfig, ui: ChatUI, leaving: ExitStack) -> AsyncIterator[ChatModel]:
     from .engine_model import EngineModel, start_chat_engine
 
     try:
@@ -94,6 +122,7 @@ async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
             engine = await start_chat_engine(config, progress)
     except asyncio.CancelledError:
         # A thread that loads weights cannot be ended, and joining it would take minutes.
+        leaving.close()
         os._exit(INTERRUPTED)
     async with engine:
         assert engine.tokenizer is not None

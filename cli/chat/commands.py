@@ -66,7 +66,8 @@ async def run_command(session: Session, name: str, rest: str) -> NextAction:
     try:
         command = TABLE.get(name)
         if command is None:
-            hint = did_you_mean(name, list(TABLE))
+            same = FAMILIAR.get(name)
+            hint = f"Did you mean {same}? " if same else did_you_mean(name, list(TABLE))
             raise CommandError(
                 f"There is no command {shortened(name, NUM_QUOTED_CHARS)}. {hint}/help lists the "
                 'commands; between """ and """ it is a question.'
@@ -278,4 +279,15 @@ GROUPS = (
         "/exit": Command("leaves, as Ctrl-D does", _exit),
     },
 )
+# Names in other programs.
+FAMILIAR = {
+    **dict.fromkeys(("/clear", "/new", "/restart"), "/reset"),
+    **dict.fromkeys(("/bye", "/q", "/quit"), "/exit"),
+    **dict.fromkeys(("/regen", "/regenerate", "/again"), "/retry"),
+    **dict.fromkeys(("/?", "/h", "/commands"), "/help"),
+    **dict.fromkeys(("/show", "/parameters", "/settings", "/get"), "/params"),
+    **dict.fromkeys(("/temperature", "/parameter", "/param"), "/set"),
+    "/read": "/load",
+    "/info": "/stats",
+}
 TABLE = {name: command for group in GROUPS for name, command in group.items()}

@@ -9,7 +9,6 @@ from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
 from minisgl.config import (
     check_at_least,
-    check_choice,
     check_parameter,
     check_types,
     option,
@@ -43,7 +42,9 @@ class ChatConfig:
         None, "Longest answer in tokens; all the room there is if not given."
     )
     thinking: str = chat_option(
-        "fold", "fold (thinking becomes one line once it ends) or show (all of it)."
+        "fold",
+        "fold (thinking becomes one line once it ends) or show (all of it).",
+        choices=("fold", "show"),
     )
     plain: bool = chat_option(False, "Print answers as they come, without Markdown.")
 
@@ -51,7 +52,6 @@ class ChatConfig:
         check_types(self)
         check_at_least(self, "max_tokens", 1)
         check_parameter(self, "temperature")
-        check_choice(self, "thinking", ("fold", "show"))
         if self.url:
             check_address(self.url)
         check_key_options(self)

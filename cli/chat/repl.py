@@ -19,6 +19,7 @@ from .text_format import QUOTES, as_command, is_open, shortened, unquoted
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
 NOTHING = "The model answers nothing."
+CUT = "The answer was cut at the limit of its length, max_tokens."
 CUT_CALL = "The answer ended inside of a tool call, which is left out."
 MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
@@ -34,16 +35,26 @@ class Repl:
         self._session = session
         self._ui = session.ui
         self._was_interrupted = False
+        self._asks_once = False  # there are no commands
 
     async def run(self) -> int:
         """Runs until the user leaves. Returns the number of failed questions and commands."""
-        with self._ui.talking():
-            while (typed := await self._read()) is not None:
-                then = await self._take(typed)
-                if then is NextAction.LEAVE:
-                    break
-                if then is NextAction.ANSWER:
-                    await self._answer()
+        while (typed := await self._read()) is not None:
+            then = await self._take(typed)
+            if then is NextAction.LEAVE:
+                break
+            if then is NextAction.ANSWER:
+                await self._answer()
+        return self._session.num_failed
+
+    async def ask(self, question: str) -> int:
+        """Answers one question. Returns the number of failures. Raises KeyboardInterrupt if Ctrl-C
+        has stopped the answer."""
+        self._session.conversation.ask(question)
+        self._asks_once = True
+        await self._answer()
+        if self._was_interrupted:
+            raise KeyboardInterrupt
         return self._session.num_failed
 
     async def _take(self, typed: str) -> NextAction:
@@ -87,12 +98,12 @@ class Repl:
             session.conversation.answer(answer.message, answer.num_context_tokens)
         if remark := self._remark_on(answer, error):
             self._ui.say(remark)
-        if error is not None or not has_come:
+        if error is not None or not has_come or answer.is_cut:
             session.num_failed += 1
         if not has_come:
             if session.conversation.give_up():
                 self._ui.say("The answer before is kept.")
-            else:
+            elif not self._asks_once:
                 self._ui.note("/retry asks again.")
 
     async def _stream(self, answer: ReplyRecord) -> None:
@@ -129,6 +140,8 @@ class Repl:
             return f"The context of {limit:,} tokens is full. {MAKE_ROOM}"
         if answer.is_cut_call:
             return CUT_CALL
+        if answer.is_cut and not self._ui.interactive:  # a terminal shows the summary
+            return CUT
         if not answer.has_come:
             return "Stopped before an answer came." if self._was_interrupted else NOTHING
         return None

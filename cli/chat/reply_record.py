@@ -86,6 +86,11 @@ class ReplyRecord:
         return Shown(split.thinking, split.text, ")" if self.calls and not self.is_cut_call else "")
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the answer reached the limit of its length before its end."""
+        return self.finish_reason is FinishReason.LENGTH
+
+    @property
     def is_cut_call(self) -> bool:
         """Whether the answer was ended before its calls were complete."""
         return bool(self.calls) and self.finish_reason is not FinishReason.STOP
@@ -141,7 +146,7 @@ class ReplyRecord:
 
     def fills(self, max_seq_len: int | None) -> bool:
         """Whether the answer ended because the context is full."""
-        if self.finish_reason is not FinishReason.LENGTH or max_seq_len is None:
+        if not self.is_cut or max_seq_len is None:
             return False
         return (self.num_context_tokens or 0) >= max_seq_len
 
@@ -162,7 +167,7 @@ class ReplyRecord:
             parts.append(count(self.num_prompt_tokens, "prompt token"))
         if self.finish_reason is None:
             parts.append("stopped")
-        elif self.finish_reason is FinishReason.LENGTH:
+        elif self.is_cut:
             parts.append("cut at the limit")
         return " · ".join(parts)
 

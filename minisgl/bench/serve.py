@@ -27,7 +27,7 @@ from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
-from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_table
+from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_tables
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
@@ -128,7 +128,8 @@ def _report(
     if len(found) == 1:
         print_figures(console, found[0].figures, found[0].limit)
     else:
-        console.print(sweep_table(found))
+        for table in sweep_tables(found, console.width):
+            console.print(table)
     write_files(
         options.bench.json_file,
         options.report,

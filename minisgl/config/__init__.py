@@ -11,6 +11,7 @@ from minisgl.config.facts import (
     DTYPE_BYTES,
     DTYPES,
     FP8,
+    MAX_SEQ_LEN,
     SOFT_CAPS,
     UNSCALED,
     WINDOWS,
@@ -29,12 +30,12 @@ from minisgl.config.facts import (
     page_bytes,
     slot_bytes,
 )
+from minisgl.config.keywords import EngineOptions, config_of, in_keywords
 from minisgl.config.machine import memory_bytes, usable_cores
 from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
     check_at_least,
-    check_choice,
     check_parameter,
     check_types,
     option,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from minisgl.config.facts import DTYPES
+from minisgl.config.facts import DTYPES, MAX_SEQ_LEN
 from minisgl.config.options import (
     check_at_least,
-    check_choice,
     check_types,
     option,
     option_names,
@@ -31,31 +30,49 @@ class EngineConfig:
         names=("--model", "--model-path"),
         group="Model",
     )
-    dtype: str = option("auto", "auto, bfloat16, float16 or float32.", group="Model")
-    device: str = option("auto", "auto, cuda or cpu.", group="Model")
+    dtype: str = option(
+        "auto", "auto, bfloat16, float16 or float32.", group="Model", choices=("auto", *DTYPES)
+    )
+    device: str = option(
+        "auto", "auto, cuda or cpu.", group="Model", choices=("auto", "cuda", "cpu")
+    )
     load_format: str = option(
-        "auto", "auto (safetensors) or dummy (random weights).", group="Model"
+        "auto",
+        "auto (safetensors) or dummy (random weights).",
+        group="Model",
+        choices=("auto", "dummy"),
     )
     quantization: str | None = option(
         None,
         "fp8: round the weights of an unquantised checkpoint to FP8 while they are loaded; a "
         "quantised one says itself how.",
         group="Model",
+        choices=QUANTIZATIONS,
     )
     model_impl: str = option(
         "auto",
         "native runs minisgl's code for the architecture, adopted transformers' with minisgl's "
         "kernels; auto takes the first that there is.",
         group="Model",
+        choices=("auto", "native", "adopted"),
     )
     task: str = option(
         "auto",
         "What the model is for: generate, embed (a vector for each text) or rerank (scores of "
         "documents for a query); auto is embed for a checkpoint with modules.json, else generate.",
         group="Model",
+        choices=("auto", *TASKS),
     )
     max_seq_len_override: int | None = option(
-        None, "Longest sequence in tokens; the model's own if not given.", group="Model"
+        None,
+        "Longest sequence in tokens; the model's own if not given.",
+        names=("--max-seq-len-override", "--max-model-len"),
+        group="Model",
+    )
+    chat_template: str | None = option(
+        None,
+        "File with a Jinja template for conversations, in place of the checkpoint's own.",
+        group="Model",
     )
     tp: int = option(
         1,
@@ -94,6 +111,7 @@ class EngineConfig:
     memory_ratio: float = option(
         0.9,
         "Fraction of the GPU memory free at start for weights, activations and KV cache together.",
+        names=("--memory-ratio", "--gpu-memory-utilization"),
         group="Memory",
     )
     num_pages: int | None = option(
@@ -105,19 +123,25 @@ class EngineConfig:
         group="Memory",
     )
     cache_type: str = option(
-        "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
+        "radix",
+        "Prefix cache: radix or naive.",
+        names=("--cache-type", "--cache"),
+        group="Memory",
+        choices=("radix", "naive"),
     )
     kv_cache_dtype: str = option(
         "auto",
         "Numbers in the KV cache: auto (fp8 if the checkpoint brings scales), model (those of "
         "--dtype) or fp8 (half the memory of 16 bits).",
         group="Memory",
+        choices=("auto", "model", "fp8"),
     )
     dense_copies: str = option(
         "auto",
         "Keep INT4 weights in the model's dtype, too, for steps of many tokens on a GPU: auto (if "
         "that leaves most of the memory to the KV cache), always or never.",
         group="Memory",
+        choices=("auto", "always", "never"),
     )
     host_cache: float = option(
         0.0,
@@ -153,7 +177,10 @@ class EngineConfig:
         group="Scheduling",
     )
     schedule_policy: str = option(
-        "fcfs", "fcfs (in order) or lpm (longest cached prefix first).", group="Scheduling"
+        "fcfs",
+        "fcfs (in order) or lpm (longest cached prefix first).",
+        group="Scheduling",
+        choices=("fcfs", "lpm"),
     )
     schedule_conservativeness: float = option(
         1.0,
@@ -186,18 +213,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice(self, "dtype", ("auto", *DTYPES))
-        check_choice(self, "device", ("auto", "cuda", "cpu"))
-        check_choice(self, "load_format", ("auto", "dummy"))
-        check_choice(self, "model_impl", ("auto", "native", "adopted"))
-        check_choice(self, "task", ("auto", *TASKS))
-        check_choice(self, "cache_type", ("radix", "naive"))
-        check_choice(self, "kv_cache_dtype", ("auto", "model", "fp8"))
-        check_choice(self, "dense_copies", ("auto", "always", "never"))
-        check_choice(self, "schedule_policy", ("fcfs", "lpm"))
-        check_choice(self, "quantization", (None, *QUANTIZATIONS))
         for name in ("tp", "pp", "nnodes", "page_size", "max_seq_len_override"):
             check_at_least(self, name, 1)
+        if (self.max_seq_len_override or 0) > MAX_SEQ_LEN:
+            refuse(self, "max_seq_len_override", f"allowed: 1 to {MAX_SEQ_LEN}")
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):

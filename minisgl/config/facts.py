@@ -11,6 +11,8 @@ from typing import NamedTuple
 from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard, split_layers
 
+# Positions are exact in float32 up to this one, and no model has been made for as many.
+MAX_SEQ_LEN = 1 << 24
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8 = "float8_e4m3fn"

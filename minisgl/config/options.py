@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -29,13 +28,21 @@ def option(
     names: tuple[str, ...] = (),
     group: str = "Engine",
     secret: bool = False,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """Declare a dataclass field as a command-line option.
 
     names: its spellings, by default derived from the field (`page_size` → `--page-size`); messages
-    use the first. group: heading in --help. secret: messages do not show the value.
+    use the first. group: heading in --help. secret: messages do not show the value. choices: the
+    only values, if there are few; the shell completes them.
     """
-    metadata = {"help": help, "names": names, "group": group, "secret": secret}
+    metadata = {
+        "help": help,
+        "names": names,
+        "group": group,
+        "secret": secret,
+        "choices": choices,
+    }
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -59,8 +66,11 @@ def refuse(config: Any, name: str, allowed: str) -> NoReturn:
 
 
 def check_types(config: Any) -> None:
-    """Raise ConfigError for a field whose value does not have its declared type."""
-    for name, hint in get_type_hints(type(config)).items():
+    """Raise ConfigError for a field whose value does not have its declared type, or is none of its
+    choices."""
+    hints = get_type_hints(type(config))
+    for spec in fields(config):
+        name, hint = spec.name, hints[spec.name]
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if get_origin(hint) is tuple:
             kinds = {tuple}
@@ -71,12 +81,9 @@ def check_types(config: Any) -> None:
         if type(value) not in kinds:
             names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
             refuse(config, name, f"allowed: {names}")
-
-
-def check_choice(config: Any, name: str, choices: Collection[str | None]) -> None:
-    """Raise ConfigError if field `name` has none of the values `choices`."""
-    if getattr(config, name) not in choices:
-        refuse(config, name, one_of([choice for choice in choices if choice is not None]))
+        choices = spec.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            refuse(config, name, one_of(choices))
 
 
 def check_parameter(config: Any, name: str) -> None:

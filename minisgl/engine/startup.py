@@ -38,6 +38,7 @@ from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.tiers.disk.disk_cache import check_folder
 from minisgl.tiers.host.host_copies import max_loading, offloads_per_plan
@@ -89,7 +90,10 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     name = config.model or folder.name
     tokenizer = None
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
-        tokenizer = Tokenizer.load(folder)
+        template = read_template(config.chat_template) if config.chat_template else None
+        tokenizer = Tokenizer.load(folder, chat_template=template)
+        if config.chat_template:
+            check_template(tokenizer, config.chat_template)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | SeveralRanks
     ranks: RemoteRanks | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import DTYPES
+from minisgl.config import DTYPES, MAX_SEQ_LEN
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 
 CONFIG_FILE = "config.json"
@@ -21,7 +21,7 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 # Bounds far beyond any model, which keep allocations that follow from a field reasonable.
 _LARGEST_COUNT = 2**31 - 1
-_LARGEST_COUNTS = {"num_hidden_layers": 10_000, "max_position_embeddings": 1 << 24}
+_LARGEST_COUNTS = {"num_hidden_layers": 10_000, "max_position_embeddings": MAX_SEQ_LEN}
 _LARGEST = 1e30
 
 

@@ -11,7 +11,13 @@ from minisgl.models.config_reader import CONFIG_FILE, read_json
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")  # endings of files with weights that are not read
+# Files with weights that are not read, by their endings.
+OTHER_WEIGHTS = {
+    ".gguf": "GGUF, the format of llama.cpp and ollama",
+    ".bin": "PyTorch's pickle format, which can run any code when it is read",
+    ".pt": "PyTorch's pickle format, which can run any code when it is read",
+    ".pth": "PyTorch's pickle format, which can run any code when it is read",
+}
 
 # Shown to users of the demo model.
 DEMO_NOTE = (
@@ -35,15 +41,42 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
         return DEMO_FOLDER
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if load_format != "dummy" or not (folder / CONFIG_FILE).is_file():
+            _check_format(folder)
         return folder
     if folder.exists():
+        if folder.suffix in OTHER_WEIGHTS:
+            raise ModelNotFoundError(_not_read(name, folder.suffix))
         raise ModelNotFoundError(f"{name} is a file; --model takes the folder that holds it.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"There is no folder {name}.")
+    if name.lower().endswith("-gguf"):  # as such repositories are called
+        raise ModelNotFoundError(_not_read(name, ".gguf"))
     # Loads the Hub's client, which takes longer than reading a small model.
     from minisgl.models.download import download
 
     return download(name, with_weights=load_format != "dummy")
+
+
+def _check_format(folder: Path) -> None:
+    """Raise ModelNotFoundError for a folder that has weights only in formats that are not read."""
+    suffixes = {path.suffix for path in folder.iterdir()}
+    others = [suffix for suffix in OTHER_WEIGHTS if suffix in suffixes]
+    if others and ".safetensors" not in suffixes and not (folder / INDEX_FILE).is_file():
+        raise ModelNotFoundError(_not_read(str(folder), others[0]))
+
+
+def _not_read(name: str, suffix: str) -> str:
+    """The message for weights in files with this ending."""
+    remedy = "give the folder or the Hugging Face id of the original model"
+    if suffix != ".gguf":
+        remedy = (
+            "convert them with save_pretrained of transformers, or give a checkpoint that has them"
+        )
+    return (
+        f"{name}: the weights are in {OTHER_WEIGHTS[suffix]}. minisgl reads safetensors "
+        f"(*.safetensors beside {CONFIG_FILE}): {remedy}."
+    )
 
 
 def safetensors_files(folder: Path) -> list[Path]:

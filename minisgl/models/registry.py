@@ -68,10 +68,7 @@ def read_model_config(
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        kind = ""
-        if any(folder.glob("*.gguf")):
-            kind = " GGUF files are not read; use the model's safetensors checkpoint."
-        raise ModelNotFoundError(f"{folder} holds no model: it has no {CONFIG_FILE}.{kind}")
+        raise ModelNotFoundError(f"{folder} holds no model: it has no {CONFIG_FILE}.")
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 
-from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import one_of
 
 CACHE, LEAST_LOADED, ROUND_ROBIN = "cache", "least-loaded", "round-robin"
@@ -28,6 +28,7 @@ class RouterConfig:
         CACHE,
         "Which replica gets a request: cache (the one with its longest cached prefix, unless its "
         "load is uneven), least-loaded or round-robin.",
+        choices=POLICIES,
     )
     roles: str = router_option(
         "",
@@ -42,7 +43,6 @@ class RouterConfig:
         check_types(self)
         check_at_least(self, "replicas", 1)
         check_at_least(self, "router_processes", 1)
-        check_choice(self, "router_policy", POLICIES)
         if self.roles:
             self._check_roles()
         if self.replicas == 1:

@@ -206,10 +206,11 @@ def _load_model(
         room = "memory of this machine"
         if config.device == "cuda":
             room = f"{free_at_start / GIB:.1f} GiB that are free on the device"
-        raise DeviceMemoryError(
-            f"The weights do not fit into the {room}; choose a smaller model, "
-            "--quantization fp8 or --dtype bfloat16."
-        ) from error
+        what, remedy = "weights", "choose a smaller model, --quantization fp8 or --dtype bfloat16"
+        if config.max_seq_len > model_config.max_seq_len:
+            what = f"weights, with a table of {config.max_seq_len:,} positions,"
+            remedy = f"lower --max-seq-len-override, or {remedy}"
+        raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
 class _Builder:

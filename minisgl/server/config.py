@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from functools import partial
 
-from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
 from minisgl.keys import check_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
@@ -76,18 +76,23 @@ class ServerConfig:
     images: str = server_option(
         "refuse",
         "What becomes of images: refuse (the request is a 400) or placeholder (a text says so).",
+        choices=IMAGES,
     )
     tool_parser: str = server_option(
         AUTO,
         "Format of the model's tool calls: auto (by its chat template), "
         f"{', '.join(TOOL_PARSERS[1:-1])} or none.",
+        choices=TOOL_PARSERS,
     )
     reasoning_parser: str = server_option(
-        AUTO, "Format of the model's reasoning: auto (by its chat template), think or none."
+        AUTO,
+        "Format of the model's reasoning: auto (by its chat template), think or none.",
+        choices=REASONING_PARSERS,
     )
     reasoning_field: str = server_option(
         "reasoning_content",
         "Member of messages that has the reasoning: reasoning_content, reasoning or both.",
+        choices=(*REASONING_FIELDS, BOTH),
     )
     response_store: int = server_option(
         64,
@@ -128,10 +133,6 @@ class ServerConfig:
 
         if self.open and self.no_ui:
             refuse(self, "open", "cannot be combined with --no-ui")
-        check_choice(self, "images", IMAGES)
-        check_choice(self, "tool_parser", TOOL_PARSERS)
-        check_choice(self, "reasoning_parser", REASONING_PARSERS)
-        check_choice(self, "reasoning_field", (*REASONING_FIELDS, BOTH))
 
     @property
     def reasoning_fields(self) -> tuple[str, ...]:

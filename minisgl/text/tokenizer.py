@@ -89,8 +89,11 @@ class Tokenizer:
         return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint. Raises CheckpointError, UnsupportedModelError."""
+    def load(cls, folder: Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Read the tokenizer of a checkpoint. Raises CheckpointError, UnsupportedModelError.
+
+        chat_template: Jinja in place of the checkpoint's template.
+        """
         if not cls.found_in(folder):
             raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json).")
         from transformers import AutoTokenizer  # takes a second and imports torch
@@ -108,6 +111,8 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer in {folder} cannot be read: {reason}") from error
         if not tokenizer.is_fast:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
         return cls(tokenizer, folder.name)
 
     # -- to ids ------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.output import flat, write_csv
 from minisgl.bench.report.progress import live
-from minisgl.bench.report.tables import PointResult, print_spreads
+from minisgl.bench.report.tables import PointResult, print_spreads, sweep_tables
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig
@@ -425,6 +425,33 @@ def test_compare_refuses_files_that_are_no_results(tmp_path: Path) -> None:
         compare(tmp_path / "none.json", right)
 
 
+@pytest.mark.parametrize(("width", "num_tables"), [(200, 1), (80, 3), (20, 12)])
+def test_the_table_of_a_sweep_is_turned_and_split_rather_than_cut(
+    width: int, num_tables: int
+) -> None:
+    found = [
+        PointResult(
+            point=Point(float(rate), None),
+            figures=figures(rate * 1234),
+            limit=None,
+            repetitions=[],
+            spreads={},
+            requests=[],
+        )
+        for rate in range(1, 13)
+    ]
+    tables = sweep_tables(found, width)
+    assert len(tables) == num_tables
+    file = io.StringIO()
+    console = Console(file=file, width=max(width, 40))  # a heading and a number need 40
+    for table in tables:
+        console.print(table)
+    shown = file.getvalue()
+    assert "…" not in shown and "TTFT ms p99" in shown
+    assert all(f" {rate * 1234:,.1f} " in shown for rate in range(1, 13))
+    assert width < 40 or max(map(len, shown.splitlines())) <= width
+
+
 # -- pictures and progress ------------------------------------------------------------------------
 
 
@@ -436,6 +463,15 @@ class Canvas:
 
     def __init__(self, **options: Any) -> None:
         pass
+
+    @property
+    def yaxis(self) -> Canvas:
+        return self
+
+    xaxis = yaxis
+
+    def get_lines(self) -> list[Canvas]:
+        return []
 
     def __getattr__(self, name: str) -> Any:
         def call(*values: Any, **options: Any) -> Canvas:
@@ -459,10 +495,15 @@ def test_a_plot_has_a_panel_for_each_metric_present(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_points: int, num_panels: int
 ) -> None:
     class Stub:
-        Figure = Canvas
+        Figure = LogLocator = NullFormatter = Canvas
+
+        @staticmethod
+        def FuncFormatter(form: Any) -> Any:  # noqa: N802
+            return form
 
     monkeypatch.setitem(sys.modules, "matplotlib", Stub)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", Stub)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "matplotlib.ticker", Stub)  # type: ignore[arg-type]
     monkeypatch.setattr(Canvas, "calls", [])
     monkeypatch.setattr(Canvas, "options", [])
     from minisgl.bench.report.plot import plot_points
@@ -484,21 +525,30 @@ def test_a_plot_has_a_panel_for_each_metric_present(
             spreads={},
             requests=[run],
             itls_s=[0.5],
-            timeline=[Sample(0.5, 3, 1, 0.25)],
+            timeline=[Sample(at_s, 3, 1, 0.25) for at_s in (0.5, 1.0, 1.5)],
         )
         for rate in range(1, num_points + 1)
     ]
-    plot_points(tmp_path / "a.png", found)
+    plot_points(tmp_path / "a.png", found, "demo · CPU")
     calls = dict(Canvas.calls)
     assert calls["panels"] == (num_panels,)
     assert calls["savefig"] == (tmp_path / "a.png",)
+    assert calls["suptitle"] == ("demo · CPU",)
     plotted = [values for name, values in Canvas.calls if name == "plot"]
-    assert all("." in values[2] or "o" in values[2] for values in plotted)  # one sample is seen
     legends = [options for name, options in Canvas.options if name == "legend"]
-    assert any("bbox_to_anchor" in options for options in legends) is (num_points > 1)
-    assert ([0.5], [3]) in [values[:2] for values in plotted]
-    assert ([0.5], [25.0]) in [values[:2] for values in plotted]
-    swept = [values[1] for values in plotted if len(values[0]) == num_points > 1]
+    assert len(legends) == num_panels  # each beside its lines, not on them
+    assert all(options["bbox_to_anchor"][0] > 1 for options in legends)
+    assert ([0.5, 1.0, 1.5], [3] * 3) in [values[:2] for values in plotted]
+    assert ([0.5, 1.0, 1.5], [25.0] * 3) in [values[:2] for values in plotted]
+    [form, *_] = [values[0] for name, values in Canvas.calls if name == "set_major_formatter"]
+    assert [form(value, 0) for value in (0.5, 200.0, 20_000.0)] == ["0.5", "200", "20,000"]
+    short = [replace(found[0], timeline=found[0].timeline[:2])]
+    plot_points(tmp_path / "b.png", short, "")
+    panels = [values for name, values in Canvas.calls if name == "panels"]
+    assert panels[-1] == (1,)  # two samples are no timeline
+    swept = [
+        values[1] for values in plotted if "o" in values[2] and len(values[0]) == num_points > 1
+    ]
     assert ([1000.0] * num_points in swept) is (num_points > 1)  # TTFT in milliseconds
 
 

@@ -23,7 +23,7 @@ from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.online.load_config import LoadConfig, Point
-from minisgl.bench.report.tables import PointResult, print_figures, sweep_table
+from minisgl.bench.report.tables import PointResult, print_figures, sweep_tables
 from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
@@ -162,8 +162,8 @@ def test_the_table_of_a_sweep_has_energy_where_it_is_known() -> None:
             requests=[],
         )
 
-    assert "joules/token" not in printed(sweep_table([point(None)]))
-    shown = printed(sweep_table([point(1300.0), point(None)]))
+    assert "joules/token" not in printed(*sweep_tables([point(None)], 160))
+    shown = printed(*sweep_tables([point(1300.0), point(None)], 160))
     assert "joules/token" in shown
     assert "325.000" in shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,7 +89,8 @@ def test_an_invalid_value_is_refused_with_option_value_and_allowed_values(
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "chat", "bench", "bench offline", "bench latency", "bench serve"]
+    "command",
+    ["serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve"],
 )
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
     arguments = [*command.split(), "--help"]
@@ -118,9 +120,19 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (("serve", "--dtype", "int3"), "--dtype int3: allowed: auto, bfloat16"),
         (("serve", "--port", "x"), "--port x: allowed: a whole number"),
         (("chat", "--page-sise", "4"), "--page-size"),
-        (("srve",), "Did you mean 'serve'?"),
-        (("chat", "hello"), "hello"),
-        (("bench", "latncy"), "latncy"),
+        (("srve",), "There is no command srve. Did you mean serve? Allowed: serve, chat, batch, "),
+        (("run", "Qwen/Qwen3-0.6B"), "There is no command run. Did you mean chat? Allowed: serve"),
+        (("benchmark",), "There is no command benchmark. Did you mean bench? Allowed: serve, "),
+        (("chat", "How", "now?"), "now?"),
+        (("chat", " "), "QUESTION ' ': allowed: a text"),
+        (("serve", "a/b", "--model", "c/d"), "--model c/d: without it the model is a/b; allowed"),
+        (("serve", "./nowhere"), "There is no folder ./nowhere."),
+        (("serve", "--max-model-len", "0"), "--max-seq-len-override 0: allowed: 1 or more"),
+        (("serve", "--gpu-memory-utilization", "2"), "--memory-ratio 2.0: allowed: above 0"),
+        (
+            ("bench", "latncy"),
+            "There is no command bench latncy. Did you mean bench latency? Allowed: bench, bench l",
+        ),
         (("bench", "--num-requests", "1", "latency"), "latency"),
         (("bench", "latency", "--num-requests", "1"), "--num-requests"),
         (("bench", "latency", "--batch-size", "1,two"), "--batch-size 1,two: allowed: whole"),
@@ -132,7 +144,10 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
             ("bench", "--workload", "multi-turn"),
             "each question waits for the answer before it; use `minisgl bench serve`",
         ),
-        (("bench", "lat"), "no bench lat; allowed: bench, bench latency, bench serve or bench com"),
+        (
+            ("bench", "lat"),
+            "no command bench lat. Did you mean bench latency? Allowed: bench, bench la",
+        ),
         (("serve", "--open", "--no-ui"), "--open: cannot be combined with --no-ui"),
         (
             ("chat", "--url", "http://x", "--disable-pynccl"),
@@ -146,6 +161,23 @@ def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], s
     assert result.stdout == ""
     assert said in result.stderr
     assert result.stderr.startswith("minisgl: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["typer", "tokenizers", "uvicorn"])
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(package: str) -> None:
+    """Some are needed at once, some by what a command does."""
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "sys.argv = ['minisgl', 'serve', '--device', 'cpu', '--port', '0']\n"
+        "from minisgl_cli.start import main\n"
+        "sys.exit(main())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    [said] = [line for line in result.stderr.splitlines() if line.startswith("minisgl: ")]
+    assert said.startswith(f"minisgl: The package {package} is missing, so")
+    assert said.partition(": ")[2].partition(": ")[2].startswith(sys.executable)
+    assert "Traceback" not in result.stderr
 
 
 def test_an_invalid_log_level_is_a_usage_error_too() -> None:
@@ -218,7 +250,7 @@ def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
-    assert listed[-8:] == ["serve", "chat", "bench", *verbs, "version", "models"]
+    assert listed[-9:] == ["serve", "chat", "batch", "bench", *verbs, "version", "models"]
 
 
 def test_bench_without_a_subcommand_is_bench_offline() -> None:
@@ -233,7 +265,7 @@ def test_bench_without_a_subcommand_is_bench_offline() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("serve",), ("chat",), ("bench",), ("bench", "latency"), ("bench", "serve")],
+    [("serve",), ("chat",), ("batch",), ("bench",), ("bench", "latency"), ("bench", "serve")],
 )
 def test_help_imports_no_heavy_package(command: tuple[str, ...]) -> None:
     program = (
@@ -300,12 +332,39 @@ def test_version_works_where_the_gpu_driver_is_broken(
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
-    [("", "chat"), ("chat --ur", "--url"), ("bench latency --b", "--batch-size")],
+    [
+        ("", "chat"),
+        ("chat --ur", "--url"),
+        ("bench latency --b", "--batch-size"),
+        ("serve --dtype bf", "bfloat16"),
+        ("chat --thinking ", "show"),
+        ("bench serve --workload multi", "multi-turn"),
+    ],
 )
 def test_shell_completion_offers_commands_and_options(typed: str, completed: str) -> None:
     line = f"minisgl {typed}"
     shell = {"_MINISGL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(line.split(" ")) - 1)}
     assert completed in minisgl(**shell, COMP_WORDS=line).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "last", "example"),
+    [
+        (("serve",), "--model", "--ray", "minisgl serve Qwen/Qwen3-0.6B --port 8000"),
+        (("chat",), "--url", "--disable-pynccl", 'minisgl chat --model Qwen/Qwen3-0.6B "What'),
+        (("bench",), "--model", "--disable-pynccl", "minisgl bench --model"),
+        (("bench", "serve"), "--model", "--disable-pynccl", "minisgl bench serve --url"),
+    ],
+)
+def test_help_begins_with_examples_and_everyday_options(
+    command: tuple[str, ...], first: str, last: str, example: str
+) -> None:
+    help_text = minisgl(*command, "--help").stdout
+    groups = re.findall(r"─ (\w+) ─", help_text)
+    assert groups[-1] in ("Parallelism", "Ray")
+    assert groups.index("Model") < groups.index("Memory") < groups.index("Parallelism")
+    where = [help_text.index(text) for text in (example, f"│ {first}", f"│ {last}")]
+    assert where == sorted(where)
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, False), ("DEBUG", True), ("error", False)])

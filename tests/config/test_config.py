@@ -39,6 +39,10 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"num_pages": 1}, r"^--num-pages 1: allowed: 2 or more$"),
         ({"page_size": 0}, "--page-size 0: allowed: 1 or more"),
         ({"max_seq_len_override": 0}, "--max-seq-len-override 0"),
+        (
+            {"max_seq_len_override": 999_999_999},
+            "^--max-seq-len-override 999999999: allowed: 1 to 16777216$",
+        ),
         ({"tp": 0}, "--tp 0: allowed: 1 or more"),
         ({"max_prefill_length": 0}, "--max-prefill-length 0"),
         ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),

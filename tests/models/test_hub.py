@@ -37,6 +37,39 @@ def test_a_local_folder_is_located_and_other_paths_are_errors(tmp_path: Path) ->
             locate_model(name)
 
 
+@pytest.mark.parametrize(
+    ("file", "format", "remedy"),
+    [
+        ("model-Q4_K_M.gguf", "GGUF", "original model"),
+        ("pytorch_model.bin", "pickle", "save_pretrained"),
+    ],
+)
+def test_weights_in_another_format_are_an_error_that_says_what_is_read(
+    tmp_path: Path, file: str, format: str, remedy: str
+) -> None:
+    (tmp_path / file).touch()
+    for name in (tmp_path, tmp_path / file):
+        with pytest.raises(ModelNotFoundError) as raised:
+            locate_model(str(name))
+        said = str(raised.value)
+        assert said.startswith(f"{name}: ") and format in said and remedy in said
+        assert "minisgl reads safetensors" in said
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelNotFoundError, match="minisgl reads safetensors"):
+        locate_model(str(tmp_path))
+    assert locate_model(str(tmp_path), load_format="dummy") == tmp_path
+    (tmp_path / "model.safetensors").touch()
+    assert locate_model(str(tmp_path)) == tmp_path
+
+
+def test_a_repository_of_gguf_files_is_refused_without_a_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(download, "snapshot_download", None)
+    with pytest.raises(ModelNotFoundError, match=r"^some/Model-GGUF: .*GGUF.*original model"):
+        locate_model("some/Model-GGUF")
+
+
 def test_an_empty_name_locates_the_bundled_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -620,11 +620,6 @@ def test_files_of_other_formats_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"are read, not 'pytorch_model\.bin"):
         load(folder)
-    gguf = tmp_path / "gguf"
-    gguf.mkdir()
-    (gguf / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(MinisglError, match="GGUF files are not read; use"):
-        load(gguf)
 
 
 # -- the whole engine -----------------------------------------------------------------------------

@@ -39,11 +39,12 @@ from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.text.tokenizer import Tokenizer
+from minisgl_cli.batch import BatchConfig
 from minisgl_cli.chat.config import ChatConfig
 from minisgl_cli.version import version
 
 BATCH_TOKENS = 6144
-ENGINE_COMMANDS = ["serve", "chat", "bench", "bench latency", "bench serve"]
+ENGINE_COMMANDS = ["serve", "chat", "batch", "bench", "bench latency", "bench serve"]
 BENCH_COMMANDS = ["bench", "bench serve"]
 TAKEN_BY: dict[Any, list[str]] = {
     EngineConfig: ENGINE_COMMANDS,
@@ -51,6 +52,7 @@ TAKEN_BY: dict[Any, list[str]] = {
     RouterConfig: ["serve"],
     RayConfig: ["serve"],
     ChatConfig: ["chat"],
+    BatchConfig: ["batch"],
     BenchConfig: BENCH_COMMANDS,
     LatencyConfig: ["bench latency"],
     WorkloadConfig: BENCH_COMMANDS,

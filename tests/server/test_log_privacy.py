@@ -175,11 +175,9 @@ def test_no_log_line_contains_words_of_prompts_or_answers(
     assert " DEBUG request chatcmpl-" in log
     assert ": length after " in log
     assert ": abort after " in log
-    assert re.search(
-        r" INFO request \w+: 400\ InvalidRequestError\ \(messages\.0\.role\)$", log, re.M
-    )
+    assert re.search(r" INFO request \w+: 400\ messages\.0\.role: invalid value$", log, re.M)
     assert re.search(r" INFO request \w+: 401\ invalid_api_key$", log, re.M)
-    assert re.search(r" INFO request \w+: 404\ model_not_found\ \(model\)$", log, re.M)
+    assert re.search(r" INFO request \w+: 404\ model: model_not_found$", log, re.M)
     assert ": 400 This model's maximum context length is " in log
     assert log.count(" INFO request ") >= len(REFUSED)
 
@@ -254,16 +252,21 @@ async def test_a_request_is_logged_under_the_id_that_it_came_with(
             await until(lambda: len(caplog.messages) == 3)
     ended, refused, _ = caplog.messages
     assert ended.startswith(f"request mine: POST {CHAT} 200 in ")
-    assert refused == "request mine: 400 InvalidRequestError (messages)"
+    assert refused == "request mine: 400 messages: is missing"
 
 
 @pytest.mark.parametrize(
     ("error", "level", "reason"),
     [
-        (InvalidRequestError("messages.3.content", SECRET), "INFO", "(messages.3.content)"),
-        (InvalidRequestError(SECRET, SECRET), "INFO", "InvalidRequestError"),
-        (InvalidRequestError(f"messages.{SECRET}", SECRET), "INFO", "InvalidRequestError"),
-        (CallerError(SECRET), "INFO", "CallerError"),
+        (
+            InvalidRequestError("messages.3.content", SECRET),
+            "INFO",
+            " messages.3.content: invalid value",
+        ),
+        (InvalidRequestError(SECRET, SECRET), "INFO", " a field: invalid value"),
+        (InvalidRequestError("stop", SECRET, logged="is missing"), "INFO", " stop: is missing"),
+        (InvalidRequestError(f"messages.{SECRET}", SECRET), "INFO", " a field: invalid value"),
+        (CallerError(SECRET), "INFO", " invalid request"),
         (ModelNotFoundError(SECRET), "INFO", "model_not_found"),
         (ContextLengthError(70, 30, 64), "INFO", "or completion."),
         (StepError("Step 9 ran out of memory."), "WARNING", "Step 9 ran out of memory."),
@@ -281,6 +284,31 @@ def test_a_failed_request_has_one_log_line(
     assert record.getMessage().startswith("request an-id: 418 ")
     assert record.getMessage().strip().endswith(reason)
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (SECRET, "The body is not valid JSON"),
+        (f'["{SECRET}"]', "The body is not a request"),
+        (f'{{"messages": "{SECRET}"}}', "messages: must be a list, not a text"),
+        (
+            '{"messages": [{"role": "user", "content": ""}], "temperature": -7}',
+            "temperature: must be from 0 to 2",
+        ),
+        (f'{{"messages": [{{"role": "{SECRET}"}}]}}', "messages.0.role: invalid value"),
+        (f'{{"n": "Expected `int` {SECRET}"}}', "n: must be an integer, not a text"),
+    ],
+)
+async def test_the_log_says_in_words_why_a_body_is_refused(
+    body: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with http_client(FakeEngine()) as client:
+        with caplog.at_level(logging.INFO, "minisgl"):
+            client.headers["content-type"] = "application/json"
+            assert (await client.post(CHAT, content=body)).status_code == 400
+    [record] = caplog.messages
+    assert record.partition(": 400 ")[2] == reason
 
 
 async def test_the_access_log_is_written_at_debug_with_the_request_id(

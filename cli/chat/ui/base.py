@@ -21,7 +21,7 @@ class ChatUI(Protocol):
         ...
 
     def talking(self) -> AbstractContextManager[None]:
-        """A context that stays open while lines are read and answered."""
+        """A context that stays open while the model loads, and lines are read and answered."""
         ...
 
     def answering(self) -> AbstractContextManager[None]:

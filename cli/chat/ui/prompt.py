@@ -48,6 +48,15 @@ def make_session(
     )
 
 
+def readable(typed: str) -> str:
+    """What was typed, as Unicode. Where the terminal's encoding lacks a character, Python keeps its
+    bytes as lone surrogates; they are taken as UTF-8."""
+    try:
+        return typed.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        return typed.encode("utf-8", "replace").decode()
+
+
 def _key_bindings(show_thoughts: Callable[[], None]) -> KeyBindings:
     keys = KeyBindings()
 
@@ -113,6 +122,6 @@ class PrivateHistory(FileHistory):
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600))
-            super().store_string(string)
+            super().store_string(readable(string))
         except OSError:  # a full disk, a read-only home
             pass

@@ -12,7 +12,7 @@ from rich.theme import Theme
 
 from minisgl.printable import printable
 
-from .prompt import make_session
+from .prompt import make_session, readable
 from .view import MarkdownView, PlainView
 
 # Readable on light and dark: the colours are the terminal's, and there is no background.
@@ -40,7 +40,7 @@ class Terminal:
         self._console.print()
         while True:
             try:
-                return await self._session.prompt_async("> ")
+                return readable(await self._session.prompt_async("> "))
             except EOFError:
                 return None
             except KeyboardInterrupt:

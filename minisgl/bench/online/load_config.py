@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_choice, check_types, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
 ENDPOINTS = ("auto", "completions", "chat")
@@ -53,13 +53,14 @@ class LoadConfig:
     endpoint: str = load_option(
         "auto",
         "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",
+        choices=ENDPOINTS,
     )
     request_rate: tuple[str, ...] = load_option(
         ("inf",),
         "Requests a second, inf for as fast as possible; several, with commas, are a sweep.",
     )
     arrivals: str = load_option(
-        "poisson", "At a rate: poisson (random) or constant (evenly spaced)."
+        "poisson", "At a rate: poisson (random) or constant (evenly spaced).", choices=ARRIVALS
     )
     max_concurrency: tuple[str, ...] = load_option(
         (), "Requests at once at most; several, with commas, are a sweep."
@@ -84,8 +85,6 @@ class LoadConfig:
             if self.url is None and getattr(self, name) is not None:
                 shown = "(not shown)" if name == "api_key" else getattr(self, name)
                 raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
-        check_choice(self, "endpoint", ENDPOINTS)
-        check_choice(self, "arrivals", ARRIVALS)
         check_at_least(self, "vocab_size", 1)
         if not self.request_timeout > 0:
             refuse(self, "request_timeout", "allowed: a number above 0")

@@ -13,6 +13,9 @@ from minisgl.bench.report.output import write_csv
 from minisgl.bench.report.tables import PointResult
 from minisgl.bench.run_info import RunInfo
 
+# Options in the title of a picture, beside the model and the device.
+PLOTTED = ("dtype", "quantization", "kv_dtype", "tp", "pp", "workload", "num_requests")
+
 
 def write_files(
     json_file: str | None,
@@ -35,4 +38,8 @@ def write_files(
     if report.plot_file is not None:
         from minisgl.bench.report.plot import plot_points
 
-        plot_points(Path(report.plot_file), [result for _, result in rows])
+        options = {**run_info.bench_options, **run_info.engine_options}
+        shown = [run_info.model, run_info.device]
+        shown += [f"{name} {options[name]}" for name in PLOTTED if options.get(name)]
+        title = " · ".join(shown)
+        plot_points(Path(report.plot_file), [result for _, result in rows], title)

@@ -37,40 +37,71 @@ class PointResult:
         return self.point._asdict() | shown
 
 
-def sweep_table(found: Sequence[PointResult]) -> Table:
-    """A sweep as a table: a row for each point."""
-    table = Table()
-    headings = ("requests/s sent", "at once", "output tok/s", "requests/s")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def sweep_tables(found: Sequence[PointResult], width: int) -> list[Table]:
+    """A sweep as a table with a row for each point. Where that is wider than `width` columns, a
+    table with a column for each point, or several of them."""
+    headings = _sweep_headings(found)
+    rows = [_sweep_row(one, len(headings)) for one in found]
+    if _width(headings, rows) <= width:
+        return [_table(headings, rows)]
+    tables = []
+    while rows:
+        num = len(rows)
+        while num > 1 and _width(*_turned(headings, rows[:num])) > width:
+            num -= 1
+        tables.append(_table(*_turned(headings, rows[:num])))
+        rows = rows[num:]
+    return tables
+
+
+def _sweep_headings(found: Sequence[PointResult]) -> list[str]:
+    headings = ["requests/s sent", "at once", "output tok/s", "requests/s"]
     for name in ("TTFT", "TPOT", "E2E"):
-        table.add_column(f"{name} ms p50", justify="right")
-        table.add_column("p99", justify="right")
-    with_goodput = found[0].figures.goodput is not None
-    table.add_column("good requests/s" if with_goodput else "failed", justify="right")
-    with_energy = any(one.figures.energy for one in found)
-    if with_energy:
-        table.add_column("watts", justify="right")
-        table.add_column("joules/token", justify="right")
-    for one in found:
-        figures, (rate, most) = one.figures, one.point
-        cells = [
-            "inf" if rate is None else f"{rate:g}",
-            "any" if most is None else f"{most}",
-            f"{figures.output_tokens_per_s:,.1f}",
-            f"{figures.requests_per_s:,.2f}",
-        ]
-        for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
-            cells += (
-                [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"]
-                if latency
-                else ["-", "-"]
-            )
-        good = figures.goodput
-        cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
-        if with_energy:
-            cells += energy_cells(figures.energy)
-        table.add_row(*cells)
+        headings += [f"{name} ms p50", f"{name} ms p99"]
+    headings.append("failed" if found[0].figures.goodput is None else "good requests/s")
+    if any(one.figures.energy for one in found):
+        headings += ["watts", "joules/token"]
+    return headings
+
+
+def _sweep_row(one: PointResult, num_cells: int) -> list[str]:
+    figures, (rate, most) = one.figures, one.point
+    cells = [
+        "inf" if rate is None else f"{rate:g}",
+        "any" if most is None else f"{most}",
+        f"{figures.output_tokens_per_s:,.1f}",
+        f"{figures.requests_per_s:,.2f}",
+    ]
+    for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
+        cells += (
+            [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else ["-", "-"]
+        )
+    good = figures.goodput
+    cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
+    return [*cells, *energy_cells(figures.energy)][:num_cells]
+
+
+def _turned(
+    headings: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """A column for each row; the first of each is its heading."""
+    columns = list(map(list, zip(headings, *rows, strict=True)))
+    return columns[0], columns[1:]
+
+
+def _width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """The columns of the terminal that a table takes: cells with a blank at both sides, and lines
+    between them."""
+    columns = zip(headings, *rows, strict=True)
+    return 1 + sum(3 + max(map(len, column)) for column in columns)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

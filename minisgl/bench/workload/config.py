@@ -8,14 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, Sizes, Span
-from minisgl.config import (
-    EngineConfig,
-    check_at_least,
-    check_choice,
-    check_types,
-    option,
-    refuse,
-)
+from minisgl.config import EngineConfig, check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace")
@@ -40,6 +33,7 @@ class WorkloadConfig:
         "random",
         "random, shared-prefix, multi-turn, embed (vectors of random prompts) or trace; trace if a "
         "file is given.",
+        choices=WORKLOADS,
     )
     input_len: int | None = workload_option(
         None, "Prompt tokens of each request, instead of random lengths."
@@ -69,7 +63,6 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice(self, "workload", WORKLOADS)
         for name in ("input_len", "output_len", "prefix_len", "num_prefixes"):
             check_at_least(self, name, 1)
         check_at_least(self, "num_turns", 2)

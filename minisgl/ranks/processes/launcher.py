@@ -19,6 +19,12 @@ from minisgl.ranks.processes.channel import RankEnd, Waitable
 from minisgl.ranks.processes.worker import RankSpec, run_rank
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+RANK_NAME = "minisgl-rank-"  # of a process, before its rank
+UNGUARDED = 78  # exit code of a rank that would start ranks itself
+UNGUARDED_REASON = (
+    "the process of each rank imports your script again, and would start ranks itself; "
+    'put what the script does under `if __name__ == "__main__":`'
+)
 # Ctrl-C, a supervisor's SIGTERM and the end of a terminal reach all processes; rank 0 decides when
 # the ranks end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,7 +61,7 @@ class Launcher:
             spec.rank: self._context.Process(
                 target=run_spawned_rank,
                 args=(spec, end, os.getpid()),
-                name=f"minisgl-rank-{spec.rank}",
+                name=f"{RANK_NAME}{spec.rank}",
                 daemon=True,
             )
             for spec, end in zip(specs, ends, strict=True)
@@ -100,12 +106,16 @@ class Launcher:
 
 
 def spawn_obstacle() -> str | None:
-    """The reason why this process cannot spawn ranks; None if it can."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        return (
-            "the process of each rank imports your script again, and would start ranks itself; "
-            'put what the script does under `if __name__ == "__main__":`'
-        )
+    """The reason why this process cannot spawn ranks; None if it can.
+
+    Does not return in a rank that imports the script which has started it: the process that waits
+    for the rank says why.
+    """
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        if process.name.startswith(RANK_NAME):
+            os._exit(UNGUARDED)
+        return UNGUARDED_REASON
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         return (
             "the process of each rank imports your script again, and cannot read it from standard "

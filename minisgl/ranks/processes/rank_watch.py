@@ -12,7 +12,7 @@ from minisgl.errors import (
     MinisglError,
 )
 from minisgl.ranks.processes.channel import HEARTBEAT_S, Failed, Message, Ready
-from minisgl.ranks.processes.launcher import ProcessState
+from minisgl.ranks.processes.launcher import UNGUARDED, UNGUARDED_REASON, ProcessState
 
 # No running process is silent for this long, whatever it computes.
 SILENCE_LIMIT_S = 120.0
@@ -130,4 +130,6 @@ def _end_of(exit_code: int | None) -> str:
         return "is ending"
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
+    if exit_code == UNGUARDED:
+        return f"has ended: {UNGUARDED_REASON}"
     return f"ended with exit code {exit_code}; it may have printed why"

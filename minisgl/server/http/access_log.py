@@ -109,8 +109,9 @@ def _reason(error: MinisglError, field_names: Set[str]) -> str:
     """
     if not isinstance(error, CallerError) or isinstance(error, ContextLengthError):
         return str(error)
-    reason = error.code or type(error).__name__
-    path = error.param.translate(BRACKETS).split(".") if error.param else []
-    if path and all(name in field_names or name.isdigit() for name in path):
-        reason += f" ({error.param})"
-    return reason
+    reason = error.code or error.logged
+    if not error.param:
+        return reason
+    path = error.param.translate(BRACKETS).split(".")
+    is_known = all(name in field_names or name.isdigit() for name in path)
+    return f"{error.param if is_known else 'a field'}: {reason}"

@@ -104,7 +104,8 @@ async def read_body(request: Request, kind: type[Body], *, strict: bool = False)
     # Browsers let any web page post plain text without a preflight, but not JSON.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise CallerError("The header Content-Type must be application/json.")
+        reason = "The header Content-Type must be application/json"
+        raise CallerError(f"{reason}.", logged=reason)
     async with _arriving(request) as body:
         if _num_values(body) > MAX_VALUES:
             limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."

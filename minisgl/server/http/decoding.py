@@ -153,4 +153,5 @@ def _without_floats(value: bytes) -> bytes:
 
 
 def _not_json(error: Exception) -> CallerError:
-    return CallerError(f"The body is not valid JSON: {error}")
+    what = "The body is not valid JSON"
+    return CallerError(f"{what}: {error}", logged=what)

@@ -52,8 +52,12 @@ def field_error(message: str, kind: type[Struct]) -> CallerError:
         if what.startswith(opening):
             path.append(what.removeprefix(opening).removesuffix("`"))
     if not path:
-        return CallerError(f"The body is not a request: {what}.")
-    return InvalidRequestError(".".join(path), f"{_said(what, path, kind)}.")
+        logged = "The body is not a request"
+        return CallerError(f"{logged}: {what}.", logged=logged)
+    said = _said(what, path, kind)
+    # Anything else may quote the client.
+    is_fixed = what.startswith(FIELD_OPENINGS) or any(map(re.fullmatch, (TYPE, BOUND), (what,) * 2))
+    return InvalidRequestError(".".join(path), f"{said}.", logged=said if is_fixed else None)
 
 
 def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:

@@ -322,23 +322,29 @@ def test_the_banner_shows_the_number_of_cpu_threads(
     assert device_name("cpu") == name
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
-    """`minisgl chat` at its first prompt, in a terminal that does not tell where its cursor is."""
-    child = pexpect.spawn(
+def started(state: Path, program: str = HELD, *arguments: str, **environment: str) -> pexpect.spawn:
+    """`minisgl chat` in a terminal that does not tell where its cursor is."""
+    return pexpect.spawn(
         sys.executable,
-        ["-c", HELD, *OPTIONS],
+        ["-c", program, *OPTIONS, *arguments],
         env={
             **os.environ,
             "TERM": "xterm",
             "PROMPT_TOOLKIT_NO_CPR": "1",
-            "XDG_STATE_HOME": str(tmp_path),
+            "XDG_STATE_HOME": str(state),
+            **environment,
         },
         encoding="utf-8",
         codec_errors="replace",
         dimensions=(50, 200),
         timeout=None,
     )
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """`minisgl chat` at its first prompt."""
+    child = started(tmp_path)
     child.expect_exact(DEMO_NOTE)
     child.expect("Ctrl-D leaves")
     at_prompt(child)
@@ -406,6 +412,85 @@ def test_enter_typed_between_two_prompts_ends_a_line(
     at_prompt(terminal)
     terminal.send("/exit\r")
     assert left(terminal) == 0
+
+
+def test_what_is_typed_while_the_model_loads_is_sent_when_it_has_loaded(tmp_path: Path) -> None:
+    child = started(tmp_path)
+    try:
+        child.expect_exact("Loading")
+        child.send("Hello!\r/stats\r")
+        child.expect("Ctrl-D leaves")  # the model has loaded
+        child.expect("How can I help you")
+        child.expect(r"turns +1\r\n")
+        at_prompt(child)
+        child.send("/exit\r")
+        assert left(child) == 0
+    finally:
+        child.close(force=True)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_terminal_of_few_characters_shows_the_others_as_question_marks(
+    tmp_path: Path, encoding: str
+) -> None:
+    child = started(tmp_path, PYTHONIOENCODING=encoding)
+    try:
+        at_prompt(child)
+        child.send("Hello! “é”\r")
+        child.expect(r"\d+ tokens? ")
+        at_prompt(child)
+        child.send("/system “é”…\r")
+        child.expect("The system prompt is set")
+        at_prompt(child)
+        child.send("/set top_k ”\r")
+        child.expect("top_k")
+        at_prompt(child)
+        child.send("/exit\r")
+        assert left(child) == 0
+    finally:
+        child.close(force=True)
+
+
+@pytest.mark.parametrize(("max_tokens", "exit_code"), [("2", 1), ("64", 0)])
+def test_an_answer_that_is_cut_in_a_pipe_is_exit_code_1(max_tokens: str, exit_code: int) -> None:
+    result = subprocess.run(
+        [sys.executable, *COMMAND, "--max-tokens", max_tokens],
+        input="Hello!\n",
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == exit_code, result.stderr
+    assert ("cut at the limit" in result.stderr) is bool(exit_code)
+    assert "Hello!".startswith(result.stdout.strip()[:6])
+
+
+@pytest.mark.parametrize("question", ["Hello!", "/help"])
+def test_a_question_of_the_command_line_is_answered_once(question: str) -> None:
+    """It is never a command, and nothing is read."""
+    result = subprocess.run(
+        [sys.executable, *COMMAND, "--temperature", "0", question],
+        input="Count from 1 to 99.\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.count("\n") == 1 and "/retry" not in result.stdout
+    assert (result.stdout == "Hello! How can I help you?\n") is (question == "Hello!")
+
+
+def test_a_question_of_the_command_line_is_answered_in_a_terminal(tmp_path: Path) -> None:
+    child = started(tmp_path, HELD, "Hello!")
+    child.expect("How can I help you")
+    child.expect(r"\d+ tokens ")
+    assert left(child) == 0
+    assert "Ctrl-D leaves" not in child.before
+
+
+def test_ctrl_c_ends_the_only_answer(tmp_path: Path) -> None:
+    child = started(tmp_path, HELD, "Count from 1 to 99.")
+    child.expect("1, 2, 3")
+    child.send(CTRL_C)
+    assert left(child) == 130
 
 
 def test_a_pipe_gets_only_the_answers() -> None:

@@ -294,6 +294,14 @@ async def test_empty_input_is_no_question(typed: str) -> None:
     assert done.model.asked == [] and done.said == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("/clear", "/reset"), ("/bye", "/exit"), ("/?", "/help"), ("/regen", "/retry")],
+)
+async def test_the_names_of_other_programs_lead_to_ours(typed: str, meant: str) -> None:
+    assert f"Did you mean {meant}? " in await refused(typed)
+
+
 async def test_an_unknown_command_explains_how_to_ask_it_as_a_question() -> None:
     assert await refused("/tmp is full") == (
         'There is no command /tmp. /help lists the commands; between """ and """ it is a question.'

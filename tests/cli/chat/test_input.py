@@ -86,9 +86,10 @@ def test_only_a_slash_and_a_word_are_a_command(typed: str, command: tuple[str, s
 
 def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
     file = tmp_path / "state" / "history"
-    for line in ("first", "second\nline", "half \ud800"):
+    for line in ("first", "second\nline", "half \ud800", "caf\udcc3\udca9"):
         PrivateHistory(file).store_string(line)
-    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", "second\nline", "first"]
+    strings = list(PrivateHistory(file).load_history_strings())
+    assert strings == ["café", "half ?", "second\nline", "first"]
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
 

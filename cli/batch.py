@@ -1,0 +1,167 @@
+"""`minisgl batch`: answers a file of requests, as OpenAI's Batch API has them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
+
+from minisgl.client.address import check_address
+from minisgl.client.keys import check_key_options, find_key
+from minisgl.config import (
+    EngineConfig,
+    check_at_least,
+    check_types,
+    option,
+    refuse,
+    refuse_engine_options,
+)
+from minisgl.errors import ConfigError
+from minisgl.printable import printable
+
+from .logs import set_up_logging
+from .options import takes_options
+
+if TYPE_CHECKING:  # which --help does without
+    from .batch_file import BatchRequest
+    from .batch_post import Post
+
+batch_option = partial(option, group="Batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """The options as the user gave them. Raises ConfigError for an invalid value."""
+
+    url: str = batch_option(
+        "",
+        "An OpenAI-compatible server to ask, such as http://127.0.0.1:1919, instead of an engine "
+        "of its own.",
+    )
+    api_key: str = batch_option(
+        "", "Key for the server at --url; MINISGL_API_KEY if not given.", secret=True
+    )
+    api_key_file: str = batch_option("", "File with that key.")
+    max_concurrency: int = batch_option(256, "Requests at once at most.")
+    request_timeout: float = batch_option(
+        3600.0, "Seconds that an answer of the server at --url may take."
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.url:
+            check_address(self.url)
+        check_key_options(self)
+        check_at_least(self, "max_concurrency", 1)
+        if not self.request_timeout > 0:
+            refuse(self, "request_timeout", "allowed: a number above 0")
+
+
+@takes_options
+def batch(
+    batch: BatchConfig,
+    engine: EngineConfig,
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="A request a line: custom_id, url, body.")
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="An answer a line; a later run goes on.")
+    ],
+) -> int:
+    """Answer a file of requests, as OpenAI's Batch API has them.
+
+    \b
+      minisgl batch in.jsonl out.jsonl --model Qwen/Qwen3-0.6B
+      minisgl batch in.jsonl out.jsonl --url http://127.0.0.1:1919
+    """
+    if batch.url:
+        refuse_engine_options(engine)
+    _check_files(source, target)
+    set_up_logging()
+    from .batch_file import described, read_requests, take_answers
+
+    requests, bad = read_requests(source)
+    for said in described(bad):
+        print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
+    done = take_answers(target)
+    left = [request for request in requests if request.custom_id not in done]
+    began = time.monotonic()
+    if left:
+        with target.open("ab") as out:
+            num_failed = asyncio.run(_answer_all(batch, engine, left, out))
+    else:
+        num_failed = 0
+    num_failed += sum(
+        answer.response is None or answer.response.status_code != 200
+        for answer in (done[request.custom_id] for request in requests if request.custom_id in done)
+    )
+    skipped = len(requests) - len(left)
+    print(
+        f"minisgl: {len(requests):,} requests, {num_failed:,} failed, {len(bad):,} bad lines; "
+        f"{len(left):,} asked in {time.monotonic() - began:.1f} s, {skipped:,} answered before",
+        file=sys.stderr,
+    )
+    return 1 if num_failed or bad else 0
+
+
+def _check_files(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise ConfigError("IN.jsonl", source, "allowed: a file that exists")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError("OUT.jsonl", target, "allowed: a file in a folder that exists")
+    if target.exists() and target.samefile(source):
+        raise ConfigError("OUT.jsonl", target, "allowed: another file than the requests'")
+
+
+async def _answer_all(
+    batch: BatchConfig, engine: EngineConfig, requests: Sequence[BatchRequest], out: IO[bytes]
+) -> int:
+    """Write a line to `out` for each request as it is answered. Returns the number of failures.
+
+    Raises MinisglError if the engine does not start.
+    """
+    from minisgl.progress import LoadProgress
+
+    from .batch_file import Failure, answer_line
+
+    waiting = iter(requests)
+    num_done = num_failed = 0
+
+    async with _opened(batch, engine) as post:
+        with LoadProgress() as progress:
+            progress("answering", 0.0)
+
+            async def answer_some() -> None:
+                nonlocal num_done, num_failed
+                for request in waiting:  # which all of these share
+                    result = await post(request)
+                    num_done += 1
+                    num_failed += isinstance(result, Failure) or result.status_code != 200
+                    out.write(answer_line(request, result))
+                    out.flush()
+                    progress("answering", num_done / len(requests))
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(batch.max_concurrency, len(requests))):
+                    tasks.create_task(answer_some())
+    return num_failed
+
+
+@asynccontextmanager
+async def _opened(batch: BatchConfig, engine: EngineConfig) -> AsyncIterator[Post]:
+    """What answers the requests."""
+    from .batch_post import own_application, server_at
+
+    if batch.url:
+        yield server_at(batch.url, find_key(batch), batch.request_timeout)
+        return
+    async with own_application(engine) as post:
+        yield post

@@ -1,0 +1,108 @@
+"""Asks the server's application in this process, or a server, with one request of a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from minisgl.client.address import api_base
+from minisgl.client.errors import ServerError
+from minisgl.client.exchange import open_stream
+from minisgl.client.models import headers_of
+from minisgl.config import EngineConfig
+
+from .batch_file import BatchRequest, Failure, Response
+
+Post = Callable[[BatchRequest], Awaitable[Response | Failure]]
+
+
+@asynccontextmanager
+async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
+    """An engine behind the routes of the server, without a socket. Raises MinisglError."""
+    from minisgl.server.app import create_app
+    from minisgl.server.config import ServerConfig
+    from minisgl.server.engine_state import EngineState
+    from minisgl.server.process import start_engine
+
+    state = EngineState(ServerConfig())
+    engine = await start_engine(config)
+    try:
+        state.start(engine)
+        app = create_app(state)
+
+        async def post(request: BatchRequest) -> Response | Failure:
+            return await _call(app, request)
+
+        yield post
+    finally:
+        await engine.close()
+
+
+async def _call(app: Any, request: BatchRequest) -> Response | Failure:
+    """The answer of an ASGI application."""
+    request_id = uuid.uuid4().hex
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": request.url,
+        "raw_path": request.url.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": ("localhost", 80),
+        "state": {},
+    }
+    body, status = bytearray(), 0
+    messages = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()  # the client never leaves
+        return messages.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            body.extend(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return _response(status, request_id, bytes(body))
+
+
+def server_at(url: str, api_key: str, timeout_s: float) -> Post:
+    """A server of the OpenAI API at `url`."""
+    base = api_base(url)
+
+    async def post(request: BatchRequest) -> Response | Failure:
+        request_id = uuid.uuid4().hex
+        headers = {**headers_of(api_key), "x-request-id": request_id}
+        target = base + request.url.removeprefix("/v1")
+        try:
+            async with open_stream(
+                "POST", target, headers, request.body, timeout_s=timeout_s
+            ) as stream:
+                return _response(stream.head.status, request_id, await stream.whole())
+        except ServerError as error:
+            return Failure("request_failed", str(error))
+
+    return post
+
+
+def _response(status: int, request_id: str, body: bytes) -> Response | Failure:
+    try:
+        msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return Failure("invalid_response", f"The server answers {status} without JSON.")
+    return Response(status, request_id, msgspec.Raw(body))

@@ -1,0 +1,101 @@
+"""The options of the engine as keywords in Python, where `--page-size 16` is `page_size=16`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
+
+from minisgl.config.engine import EngineConfig
+from minisgl.config.options import option_names
+from minisgl.errors import ConfigError, one_of
+
+OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
+# What people write elsewhere, beside the spellings of the command line.
+FAMILIAR = {"max_num_seqs": "max_running_requests", "mem_fraction_static": "memory_ratio"}
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig but the model, as keywords that editors complete."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    device: Literal["auto", "cuda", "cpu"]
+    load_format: Literal["auto", "dummy"]
+    quantization: Literal["fp8"] | None
+    model_impl: Literal["auto", "native", "adopted"]
+    task: Literal["auto", "generate", "embed", "rerank"]
+    max_seq_len_override: int | None
+    chat_template: str | None
+    tp: int
+    pp: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    cluster_token_file: str
+    disable_pynccl: bool
+    memory_ratio: float
+    num_pages: int | None
+    page_size: int | None
+    cache_type: Literal["radix", "naive"]
+    kv_cache_dtype: Literal["auto", "model", "fp8"]
+    dense_copies: Literal["auto", "always", "never"]
+    host_cache: float
+    state_cache: float | None
+    disk_cache: str | None
+    disk_cache_gb: float
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_length: int
+    schedule_policy: Literal["fcfs", "lpm"]
+    schedule_conservativeness: float
+    key_share: float
+    step_timeout: float
+    attn: str
+    cuda_graph_max_bs: int | None
+
+
+class KeywordError(ConfigError):
+    """A keyword is unknown, or has a value that cannot be used."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"{name}={value!r}", True, allowed)
+        self.param = name
+
+
+SPECS = {spec.name: spec for spec in fields(EngineConfig)}
+# The fields by all their spellings on the command line.
+SPELLINGS = {spelling: name for name, spec in SPECS.items() for spelling in option_names(spec)}
+
+
+def config_of(options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with these options. Raises KeywordError."""
+    for name, value in options.items():
+        if name not in SPECS:
+            raise KeywordError(name, value, _unknown(name))
+    try:
+        return EngineConfig(**options)
+    except ConfigError as error:
+        raise in_keywords(error, options) from None
+
+
+def in_keywords(error: ConfigError, options: Mapping[str, Any]) -> ConfigError:
+    """An error of the command line in Python's words; `options` are those that were given."""
+    name = SPELLINGS.get(error.param or "")
+    if name is None:
+        return error
+    choices = SPECS[name].metadata["choices"]
+    allowed = OPTION.sub(lambda said: SPELLINGS.get(said[0], said[0]), error.allowed)
+    if choices and error.allowed == one_of(choices):
+        allowed = one_of(map(repr, choices))
+    return KeywordError(name, options.get(name, SPECS[name].default), allowed)
+
+
+def _unknown(name: str) -> str:
+    """What to say of a keyword that does not exist."""
+    meant = SPELLINGS.get("--" + name.replace("_", "-")) or FAMILIAR.get(name)
+    near = [meant] if meant else get_close_matches(name, SPECS, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"there is no such option; {hint}{one_of(SPECS)}"
