@@ -20,6 +20,9 @@ TASKS = ("generate", "embed", "rerank")
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 
+MOST_GB = 1_000_000  # of any memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The options as the user set them. Raises ConfigError for values that are always invalid."""
@@ -224,8 +227,8 @@ class EngineConfig:
         check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
-        if self.state_cache is not None and not 0 <= self.state_cache < math.inf:
-            refuse(self, "state_cache", "allowed: a number of GB, or 0 for none")
+        if self.state_cache is not None and not 0 <= self.state_cache <= MOST_GB:
+            refuse(self, "state_cache", f"allowed: a number of GB up to {MOST_GB:,}, or 0 for none")
         if self.disk_cache is not None and not self.disk_cache:
             refuse(self, "disk_cache", "allowed: a folder")
         if self.disk_cache is not None and not self.host_cache:

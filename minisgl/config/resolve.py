@@ -389,11 +389,17 @@ def _resolve_snapshots(
         if getattr(config, name):
             reason = "this model keeps a state for each request, which no page of the KV cache has"
             refuse(config, name, f"{reason}; allowed: {off}")
-    if config.cache_type == "naive":
-        return 0
     num_bytes = sum(spec.bytes_per_slot for spec in model.states)
+    if config.cache_type == "naive":
+        if config.state_cache:
+            refuse(config, "state_cache", "it is for --cache-type radix; allowed: 0")
+        return 0
     if config.state_cache is not None:
-        return int(config.state_cache * GB) // num_bytes
+        num_snapshots = int(config.state_cache * GB) // num_bytes
+        if config.state_cache and not num_snapshots:
+            least = f"{num_bytes / GB:.3g}"
+            refuse(config, "state_cache", f"a snapshot takes {least} GB; allowed: 0, or more")
+        return num_snapshots
     if not num_kv_tokens:
         return None
     of_cache = num_kv_tokens * model.kv_bytes_per_token(kv_dtype)

@@ -72,11 +72,11 @@ def read_config(fields: Fields) -> ConvConfig:
         "rms_norm_eps": fields.number("norm_eps", 1e-5),
         "intermediate_size": _inner_size(fields),
         "tie_word_embeddings": fields.flag(
-            "tie_embedding", fields.flag("tie_word_embeddings", True)
+            "tie_word_embeddings", fields.flag("tie_embedding", True)
         ),
+        # That of rope_parameters comes before it.
+        "rope_theta": fields.number_above(1, "rope_theta", 1_000_000.0),
     }
-    if not plain.get("rope_parameters"):
-        plain["rope_theta"] = fields.number_above(1, "rope_theta", 1_000_000.0)
     read = read_decoder(Fields(plain, fields.where), ARCHITECTURE, qk_norm=True)
     return ConvConfig(
         **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
@@ -98,7 +98,9 @@ def _inner_size(fields: Fields) -> int:
 def _conv_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     kinds = fields.values.get("layer_types")
     if kinds is None:
-        attend = fields.whole_numbers("full_attn_idxs") or range(num_layers)
+        attend = [*range(num_layers)]
+        if fields.values.get("full_attn_idxs") is not None:
+            attend = fields.whole_numbers("full_attn_idxs")
         kinds = ["full_attention" if layer in attend else "conv" for layer in range(num_layers)]
     if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"conv", "full_attention"}:
         raise fields.wrong("layer_types", "a list of conv and full_attention")

@@ -174,13 +174,14 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
 
 
 def _partial_rotary(fields: Fields) -> float:
-    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    rope = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     inner = Fields(rope if isinstance(rope, dict) else {}, fields.where)
     share = inner.number_above(
         0, "partial_rotary_factor", fields.number_above(0, "partial_rotary_factor", 0.25)
     )
     if share > 1 or fields.count("head_dim", 256) * share % 2:
-        raise fields.wrong("partial_rotary_factor", "a share of the head that is an even number")
+        where = inner if inner.values.get("partial_rotary_factor") is not None else fields
+        raise where.wrong("partial_rotary_factor", "a share of the head that is an even number")
     return share
 
 

@@ -60,9 +60,12 @@ def allocate_states(
                     states.append(states[spec.layer])
         return states
     except RuntimeError as error:  # on a CPU; OutOfMemoryError on a GPU
+        beside, also = "", ""
+        if num_snapshots:
+            beside, also = f" and {num_snapshots} snapshots of states", ", --state-cache"
         raise DeviceMemoryError(
-            f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "
-            "lower --memory-ratio or --num-pages; without --num-pages as many are made as fit."
+            f"No room for a KV cache of {num_pages} pages of {page_size} tokens{beside}: lower "
+            f"--memory-ratio{also} or --num-pages; without --num-pages as many are made as fit."
         ) from error
 
 
@@ -123,11 +126,13 @@ def fit_caches(
     of_slots = state_bytes(config, layers)
     taken = use.weight_bytes + use.activation_bytes + use.graph_bytes + of_slots
     num_snapshots = config.num_snapshots or 0
-    if config.num_snapshots is None:  # the other stages decide where one has no states
+    # The other stages decide where one has no states, or no KV cache.
+    if config.num_snapshots is None:
         room = max(0, int((budget - taken) * SNAPSHOT_SHARE))
         num_snapshots = room // of_state if of_state else sys.maxsize
     taken += num_snapshots * of_state
-    num_pages = (budget - taken) // bytes_each
+    room = budget - taken
+    num_pages = room // bytes_each if bytes_each else sys.maxsize * (room >= 0)
     if num_pages < MIN_PAGES:
         least = math.ceil(100 * (taken + MIN_PAGES * bytes_each) / use.free_at_start) / 100
         weights, remedy = f"{use.weight_bytes / GIB:.1f}", ""
@@ -144,7 +149,9 @@ def fit_caches(
             f"{step} and CUDA graphs {use.graph_bytes / GIB:.1f}, which "
             "leaves nothing for the KV cache. "
             + (f"Raise it to {least} or more, or lower " if least <= 1 else "Lower ")
-            + "--max-prefill-length, --max-running-requests or --cuda-graph-max-bs."
+            + "--max-prefill-length, --max-running-requests"
+            + (", --state-cache" if config.num_snapshots else "")
+            + " or --cuda-graph-max-bs."
             + remedy
         )
     return num_pages, num_snapshots

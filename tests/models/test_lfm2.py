@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from support.checkpoints import GreedyRun, greedy_reference
 from support.parity import batch, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
+from minisgl.errors import CheckpointError
 from minisgl.kernels.gated_delta import reference
 from minisgl.layers import short_conv
 from minisgl.layers.linear import MergedMap
@@ -99,6 +101,24 @@ def test_tokens_equal_those_of_transformers_with_and_without_hits(name: str) -> 
 
 def test_the_inner_size_of_a_checkpoint_is_adjusted_as_its_fields_say() -> None:
     assert read_model_config(case().folder).facts().intermediate_size == 128  # 2/3 of 160, in 32s
+
+
+def config_of(tmp_path: Path, **changes: Any) -> Any:
+    config = json.loads((case().folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    return read_model_config(tmp_path)
+
+
+def test_fields_that_older_checkpoints_have_are_read_as_by_transformers(tmp_path: Path) -> None:
+    plain = {"rope_type": "default"}
+    assert config_of(tmp_path, rope_parameters=plain).rope.theta == 1_000_000
+    assert config_of(tmp_path, rope_parameters=plain, rope_theta=5e5).rope.theta == 500_000
+    named = config_of(tmp_path, layer_types=None, full_attn_idxs=[1, 3])
+    assert named.conv_layers == {0, 2, 4}
+    tied = config_of(tmp_path, tie_word_embeddings=None, tie_embedding=False)
+    assert not tied.tie_word_embeddings
+    with pytest.raises(CheckpointError, match="one of which attends at least"):
+        config_of(tmp_path, layer_types=None, full_attn_idxs=[])
 
 
 def _shift_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

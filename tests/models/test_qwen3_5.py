@@ -18,7 +18,7 @@ from support.checkpoints import GreedyRun, greedy_reference
 from support.parity import NOISE, batch, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
-from minisgl.errors import CheckpointError, ConfigError
+from minisgl.errors import CheckpointError, ConfigError, DeviceMemoryError
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
 from minisgl.kvcache.manager import KVCacheManager
@@ -314,6 +314,34 @@ def test_mistakes_with_snapshots_change_tokens(
 def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="keeps a state for each request"):
         load_engine(case_of(TEXT[0]).folder, **option)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_cache": 1e300}, "allowed: a number of GB up to 1,000,000"),
+        ({"state_cache": -1.0}, "allowed: a number of GB up to 1,000,000"),
+        ({"state_cache": 1e-6}, r"a snapshot takes .* GB; allowed: 0, or more"),
+        ({"state_cache": 1.0, "cache_type": "naive"}, "it is for --cache-type radix"),
+    ],
+)
+def test_a_state_cache_that_makes_no_sense_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_engine(case_of(TEXT[0]).folder, **options)
+
+
+def test_snapshots_that_do_not_fit_are_named_with_their_option() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"snapshots of states: .* --state-cache or"):
+        load_engine(case_of(TEXT[0]).folder, state_cache=1e6)
+
+
+def test_a_share_of_the_head_is_named_from_where_it_is(tmp_path: Path) -> None:
+    folder = shutil.copytree(case_of(TEXT[0]).folder, tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["partial_rotary_factor"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor is 0\.3, not a share"):
+        load_engine(folder)
 
 
 def test_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from minisgl.config import (
     slot_bytes,
 )
 from minisgl.device.lanes import Lanes
+from minisgl.errors import DeviceMemoryError
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import Request, SamplingParams
@@ -220,11 +221,27 @@ def test_states_of_slots_and_snapshots_are_taken_off_the_pages() -> None:
     given = dataclasses.replace(config, num_snapshots=7)
     left = dataclasses.replace(left, weight_bytes=left.weight_bytes + 7 * (4 << 20))
     assert fit_caches(given, [*pages, state], use) == (fit_caches(config, pages, left)[0], 7)
+    too_many = dataclasses.replace(config, num_snapshots=10_000)
+    with pytest.raises(DeviceMemoryError, match="--max-running-requests, --state-cache or"):
+        fit_caches(too_many, [*pages, state], use)
     fitting = dataclasses.replace(config, num_snapshots=None)
     num_pages, num_snapshots = fit_caches(fitting, [*pages, state], use)
     share = num_snapshots * (4 << 20) / (11 * GIB - of_slots)
     assert 0.33 < share <= 1 / 3
     assert num_pages < whole
+
+
+def test_a_stage_without_states_or_without_a_cache_leaves_the_numbers_to_the_others() -> None:
+    use = MemoryUse(
+        free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=GIB, graph_bytes=0
+    )
+    state = StateSpec(shapes=((1 << 20,),), dtypes=("float32",))
+    config = dataclasses.replace(resolved(machine=GPU), num_snapshots=None)
+    both = fit_caches(config, [LAYERS[1], state], use)
+    assert fit_caches(config, [state], use)[0] > both[0]
+    assert fit_caches(config, LAYERS[1:2], use)[1] > both[1]
+    with pytest.raises(DeviceMemoryError):
+        fit_caches(dataclasses.replace(config, num_snapshots=10_000), [state], use)
 
 
 def test_the_states_of_requests_take_at_most_half_of_what_weights_leave() -> None:
