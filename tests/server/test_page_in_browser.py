@@ -21,6 +21,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import serving_process, wait_for_health
 from support.serving import Served, served
 
+from minisgl.engine.stats import SnapshotStats
 from minisgl.request import PARAMETERS
 from minisgl.router.metrics import join_pages
 from minisgl.server.history import SECONDS
@@ -108,6 +109,7 @@ def engine(server: Served[PageEngine]) -> Iterator[PageEngine]:
     """The engine of the server, with nothing scripted."""
     found = server.engine
     found.answers, found.run, found.hold_after, found.num_running = ["Hello!"], 1, None, 0
+    found.snapshots = None
     found.texts.clear()
     found.streams.clear()
     yield found
@@ -886,13 +888,16 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     requests = page.locator(".card").filter(has_text="Requests").first
     expect(requests.locator("dd").first).to_have_text("1")
     kv = page.locator(".card").filter(has_text="KV cache")
-    expect(kv.locator("dd")).to_have_text("76 %")
+    expect(kv.locator("dd").first).to_have_text("76 %")
+    snapshots = kv.locator("dl > div").nth(1)
+    expect(snapshots).to_be_hidden()
     path = requests.locator("path.line0")
     expect(path).to_have_attribute("d", "M150 0.00")
-    engine.num_running = 0
+    engine.num_running, engine.snapshots = 0, SnapshotStats(4, 1)
     page.clock.resume()
     expect(path).to_have_attribute("d", re.compile(r"^M\d+.* 0\.00L150 100\.00$"))
     expect(requests.locator("dd").first).to_have_text("0")
+    expect(snapshots).to_have_text("of the snapshots of states25 %")
     page.go_back()
     expect(page.locator(".body .text")).to_have_text("Hello!")
 
@@ -912,7 +917,8 @@ def test_the_second_view_sums_over_replicas(
     expect(page.get_by_text("fake on minisgl")).to_be_visible()
     requests = page.locator(".card").filter(has_text="Requests").first
     expect(requests.locator("dd").first).to_have_text("6")
-    expect(page.locator(".card").filter(has_text="KV cache").locator("dd")).to_have_text("76 %")
+    kv = page.locator(".card").filter(has_text="KV cache")
+    expect(kv.locator("dd").first).to_have_text("76 %")
     asked = page.request.post(
         f"{server.url}/v1/completions", data={"prompt": "hello", "max_tokens": 1}
     )

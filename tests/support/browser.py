@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from support.scripted_engine import ScriptedEngine, ScriptedStream, qwen
 from support.waiting import LIMIT_S
 
-from minisgl.engine.stats import EngineStats
+from minisgl.engine.stats import EngineStats, SnapshotStats
 from minisgl.request import FinishReason
 from minisgl.scheduler.scheduler import SchedulerCounters
 
@@ -84,6 +84,7 @@ class PageEngine(ScriptedEngine):
         super().__init__(qwen(), **options)
         self.hold_after: int | None = None
         self.num_tokens = self.num_running = 0
+        self.snapshots: SnapshotStats | None = None
         self._let_go = asyncio.Event()
 
     def let_go(self) -> None:
@@ -114,4 +115,5 @@ class PageEngine(ScriptedEngine):
             num_cached_pages=0,
             counters=counters,
             totals=stats.totals,
+            snapshots=self.snapshots,
         )

@@ -71,10 +71,11 @@ const quantile = (name, share) => (now, then) => {
 const latency = (title, name) => [title, LATELY, seconds, { median: quantile(name, 0.5), "99th percentile": quantile(name, 0.99) }];
 
 
+const SNAPSHOTS = "of the snapshots of states"; // which few models have
 const CHARTS = [
 	["Requests", NOW, number, { running: gauge("running_requests"), waiting: gauge("queued_requests") }],
 	["Tokens per second", `mean ${LATELY}`, number, { generated: rate("generated_tokens"), "of prompts": rate("prompt_tokens") }],
-	["KV cache in use", NOW, percent, { "of its pages": ({ sums, replicas }) => sums.token_usage_ratio / replicas }, 1],
+	["KV cache in use", NOW, percent, { "of its pages": ({ sums, replicas }) => sums.token_usage_ratio / replicas, [SNAPSHOTS]: ({ sums }) => sums.snapshots_cached / sums.snapshots }, 1],
 	["Prefix cache", LATELY, percent, { "of prompt tokens found": hitRate }, 1],
 	latency("Time to first token", "time_to_first_token_seconds"),
 	latency("Time between tokens", "inter_token_seconds"),
@@ -132,7 +133,10 @@ class Chart {
 	draw(points, seconds) {
 		const last = points.at(-1), end = last?.time ?? 0;
 		Object.assign(this, { end, seconds, points: points.filter(({ time }) => time >= end - seconds) });
-		this.names.forEach((_, index) => { this.shown[index].textContent = said(this.format, last?.values[index]); });
+		this.names.forEach((name, index) => {
+			this.shown[index].textContent = said(this.format, last?.values[index]);
+			this.shown[index].parentNode.hidden = name === SNAPSHOTS && !Number.isFinite(last?.values[index]);
+		});
 		const { top, most } = topFor(this.points.flatMap(({ values }) => values));
 		this.most = this.top ?? top;
 		this.span.textContent = `last ${Object.keys(SPANS).find(name => SPANS[name] === seconds)}`;
