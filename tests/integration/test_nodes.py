@@ -142,7 +142,7 @@ async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_na
 
 
 def test_another_node_is_no_place_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--node-rank 1: only node 0 takes requests; start the o"):
+    with pytest.raises(ConfigError, match="node_rank=1: only node 0 takes requests; start the o"):
         LLM(device="cpu", tp=2, nnodes=2, node_rank=1)
     for name, value in (TORCHRUN | {"LOCAL_RANK": "1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)

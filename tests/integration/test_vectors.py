@@ -208,7 +208,7 @@ def test_a_model_without_the_words_does_not_rerank(tmp_path: Path) -> None:
         loaded(folder, task="rerank")
     with pytest.raises(Exception, match="without a head"):
         loaded(folder, task="generate")
-    with pytest.raises(ConfigError, match="allowed: auto, generate, embed or rerank"):
+    with pytest.raises(ConfigError, match="allowed: 'auto', 'generate', 'embed' or 'rerank'"):
         loaded(folder, task="classify")
 
 
