@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
+from minisgl.bench.online.outlook import Outlook, warned
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
@@ -267,7 +268,9 @@ async def _measure_point(
         if point.request_rate is not None:
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, polled, spent = await _run(console, server, point, schedule, options, title)
+        run, polled, spent = await _run(
+            console, server, point, schedule, options, title, warn=not repetitions
+        )
         figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
         console.print(
@@ -297,13 +300,18 @@ async def _run(
     schedule: Sequence[ScheduledRequest],
     options: ServeOptions,
     title: str,
+    *,
+    warn: bool,
 ) -> tuple[OnlineRun, PollResult, Spent]:
+    """One repetition. warn: that all of them will take long, if so."""
     progress = RunProgress()
+    outlook = Outlook(schedule, progress, options.workload, options.bench.repeat)
     counter = energy_counter(server.started.gpus if server.started else ())
 
     async with (
         poll_metrics(server.target) as polled,
         live(console, title, len(schedule), "events", lambda: progress),
+        warned(outlook, console.print) if warn else nullcontext(),
     ):
         with metered(counter) as spent:
             run = await run_online(

@@ -226,6 +226,9 @@ class _Run:
             raise OnlineRunError(f"{answer.status}: {self._reason(answer)}")
         self._late_s[index] = answer.sent - due
         self._answers[index] = answer
+        self._progress.num_answered += 1
+        self._progress.num_answered_tokens += max_tokens
+        self._progress.num_answered_events += len(answer.events)
 
     def _history(self, index: int) -> list[Message]:
         """The messages before this question."""
