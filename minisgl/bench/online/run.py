@@ -263,7 +263,7 @@ class _Run:
             submitted_s=answer.sent - self._began,
             first_token_s=ended_s,
             last_token_s=ended_s,
-            num_prompt_tokens=len(self._schedule[index].prompt)
+            num_prompt_tokens=self._schedule[index].num_prompt_tokens
             if num_tokens is None
             else num_tokens,
             num_cached_tokens=0,
@@ -303,7 +303,9 @@ class _Run:
             submitted_s=answer.sent - self._began,
             first_token_s=times_s[0],
             last_token_s=times_s[-1],
-            num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            num_prompt_tokens=asked.num_prompt_tokens
+            if num_prompt_tokens is None
+            else num_prompt_tokens,
             num_cached_tokens=cached.cached_tokens or 0,
             num_host_tokens=cached.host_cached_tokens or 0,
             num_disk_tokens=cached.disk_cached_tokens or 0,
