@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
-from rich.table import Table
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Counter, energy_counter, engine_gpus, metered
@@ -16,7 +15,12 @@ from minisgl.bench.online.load_config import Point
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.tables import PointResult, energy_cells, print_spreads
+from minisgl.bench.report.tables import (
+    PointResult,
+    energy_cells,
+    fitting_tables,
+    print_spreads,
+)
 from minisgl.bench.roofline import DecodeStep
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload
@@ -135,15 +139,13 @@ async def _measure(
 
 
 def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak | None) -> None:
-    table = Table()
     headings = ["batch", "TPOT ms", "TTFT ms", "output tok/s"]
     if peak is not None:
         headings += ["limit ms", "of the limit"]
     with_energy = any(record.figures.energy for record in records)
     if with_energy:
         headings += ["watts", "joules/token"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    rows = []
     for record in records:
         figures = record.figures
         cells = [
@@ -156,8 +158,9 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
             cells += [f"{record.limit_s * 1e3:,.3f}", f"{record.limit_s / record.tpot_s:.1%}"]
         if with_energy:
             cells += energy_cells(figures.energy)
-        table.add_row(*cells)
-    console.print(table)
+        rows.append(cells)
+    for table in fitting_tables(headings, rows, console.width):
+        console.print(table)
     console.print(
         "TPOT: (last token - first token) / (tokens - 1); TTFT: first token - submission; medians "
         "over the requests of a batch. output tok/s: of the whole run, prefill included."

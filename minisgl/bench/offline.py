@@ -43,6 +43,9 @@ async def bench_offline(
     if workload.kind == "multi-turn":
         allowed = "each question waits for the answer before it; use `minisgl bench serve`"
         raise ConfigError("--workload", workload.workload, allowed)
+    if workload.dataset is not None:
+        allowed = "its texts are sent over HTTP; use `minisgl bench serve`"
+        raise ConfigError("--dataset", workload.dataset, allowed)
     if workload.trace_scale != 1:
         allowed = "offline all requests come at once; use `minisgl bench serve`"
         raise ConfigError("--trace-scale", workload.trace_scale, allowed)

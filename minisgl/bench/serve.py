@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,19 @@ from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
+from minisgl.bench.online.outlook import Outlook, warned
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
+from minisgl.bench.online.token_counts import with_answer_lengths
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_tables
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
-from minisgl.bench.workload.requests import MAX_TOKEN_ID, ScheduledRequest
+from minisgl.bench.workload.dataset import Conversation, read_dataset, sample
+from minisgl.bench.workload.requests import BYTES_PER_TOKEN, MAX_TOKEN_ID, ScheduledRequest
 from minisgl.bench.workload.schedule import at_rate, make_schedule
 from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
@@ -38,6 +41,7 @@ from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
 from minisgl.client.keys import find_key
 from minisgl.config import EngineConfig, refuse_engine_options
+from minisgl.errors import ConfigError
 from minisgl.server.http.connection import raise_file_limit
 
 
@@ -63,6 +67,7 @@ class ServeOptions:
     load: LoadConfig
     report: ReportConfig
     rows: Sequence[TraceEntry]  # of the trace, if there is one
+    conversations: Sequence[Conversation]  # of the data set, if there is one
 
     def as_json(self) -> dict[str, Any]:
         """The options for the report, without the engine's, which are in the run info."""
@@ -84,6 +89,10 @@ async def bench_serve(
     check_lengths(config, workload)
     check_load(workload, load)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
+    conversations = read_dataset(Path(workload.dataset)) if workload.dataset else []
+    if load.endpoint == "completions" and any(len(one.turns) > 1 for one in conversations):
+        allowed = "the data set has conversations of several turns; allowed: chat"
+        raise ConfigError("--endpoint", load.endpoint, allowed)
     raise_file_limit()
     console = make_console()
     options = ServeOptions(
@@ -93,6 +102,7 @@ async def bench_serve(
         load=load,
         report=report,
         rows=rows,
+        conversations=conversations,
     )
     async with _server_under_test(console, options) as server:
         _describe_load(console, server, options)
@@ -150,7 +160,7 @@ async def _server_under_test(
     config, workload, load = options.bench, options.workload, options.load
     endpoint = load.endpoint
     if endpoint == "auto":
-        kinds = {"multi-turn": "chat", "embed": "embeddings"}
+        kinds = {"multi-turn": "chat", "dataset": "chat", "embed": "embeddings"}
         endpoint = kinds.get(workload.kind, "completions")
     target = Endpoint(
         url="",
@@ -213,7 +223,8 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
     sampling = f"temperature {config.temperature:g}, seed {config.seed}, {eos}"
     if options.workload.kind == "embed":
         sampling = f"seed {config.seed}"
-    words = ", of words" if server.target.endpoint == "chat" else ""
+    made_up = server.target.endpoint == "chat" and options.workload.kind != "dataset"
+    words = ", of words" if made_up else ""
     console.print(
         f"{options.workload.describe(server.sizes)}, {sampling}, over {server.target.path}{words}"
         f"{describe_share(config.structured)}"
@@ -234,7 +245,7 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
 def _check_room(console: Console, server: ServerUnderTest, options: ServeOptions) -> None:
     """Raise RoomError if the requests do not fit into the server's context."""
     workload = options.workload
-    if server.context is None:
+    if server.context is None or workload.kind == "dataset":  # whose lengths the server counts
         return
     if workload.kind != "trace":
         check_room(workload, server.sizes, server.context, stop_at_eos=options.load.stop_at_eos)
@@ -260,6 +271,7 @@ async def _measure_point(
             workload,
             server.sizes,
             rows=options.rows,
+            conversations=await _sampled(console, server, options, seed, tell=not repetitions),
             vocab_size=server.vocab_size,
             seed=seed,
             structured=config.structured,
@@ -267,7 +279,9 @@ async def _measure_point(
         if point.request_rate is not None:
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, polled, spent = await _run(console, server, point, schedule, options, title)
+        run, polled, spent = await _run(
+            console, server, point, schedule, options, title, warn=not repetitions
+        )
         figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
         console.print(
@@ -290,6 +304,24 @@ async def _measure_point(
     )
 
 
+async def _sampled(
+    console: Console, server: ServerUnderTest, options: ServeOptions, seed: int, *, tell: bool
+) -> list[Conversation]:
+    """The conversations of a repetition, of a data set. tell: if their lengths are estimates."""
+    config = options.bench
+    picked = sample(options.conversations, server.sizes.num_requests, seed)
+    given = (options.workload.output_len, config.min_output_length, config.max_output_length)
+    if any(given):  # the lengths of the file are not asked for
+        return picked
+    picked, counted = await with_answer_lengths(server.target, picked)
+    if tell and not counted:
+        console.print(
+            f"the server has no /tokenize: answers are as long as in the file with "
+            f"{BYTES_PER_TOKEN} bytes a token"
+        )
+    return picked
+
+
 async def _run(
     console: Console,
     server: ServerUnderTest,
@@ -297,13 +329,18 @@ async def _run(
     schedule: Sequence[ScheduledRequest],
     options: ServeOptions,
     title: str,
+    *,
+    warn: bool,
 ) -> tuple[OnlineRun, PollResult, Spent]:
+    """One repetition. warn: that all of them will take long, if so."""
     progress = RunProgress()
+    outlook = Outlook(schedule, progress, options.workload, options.bench.repeat)
     counter = energy_counter(server.started.gpus if server.started else ())
 
     async with (
         poll_metrics(server.target) as polled,
         live(console, title, len(schedule), "events", lambda: progress),
+        warned(outlook, console.print) if warn else nullcontext(),
     ):
         with metered(counter) as spent:
             run = await run_online(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -15,9 +16,13 @@ from support.printed_tables import cells
 
 import minisgl
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, LatencyConfig, Sizes, Span
-from minisgl.bench.figures import percentile
-from minisgl.bench.latency import check_room
-from minisgl.bench.offline_run import run_offline, run_streaming
+from minisgl.bench.energy import Spent
+from minisgl.bench.figures import Figures, percentile
+from minisgl.bench.latency import BatchRecord, check_room, print_latencies
+from minisgl.bench.offline_run import RequestRecord, RunRecord, run_offline, run_streaming
+from minisgl.bench.peak import Peak
+from minisgl.bench.report.output import PrintableConsole
+from minisgl.bench.roofline import DecodeStep, KernelWork
 from minisgl.bench.workload.requests import ScheduledRequest, make_workload
 from minisgl.config import Capacity, EngineConfig, option_names
 from minisgl.engine import AsyncEngine
@@ -247,6 +252,57 @@ def test_bench_latency_measures_the_bundled_model(tmp_path: Path) -> None:
         )
         assert batch["figures"]["tpot_s"]["p50"] == pytest.approx(percentile(tpots, 50))
         assert row[:2] == [str(len(requests)), f"{percentile(tpots, 50) * 1e3:,.3f}"]
+
+
+def latency_record(batch_size: int) -> BatchRecord:
+    """Numbers as wide as those of a fast GPU, all different."""
+    request = RequestRecord(
+        submitted_s=0.0,
+        first_token_s=12.3456 + batch_size,
+        last_token_s=13.3456 + 1.5 * batch_size,
+        num_prompt_tokens=10,
+        num_cached_tokens=0,
+        num_output_tokens=100_000 + batch_size,
+    )
+    run = RunRecord([request], num_steps=1, num_retractions=0)
+    spent = Spent(seconds=1.0, joules=12_345.0 * batch_size)
+    return BatchRecord(
+        sizes=Sizes(batch_size, Span(10, 10), Span(100, 100)),
+        figures=Figures.of(run).with_energy(spent),
+        step=DecodeStep((KernelWork(1e9, 1e9),), KernelWork(1e9, 1e9)),
+        limit_s=1e-6 * batch_size,
+        run=run,
+    )
+
+
+@pytest.mark.parametrize(("width", "num_tables"), [(160, 1), (80, 1), (60, 2), (40, 3)])
+def test_the_table_of_latencies_is_turned_and_split_rather_than_cut(
+    width: int, num_tables: int
+) -> None:
+    records = [latency_record(size) for size in (1, 8, 32, 64, 256)]
+    file = io.StringIO()
+    console = PrintableConsole(file=file, width=width, highlight=False, soft_wrap=True)
+    print_latencies(console, records, Peak(4e12, 8e14))
+    lines = [line for line in file.getvalue().splitlines() if line[:1] in "┏┃┡│└"]
+    shown = "\n".join(lines)
+    assert max(map(len, lines)) <= width and "…" not in shown
+    assert sum(line.startswith("└") for line in lines) == num_tables
+    for record in records:
+        figures, tpot_s = record.figures, record.tpot_s
+        assert figures.energy is not None and record.limit_s is not None
+        for number in (
+            f"{record.sizes.num_requests}",
+            f"{tpot_s * 1e3:,.3f}",
+            f"{figures.ttft_s.p50 * 1e3:,.1f}",
+            f"{figures.output_tokens_per_s:,.1f}",
+            f"{record.limit_s * 1e3:,.3f}",
+            f"{record.limit_s / tpot_s:.1%}",
+            f"{figures.energy.mean_watts:,.0f}",
+            f"{figures.energy.joules_per_output_token:,.3f}",
+        ):
+            assert f" {number} " in shown
+    for heading in ("batch", "TPOT ms", "output tok/s", "of the limit", "joules/token"):
+        assert f" {heading} " in shown
 
 
 def test_bench_latency_refuses_a_batch_that_does_not_run_at_once() -> None:

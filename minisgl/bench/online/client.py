@@ -50,11 +50,15 @@ class RecordedAnswer:
 
 @dataclass(slots=True)
 class RunProgress:
-    """The progress of a run, read by the live line."""
+    """The progress of a run, read by the live line and by its outlook."""
 
     num_ended: int = 0
     num_running: int = 0
     num_received: int = 0  # tokens or events so far
+    # Of the requests with a whole answer: how many, the tokens asked for, the events that came.
+    num_answered: int = 0
+    num_answered_tokens: int = 0
+    num_answered_events: int = 0
 
 
 async def post(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl.bench.config import Sizes
-from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.config import FILES, WorkloadConfig
 from minisgl.bench.workload.trace import TraceEntry
 from minisgl.errors import CallerError
 
@@ -84,7 +84,7 @@ def with_remedy(reason: str, workload: WorkloadConfig, endpoint: str) -> str:
     if not said.startswith("4"):  # a status; the others are not about the request
         return reason
     if any(words in said for words in LENGTH_WORDS):
-        if workload.kind == "trace":
+        if workload.kind in FILES:
             return reason
         return f"{reason.rstrip('.')}; lower {length_options(workload)}."
     if endpoint == "completions" and any(words in said for words in TOKEN_WORDS):

@@ -226,6 +226,9 @@ class _Run:
             raise OnlineRunError(f"{answer.status}: {self._reason(answer)}")
         self._late_s[index] = answer.sent - due
         self._answers[index] = answer
+        self._progress.num_answered += 1
+        self._progress.num_answered_tokens += max_tokens
+        self._progress.num_answered_events += len(answer.events)
 
     def _history(self, index: int) -> list[Message]:
         """The messages before this question."""
@@ -260,7 +263,7 @@ class _Run:
             submitted_s=answer.sent - self._began,
             first_token_s=ended_s,
             last_token_s=ended_s,
-            num_prompt_tokens=len(self._schedule[index].prompt)
+            num_prompt_tokens=self._schedule[index].num_prompt_tokens
             if num_tokens is None
             else num_tokens,
             num_cached_tokens=0,
@@ -300,7 +303,9 @@ class _Run:
             submitted_s=answer.sent - self._began,
             first_token_s=times_s[0],
             last_token_s=times_s[-1],
-            num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            num_prompt_tokens=asked.num_prompt_tokens
+            if num_prompt_tokens is None
+            else num_prompt_tokens,
             num_cached_tokens=cached.cached_tokens or 0,
             num_host_tokens=cached.host_cached_tokens or 0,
             num_disk_tokens=cached.disk_cached_tokens or 0,

@@ -14,7 +14,7 @@ from minisgl.bench.workload.schedule import chat_text
 from minisgl.bench.workload.structured import RESPONSE_FORMAT
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
-from minisgl.client.exchange import DOCUMENT_S, get
+from minisgl.client.exchange import DOCUMENT_S, get, open_stream
 from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
 
 # Maximum size of an answer: a constant, and per token. Servers send about 400 bytes a token.
@@ -63,7 +63,7 @@ class Endpoint:
         if self.endpoint == "chat":
             asked["messages"] = [*history, question(request)]
         else:
-            asked["prompt"] = request.prompt
+            asked["prompt"] = request.prompt if request.text is None else request.text
         if self.model is not None:
             asked["model"] = self.model
         if self.ignore_eos:
@@ -84,6 +84,16 @@ class Endpoint:
             max_bytes=ANSWER_BYTES + TOKEN_BYTES * max_tokens,
         )
 
+    async def send(self, url: str, body: bytes) -> bytes:
+        """Send a document outside of the load, and get the answer. Raises ServerError."""
+        async with open_stream(
+            "POST", url, headers_of(self.api_key), body, timeout_s=self.document_s
+        ) as stream:
+            found = await stream.whole()
+            if stream.head.status != 200:
+                raise refused(url, stream.head.status, found, self.api_key)
+            return found
+
     async def get(self, url: str) -> bytes:
         """Get a document such as /metrics. Raises ServerError."""
         status, body = await get(url, headers_of(self.api_key), self.document_s)
@@ -93,7 +103,8 @@ class Endpoint:
 
 
 def question(request: ScheduledRequest) -> Message:
-    return {"role": "user", "content": chat_text(request.prompt)}
+    text = chat_text(request.prompt) if request.text is None else request.text
+    return {"role": "user", "content": text}
 
 
 async def served_model(target: Endpoint, name: str = "") -> ServedModel:

@@ -38,10 +38,16 @@ class PointResult:
 
 
 def sweep_tables(found: Sequence[PointResult], width: int) -> list[Table]:
-    """A sweep as a table with a row for each point. Where that is wider than `width` columns, a
-    table with a column for each point, or several of them."""
+    """A sweep as a table with a row for each point; see `fitting_tables`."""
     headings = _sweep_headings(found)
-    rows = [_sweep_row(one, len(headings)) for one in found]
+    return fitting_tables(headings, [_sweep_row(one, len(headings)) for one in found], width)
+
+
+def fitting_tables(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> list[Table]:
+    """The rows as a table. Where that is wider than `width` columns of the terminal, a table with
+    a column for each row, or several of them."""
     if _width(headings, rows) <= width:
         return [_table(headings, rows)]
     tables = []

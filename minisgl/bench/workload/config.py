@@ -11,7 +11,9 @@ from minisgl.bench.config import BenchConfig, Sizes, Span
 from minisgl.config import EngineConfig, check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
 
-WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace")
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace", "dataset")
+FILES = ("trace", "dataset")  # workloads that are the name of the option with their file
+OWN_PROMPTS = "a data set has its own prompts"
 NO_OUTPUT = "not with --workload embed, where nothing is generated"
 workload_option = partial(option, group="Workload")
 # Options that mean something with one workload alone.
@@ -31,8 +33,8 @@ class WorkloadConfig:
 
     workload: str = workload_option(
         "random",
-        "random, shared-prefix, multi-turn, embed (vectors of random prompts) or trace; trace if a "
-        "file is given.",
+        "random, shared-prefix, multi-turn, embed (vectors of random prompts), trace or dataset; "
+        "trace or dataset if its file is given.",
         choices=WORKLOADS,
     )
     input_len: int | None = workload_option(
@@ -60,6 +62,11 @@ class WorkloadConfig:
     trace_block_size: int = workload_option(
         16, "Tokens that one of the trace's hash_ids stands for."
     )
+    dataset: str | None = workload_option(
+        None,
+        "File of conversations in ShareGPT's or MT-Bench's format, sampled by --seed up to "
+        "--num-requests.",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -74,13 +81,17 @@ class WorkloadConfig:
 
     def _check_kind(self) -> None:
         """Reject options of another workload."""
-        if self.trace is None and self.workload == "trace":
-            refuse(self, "workload", "needs --trace FILE")
-        if self.trace is not None:
-            if self.workload not in ("random", "trace"):
-                refuse(self, "workload", "allowed with --trace: trace")
-            if not Path(self.trace).is_file():
-                refuse(self, "trace", "allowed: a file that exists")
+        for name in FILES:
+            file = getattr(self, name)
+            if file is None and self.workload == name:
+                refuse(self, "workload", f"needs --{name} FILE")
+            if file is not None:
+                if self.workload not in ("random", name):
+                    refuse(self, "workload", f"allowed with --{name}: {name}")
+                if not Path(file).is_file():
+                    refuse(self, name, "allowed: a file that exists")
+        if self.trace is not None and self.dataset is not None:
+            refuse(self, "dataset", "not together with --trace")
         for spec in fields(self):
             kind = ONLY_WITH.get(spec.name)
             if kind not in (None, self.kind) and getattr(self, spec.name) != spec.default:
@@ -89,13 +100,16 @@ class WorkloadConfig:
             for name in ("input_len", "output_len"):
                 if getattr(self, name) is not None:
                     refuse(self, name, "a trace has its own lengths")
+        if self.kind == "dataset" and self.input_len is not None:
+            refuse(self, "input_len", OWN_PROMPTS)
         if self.kind == "embed" and self.output_len is not None:
             refuse(self, "output_len", NO_OUTPUT)
 
     @property
     def kind(self) -> str:
         """One of WORKLOADS."""
-        return "trace" if self.trace is not None else self.workload
+        given = (name for name in FILES if getattr(self, name) is not None)
+        return next(given, self.workload)
 
     def fix(self, sizes: Sizes) -> Sizes:
         """`sizes` with the fixed lengths of the options."""
@@ -112,6 +126,8 @@ class WorkloadConfig:
             return f"the requests of the trace {self.trace}, all at once"
         if kind == "trace":
             return f"the trace {self.trace}, its times multiplied by {self.trace_scale:g}"
+        if kind == "dataset":
+            return f"up to {sizes.num_requests} requests of the data set {self.dataset}"
         if kind == "multi-turn":
             conversations = max(1, sizes.num_requests // self.num_turns)
             return (
@@ -144,6 +160,9 @@ def check_lengths(bench: BenchConfig, workload: WorkloadConfig) -> None:
         if any(ends) and workload.kind == "trace":
             allowed = "a trace has its own lengths"
             raise ConfigError(f"--min- or --max-{spans}-length", max(filter(None, ends)), allowed)
+        if spans == "prompt" and any(ends) and workload.kind == "dataset":
+            given = max(filter(None, ends))
+            raise ConfigError("--min- or --max-prompt-length", given, OWN_PROMPTS)
         if spans == "output" and any(ends) and workload.kind == "embed":
             raise ConfigError("--min- or --max-output-length", max(filter(None, ends)), NO_OUTPUT)
         if getattr(workload, fixed) is not None and any(ends):

@@ -11,13 +11,14 @@ from minisgl.request import SamplingParams
 
 # The standard workload draws its ids from 0 to 10,000, which every common vocabulary holds.
 MAX_TOKEN_ID = 10_000
+BYTES_PER_TOKEN = 4  # of text in common languages, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
     """One request, and when to send it where they do not come all at once."""
 
-    prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
+    prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of; [] beside `text`
     max_tokens: int
     seed: int = 0
     due_s: float = 0.0  # since the start of the run
@@ -25,6 +26,12 @@ class ScheduledRequest:
     pause_s: float = 0.0  # between that answer and this request
     continues: bool = False  # the conversation so far comes before the prompt
     structured: bool = False  # the output follows a schema
+    text: str | None = None  # the prompt, where it is not made up
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt alone; of a text, an estimate."""
+        return len(self.prompt) if self.text is None else estimated_tokens(self.text)
 
     def params(self, temperature: float = 0.0) -> SamplingParams:
         """The parameters for exactly `max_tokens` tokens, greedy unless a temperature is given."""
@@ -61,6 +68,10 @@ def make_workload(
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def estimated_tokens(text: str) -> int:
+    return max(1, len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

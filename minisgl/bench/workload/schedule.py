@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from minisgl.bench.config import Sizes
 from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.dataset import Conversation
 from minisgl.bench.workload.requests import ScheduledRequest, make_workload, random_tokens
 from minisgl.bench.workload.structured import is_structured
 from minisgl.bench.workload.trace import TraceEntry
@@ -80,18 +81,47 @@ def schedule_trace(
     return schedule
 
 
+def schedule_dataset(
+    conversations: Sequence[Conversation], sizes: Sizes, seed: int
+) -> list[ScheduledRequest]:
+    """The questions of conversations; each after the first waits for the answer before it.
+
+    An answer is as long as in the file, or as drawn from `sizes` where that is not known.
+    """
+    rng = random.Random(f"outputs of {seed}")
+    schedule: list[ScheduledRequest] = []
+    for conversation in conversations:
+        for turn, text in enumerate(conversation.turns):
+            known = conversation.num_answer_tokens
+            drawn = rng.randint(sizes.output.low, sizes.output.high)
+            index = len(schedule)
+            schedule.append(
+                ScheduledRequest(
+                    prompt=[],
+                    text=text,
+                    max_tokens=drawn if known is None else max(1, known),
+                    seed=index,
+                    parent=index - 1 if turn else None,
+                    continues=turn > 0,
+                )
+            )
+    return schedule
+
+
 def make_schedule(
     config: WorkloadConfig,
     sizes: Sizes,
     *,
     rows: Sequence[TraceEntry] = (),
+    conversations: Sequence[Conversation] = (),
     vocab_size: int,
     seed: int,
     structured: float = 0.0,
 ) -> list[ScheduledRequest]:
     """The requests of a workload, due at the trace's times or all at once.
 
-    structured: the share of them that follow a schema.
+    rows: of the trace. conversations: of the data set, sampled. structured: the share of the
+    requests that follow a schema.
     """
     match config.kind:
         case "shared-prefix":
@@ -100,6 +130,8 @@ def make_schedule(
             schedule = schedule_multi_turn(sizes, vocab_size, seed, config)
         case "trace":
             schedule = schedule_trace(rows, vocab_size, seed, config)
+        case "dataset":
+            schedule = schedule_dataset(conversations, sizes, seed)
         case _:
             schedule = make_workload(sizes, vocab_size=vocab_size, seed=seed)
     return [

@@ -1,0 +1,47 @@
+"""Counts the tokens of the answers of a data set, by the server's own tokenizer where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from minisgl.bench.online.target import Endpoint
+from minisgl.bench.workload.dataset import Conversation
+from minisgl.bench.workload.requests import estimated_tokens
+from minisgl.client.errors import ServerError
+
+
+class _Counted(msgspec.Struct):
+    count: int
+
+
+async def with_answer_lengths(
+    target: Endpoint, picked: Sequence[Conversation]
+) -> tuple[list[Conversation], bool]:
+    """The conversations with the lengths of their answers, and whether the server counted them.
+
+    A server without /tokenize, which minisgl and vLLM have, counts nothing: all lengths are then
+    estimated from the bytes.
+    """
+    counted: list[Conversation] = []
+    try:
+        for one in picked:
+            count = None if one.answer is None else await _count(target, one.answer)
+            counted.append(replace(one, num_answer_tokens=count))
+    except (ServerError, msgspec.DecodeError, UnicodeDecodeError):
+        return [
+            one
+            if one.answer is None
+            else replace(one, num_answer_tokens=estimated_tokens(one.answer))
+            for one in picked
+        ], False
+    return counted, True
+
+
+async def _count(target: Endpoint, text: str) -> int:
+    asked = {"prompt": text, "add_special_tokens": False}
+    named = {} if target.model is None else {"model": target.model}
+    found = await target.send(f"{target.root}/tokenize", msgspec.json.encode(asked | named))
+    return msgspec.json.decode(found, type=_Counted).count
