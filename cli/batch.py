@@ -99,16 +99,23 @@ def batch(
             num_failed = asyncio.run(_answer_all(batch, engine, left, out))
     else:
         num_failed = 0
-    num_failed += sum(
+    num_kept = sum(
         answer.response is None or answer.response.status_code != 200
         for answer in (done[request.custom_id] for request in requests if request.custom_id in done)
     )
+    num_failed += num_kept
     skipped = len(requests) - len(left)
     print(
         f"minisgl: {len(requests):,} requests, {num_failed:,} failed, {len(bad):,} bad lines; "
         f"{len(left):,} asked in {time.monotonic() - began:.1f} s, {skipped:,} answered before",
         file=sys.stderr,
     )
+    if num_kept:
+        print(
+            f"minisgl: {num_kept:,} of the failed were refused before and are not asked again; "
+            f"take their lines out of {printable(str(target))} to ask them anew",
+            file=sys.stderr,
+        )
     return 1 if num_failed or bad else 0
 
 

@@ -7,17 +7,20 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
+
+from minisgl.errors import one_of
+
+METHODS, URLS = ("POST",), ("/v1/chat/completions", "/v1/completions")
 
 
 class _Line(msgspec.Struct):
     """A request, as it is in the file."""
 
     custom_id: str
-    method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    method: str
+    url: str
     body: msgspec.Raw
 
 
@@ -91,6 +94,9 @@ def read_requests(file: Path) -> tuple[list[BatchRequest], list[BadLine]]:
 def _request(line: bytes) -> BatchRequest:
     """Raises ValueError with the reason for a line that is no request."""
     said = msgspec.json.decode(line, type=_Line)
+    for name, given, allowed in (("method", said.method, METHODS), ("url", said.url, URLS)):
+        if given not in allowed:
+            raise ValueError(f"{name} is {given!r}; {one_of(allowed)}")
     body = bytes(said.body)
     if bytes(msgspec.json.decode(body, type=_Body).stream) == b"true":
         raise ValueError("body: stream cannot be true; an answer is one line")

@@ -24,6 +24,7 @@ Post = Callable[[BatchRequest], Awaitable[Response | Failure]]
 @asynccontextmanager
 async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     """An engine behind the routes of the server, without a socket. Raises MinisglError."""
+    from minisgl.engine.vectors import check_task
     from minisgl.server.app import create_app
     from minisgl.server.config import ServerConfig
     from minisgl.server.engine_state import EngineState
@@ -32,6 +33,7 @@ async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     state = EngineState(ServerConfig())
     engine = await start_engine(config)
     try:
+        check_task(engine.vectors.task, "generate")
         state.start(engine)
         app = create_app(state)
 

@@ -228,10 +228,9 @@ class LLM:
                 raise InvalidRequestError(
                     "response_format", "is not allowed with `structured` in sampling_params."
                 )
-            structured = StructuredOutput(
-                json_schema=_schema_of(response_format), field="response_format"
-            )
-            params = replace(params, structured=structured)
+            params = replace(params, structured=_structured(response_format))
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise InvalidRequestError("tools", "must be a list of functions, or of OpenAI's form.")
         return _Asked(params, tuple(tools or ()), variables)
 
     def _sampling(
@@ -246,7 +245,9 @@ class LLM:
             return [self.engine.defaults.sampling(**named)] * num
         if isinstance(given, SamplingParams):
             return [replace(given, **named)] * num
-        if isinstance(given, Mapping) or not all(isinstance(one, SamplingParams) for one in given):
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(one, SamplingParams) for one in given
+        ):
             raise InvalidRequestError(
                 "sampling_params",
                 "must be SamplingParams, one or a list; fields may be given by name instead.",
@@ -582,6 +583,17 @@ def _parse(text: str, structured: StructuredOutput | None) -> Any:
         return json.loads(text)
     except ValueError:
         return None
+
+
+def _structured(response_format: Any) -> StructuredOutput:
+    """A JSON schema, or what OpenAI's API takes in its place."""
+    if isinstance(response_format, Mapping):
+        match response_format.get("type"), response_format.get("json_schema"):
+            case "json_object", None:
+                return StructuredOutput(json_object=True, field="response_format")
+            case "json_schema", {"schema": schema}:
+                return StructuredOutput(json_schema=schema, field="response_format")
+    return StructuredOutput(json_schema=_schema_of(response_format), field="response_format")
 
 
 def _schema_of(response_format: Any) -> Any:

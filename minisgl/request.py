@@ -158,8 +158,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(values := getattr(self, name), Iterable):
+                raise InvalidRequestError(name, f"must be a list, not {values!r}.")
+            object.__setattr__(self, name, tuple(values))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_rules()
 

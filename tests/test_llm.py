@@ -291,6 +291,10 @@ def test_a_response_format_that_is_wrong_is_refused(llm: LLM) -> None:
         llm.chat(question, response_format="json")
     with pytest.raises(InvalidRequestError, match="response_format: at /type: Invalid type"):
         llm.chat(question, response_format={"type": "town"})
+    schema = {"name": "city", "schema": City.model_json_schema()}
+    for form in ({"type": "json_schema", "json_schema": schema}, {"type": "json_object"}):
+        answer = llm.chat(question, response_format=form, max_tokens=20, temperature=0)
+        assert answer.text.lstrip().startswith("{")
     params = SamplingParams(structured=StructuredOutput(json_object=True))
     with pytest.raises(InvalidRequestError, match="is not allowed with `structured`"):
         llm.chat(question, params, response_format=City)
@@ -321,11 +325,20 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"n": 0}, "n: must be an integer of at least 1"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: are not supported"),
         ({"tools": ["f"]}, "tools: "),
+        ({"tools": print}, "tools: must be a list of functions"),
+        ({"stop": 5}, "stop: must be a list, not 5"),
+        ({"sampling_params": 5}, "sampling_params: must be SamplingParams"),
     ],
 )
 def test_options_without_effect_are_refused(llm: LLM, named: dict[str, Any], message: str) -> None:
     with pytest.raises(MinisglError, match=message):
         llm.chat(CAPITAL, **named)
+
+
+@pytest.mark.parametrize("role", ["usr", 5, None])
+def test_a_role_that_no_template_knows_is_refused(llm: LLM, role: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\].role: cannot be .*allowed: sys"):
+        llm.chat([*CAPITAL, {"role": role, "content": "x"}])
 
 
 def test_names_that_are_no_sampling_parameter_are_refused_by_generate(llm: LLM) -> None:

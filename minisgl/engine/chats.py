@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from minisgl.engine.engine import AsyncEngine
-from minisgl.errors import InvalidRequestError
+from minisgl.errors import InvalidRequestError, one_of
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
@@ -25,6 +25,7 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_NEAR = 3
 
 
@@ -81,6 +82,7 @@ class Chats:
     ) -> Prompt:
         """The prompt of one conversation; raises InvalidRequestError, and as `encode_chat`."""
         engine, form = self._engine, self._form
+        _check_roles(messages)
         offered = {"tools": [*map(_described, tools)]} if tools else {}
         if tools and not (await engine.template_facts()).offers_tools:
             raise InvalidRequestError(
@@ -102,6 +104,17 @@ class Chats:
             ),
             gate=await reasoning_gate(form, engine.encode, is_open=is_open),
         )
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequestError for a role that HTTP refuses as well: most templates would take it
+    for another one."""
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES:
+            raise InvalidRequestError(
+                f"messages[{index}].role", f"cannot be {role!r}; {one_of(ROLES)}."
+            )
 
 
 def _described(tool: Any) -> Mapping[str, Any]:

@@ -241,13 +241,15 @@ def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacit
     """Say how many states of requests there is room for, and snapshots for the prefix cache."""
     megabytes = slot_bytes(model.layer_specs(config.kv_dtype)) / 1e6
     logger.info(
-        "%d of %d layers keep a state of %.4g MB for each request: room for %d requests at once, "
-        "and for %d snapshots, from which the prefix cache goes on",
+        "%d of %d layers keep a state of %.4g MB for each request: room for %d requests at once%s",
         len(model.states),
         len(model.layers),
         megabytes,
         capacity.num_slots,
-        capacity.num_snapshots,
+        f", and for {capacity.num_snapshots} snapshots, one at the end of each prompt, from which "
+        "the prefix cache goes on"
+        if capacity.num_snapshots
+        else "",
     )
     if capacity.num_slots < config.max_running_requests:
         logger.warning(

@@ -284,7 +284,17 @@ class Vectors:
         if options.max_tokens_per_doc is not None:
             num_head = len(await self._encoded(head, "query", special=False))
             token_ids = token_ids[: num_head + options.max_tokens_per_doc]
-        return self._fitted([*self._before, *token_ids], self._after, cut_to, field)
+        prompt = [*self._before, *token_ids]
+        if cut_to is None and len(prompt) + len(self._after) > self._max_seq_len:
+            await self._check_query(head)
+        return self._fitted(prompt, self._after, cut_to, field)
+
+    async def _check_query(self, head: str) -> None:
+        """Raise ContextLengthError that names the query, if it leaves no room for any document."""
+        num_tokens = len(await self._encoded(head, "query", special=False))
+        size = len(self._before) + num_tokens + len(self._after)
+        if size >= self._max_seq_len:
+            raise ContextLengthError(size, 0, self._max_seq_len, prompt_field="query")
 
     async def _encoded(
         self, text: str, field: str, *, special: bool = True, cut: bool = False

@@ -66,7 +66,9 @@ class VectorRoutes:
         try:
             found = await _scores(asked, pairs)
         except ContextLengthError as error:
-            raise error.without_answer(error.param.replace("documents", "text_2")) from None
+            raise error.without_answer(
+                error.param.replace("documents", "text_2").replace("query", "text_1")
+            ) from None
         answer = answer_types.ScoreList(
             id=f"score-{reply_id(asked.scope)}",
             object="list",

@@ -99,6 +99,11 @@ def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None
         again = batch(tmp_path, "--url", server.url)
     assert again.returncode == 0 and out.read_bytes() == before
     assert "0 asked in" in again.stderr and "5 answered before" in again.stderr
+    (tmp_path / "in.jsonl").write_text(request("refused", HELLO))
+    out.write_text(line("refused", 404) + "\n")
+    again = batch(tmp_path, "--url", "http://127.0.0.1:1")
+    assert again.returncode == 1
+    assert "1 of the failed were refused before and are not asked again" in again.stderr
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_in_each_line(

@@ -63,8 +63,9 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
         ) from error
     if len(recorder.modules) != config.num_hidden_layers:
         raise UnsupportedModelError(
-            f"{architecture.__name__} has {config.num_hidden_layers} layers, of which "
-            f"{len(recorder.modules)} let others compute their attention."
+            f"{architecture.__name__} cannot run with transformers' code: of its "
+            f"{config.num_hidden_layers} layers, {len(recorder.modules)} have an attention that "
+            "another implementation can compute. Leave --model-impl adopted out."
         )
     return _described(model, recorder, calls, config)
 
