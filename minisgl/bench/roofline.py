@@ -29,7 +29,7 @@ from itertools import accumulate
 
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.peak import Peak
-from minisgl.config import DTYPE_BYTES, ModelFacts
+from minisgl.config import DTYPE_BYTES, ModelFacts, slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def _decode_attention(
 
 def _state_traffic(model: ModelFacts) -> int:
     """Bytes to read and write the state of a request once."""
-    return 2 * sum(spec.bytes_per_slot for spec in model.states)
+    return 2 * slot_bytes(model.states)
 
 
 def _num_prefill_pairs(request: RequestRecord, window: int | None) -> int:

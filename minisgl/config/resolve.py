@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minisgl.config.engine import EngineConfig
-from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first
+from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first, slot_bytes
 from minisgl.config.options import refuse
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
@@ -389,7 +389,7 @@ def _resolve_snapshots(
         if getattr(config, name):
             reason = "this model keeps a state for each request, which no page of the KV cache has"
             refuse(config, name, f"{reason}; allowed: {off}")
-    num_bytes = sum(spec.bytes_per_slot for spec in model.states)
+    num_bytes = slot_bytes(model.states)
     if config.cache_type == "naive":
         if config.state_cache:
             refuse(config, "state_cache", "it is for --cache-type radix; allowed: 0")

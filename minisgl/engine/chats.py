@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, one_of
@@ -25,7 +25,8 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Literal["system", "developer", "user", "assistant", "tool"]  # of a message
+ROLES = get_args(Role)
 _MAX_NEAR = 3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.checkpoints import GreedyRun, greedy_reference
 from support.parity import batch, greedy, load_engine
+from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, save_case
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError
@@ -25,20 +24,11 @@ from minisgl.models import lfm2
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.registry import read_model_config
 
-NUM_TOKENS = 24
-LENGTHS = (3, 17, 70, 70, 9)
 _FOLDER = TemporaryDirectory()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    folder: Path
-    prompts: list[list[int]]
-    runs: list[GreedyRun]
-
-
 @cache
-def case() -> Case:
+def case() -> StateCase:
     config = transformers.Lfm2Config(
         vocab_size=257,
         hidden_size=64,
@@ -56,16 +46,7 @@ def case() -> Case:
         torch.manual_seed(5)
         model = transformers.Lfm2ForCausalLM._from_config(config, dtype=torch.float32).eval()
         give_teeth(model)
-    model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(1)
-    shared = torch.randint(2, 257, (40,), generator=generator).tolist()
-    prompts = []
-    for length in LENGTHS:
-        own = torch.randint(2, 257, (length,), generator=generator).tolist()
-        prompts.append((shared + own)[:length] if length > 40 else own)
-    runs = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
-    assert all(len({*run.token_ids}) > 5 for run in runs)
-    return Case(folder, prompts, runs)
+    return save_case(model, folder)
 
 
 def check(**options: Any) -> list[int]:

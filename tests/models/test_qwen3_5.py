@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.checkpoints import GreedyRun, greedy_reference
 from support.parity import NOISE, batch, greedy, load_engine
+from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, save_case
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError, DeviceMemoryError
@@ -29,8 +29,6 @@ from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
 from minisgl.runner import computation
 
-NUM_TOKENS = 24
-LENGTHS = (3, 17, 70, 70, 9)
 _FOLDER = TemporaryDirectory()
 SIZES = {
     "vocab_size": 257,
@@ -65,15 +63,8 @@ TOWER = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    folder: Path
-    prompts: list[list[int]]
-    runs: list[GreedyRun]
-
-
 @cache
-def case_of(architecture: str) -> Case:
+def case_of(architecture: str) -> StateCase:
     folder = Path(_FOLDER.name) / architecture
     model_class = getattr(transformers, architecture)
     has_experts = "Moe" in architecture or architecture == NEXT
@@ -91,19 +82,10 @@ def case_of(architecture: str) -> Case:
                 weight.data.uniform_(-4, 0.5)
             if name.endswith("conv1d.weight"):
                 weight.data.normal_(std=0.5)
-    model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(1)
-    shared = torch.randint(2, 257, (40,), generator=generator).tolist()
-    prompts = []
-    for length in LENGTHS:
-        own = torch.randint(2, 257, (length,), generator=generator).tolist()
-        prompts.append((shared + own)[:length] if length > 40 else own)
-    runs = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
-    assert all(len({*run.token_ids}) > 5 for run in runs)
-    return Case(folder, prompts, runs)
+    return save_case(model, folder)
 
 
-def check(case: Case, **options: Any) -> None:
+def check(case: StateCase, **options: Any) -> None:
     """Compare each token up to a close call, of which there may be one."""
 
     async def run() -> None:
@@ -149,7 +131,7 @@ def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str
     check(case_of(architecture), max_prefill_length=20, **split)
 
 
-def check_hits(case: Case, **options: Any) -> None:
+def check_hits(case: StateCase, **options: Any) -> None:
     """Ask each prompt twice, and alone: the second time it is found up to its last page."""
 
     async def run() -> None:

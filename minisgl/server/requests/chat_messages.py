@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from minisgl.engine.chats import Role
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
 from minisgl.text.rendering import TEXT_ARGUMENT
@@ -137,7 +138,7 @@ class Fitting:
 
 
 class Message(Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: (
         str | Annotated[list[ContentPart | RefusalPart | ImagePart], Meta(min_length=1)] | None
     ) = None
