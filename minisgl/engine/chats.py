@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, one_of
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
+from minisgl.text.history import ROLES
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
@@ -25,8 +26,6 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
-Role = Literal["system", "developer", "user", "assistant", "tool"]  # of a message
-ROLES = get_args(Role)
 _MAX_NEAR = 3
 
 

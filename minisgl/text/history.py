@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from minisgl.text.template_facts import REASONING, TemplateFacts, with_reasoning
 
 Message: TypeAlias = Mapping[str, Any]
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]  # of a message
+ROLES = get_args(Role)
 GAP = "\n\n"  # between a thought and the text after it
 
 

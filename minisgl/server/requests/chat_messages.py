@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from minisgl.engine.chats import Role
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
+from minisgl.text.history import Role
 from minisgl.text.rendering import TEXT_ARGUMENT
 from minisgl.text.template_facts import TemplateFacts
 

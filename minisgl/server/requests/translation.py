@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.server.requests.chat_messages import Images, Message, ToolCall, Unsupported
 from minisgl.server.requests.request_types import ChatRequest, CommonFields, Off
+from minisgl.text.history import Role
 
 GAP = "\n\n"  # between texts that come apart and become one message
-Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class TranslatedFields(CommonFields, kw_only=True):

@@ -39,8 +39,9 @@ from minisgl.server.requests.constraint_types import (
 )
 from minisgl.server.requests.request_types import NULL, ChatRequest
 from minisgl.server.requests.templating import Reading
-from minisgl.server.requests.translation import GAP, FieldNames, Role, TranslatedChat, Turn, given
+from minisgl.server.requests.translation import GAP, FieldNames, TranslatedChat, Turn, given
 from minisgl.server.served_engine import ServedEngine
+from minisgl.text.history import Role
 
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
