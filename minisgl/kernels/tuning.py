@@ -220,13 +220,13 @@ class DeviceTuning:
             ManyTiles(ExpertTiles(64, 64, 128, 4, 3, 4), ExpertTiles(128, 64, 128, 8, 3, 4)),
         ),
     )
-    # The same with MXFP4 weights, where the k of a tile is 64, and up to `few_pairs`. Not measured
-    # yet.
+    # The same with MXFP4 weights, up to `few_pairs` and with more; measured with the sizes of
+    # gpt-oss-20b. Of up to 16 pairs a warp has a chunk of 64 columns.
     mxfp4_pair_tiles: PairTiles = PairTiles(
-        ExpertTiles(32, 16, 64, 4, 8), ExpertTiles(32, 16, 64, 4, 8)
+        ExpertTiles(16, 8, 256, 2, 3), ExpertTiles(16, 8, 256, 2, 4)
     )
     mxfp4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
-        (8, ManyTiles(ExpertTiles(64, 16, 64, 4, 6), ExpertTiles(64, 16, 64, 4, 8))),
+        (8, ManyTiles(ExpertTiles(32, 8, 128, 1, 3), ExpertTiles(32, 8, 128, 1, 4))),
         (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
         (
             NO_LIMIT,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import CheckpointError
-from minisgl.kernels.linear.quantized import pack_int4
 from minisgl.kernels.moe.mxfp4 import (
     BLOCK,
     EXPONENT_BIAS,
     LARGEST_EXPONENT,
     Mxfp4Experts,
     Mxfp4Weights,
+    pack_e2m1,
     packed_scales,
 )
 from minisgl.layers.experts import FusedExperts
@@ -74,7 +74,7 @@ def _mxfp4(
         for words, of_expert in zip(data, part.split(1), strict=True):
             [codes] = ordered(of_expert.to(data.device))
             pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-            words.copy_(pack_int4(pairs.flatten(1)))
+            words.copy_(pack_e2m1(pairs.flatten(1)))
 
     def store_exponents(scale: Tensor, part: Tensor) -> None:
         if part.numel() and int(part.max()) > EXPONENT_BIAS + LARGEST_EXPONENT:

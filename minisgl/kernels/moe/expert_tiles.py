@@ -130,7 +130,8 @@ def _fitting_mxfp4(
     tiles: ExpertTiles, halves: int, dtype: torch.dtype, tuning: DeviceTuning
 ) -> ExpertTiles:
     """With as many tiles in flight as there is room for. halves: 2 of the gated GEMM, else 1."""
-    w_bytes = tiles.block_n * halves * (CHUNK // 2 + 4)  # with the scales
-    stage_bytes = w_bytes + tiles.block_m * CHUNK * dtype.itemsize
+    bytes_of_row = tiles.block_k // 2 + tiles.block_k // CHUNK * 4  # of W, with the scales
+    stage_bytes = tiles.block_n * halves * bytes_of_row
+    stage_bytes += tiles.block_m * tiles.block_k * dtype.itemsize
     num_stages = fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - 1024)
     return replace(tiles, num_stages=num_stages)

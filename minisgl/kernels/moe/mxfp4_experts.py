@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.linear.quantized import CHUNK
+from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
@@ -84,7 +84,8 @@ class _Gemm(NamedTuple):
             "gated": self.matrices.data.shape[1] != num_outputs,
             "block_n": tiles.block_n,
             "block_m": tiles.block_m,
-            "block_k": CHUNK,
+            "block_k": tiles.block_k,
+            "lanes": tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1,
             "stages": tiles.num_stages,
             "packed": self.source.is_cuda and self.source.dtype == torch.bfloat16,
             "num_warps": tiles.num_warps,
@@ -93,6 +94,9 @@ class _Gemm(NamedTuple):
 
 
 Multiply = Callable[[_Gemm, ExpertTiles], None]
+
+# Up to so many rows of x in a tile, each warp multiplies another chunk of k.
+FEW_MEMBERS = 16
 
 
 def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
@@ -183,6 +187,7 @@ def _expert_product(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
+    lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
     pdl: tl.constexpr,
@@ -204,8 +209,8 @@ def _expert_product(
         inside = member < count
         pair = tl.load(lists + member, mask=inside, other=0)
         total, up_total = _multiply(
-            words, scales, source, expert, tile, pair // shared, num_outputs, num_inputs, gated,
-            block_n, block_m, block_k, stages, packed,
+            words, scales, source, expert, tile, pair // shared, inside, num_outputs, num_inputs,
+            gated, block_n, block_m, block_k, lanes, stages, packed,
         )  # fmt: skip
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
@@ -236,15 +241,16 @@ def _pair_product(
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
+    lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One block of outputs of one pair, by a product whose rows of x are all that of the pair."""
-    if pdl:
+    """One block of outputs of one pair, by a product of which one row of x is that of the pair."""
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    if pdl and gated:  # the second product comes after the first, which has waited for the router
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile, pair = tl.program_id(0), tl.program_id(1)
     output = tile * block_n + tl.arange(0, block_n)
     pair_weight = 0.0
     kind: tl.constexpr = target.dtype.element_ty
@@ -260,19 +266,26 @@ def _pair_product(
         if not gated:
             share = weights_of(probability, order, None, num_experts, top_k, normalize)
             pair_weight = tl.sum(tl.where(is_mine, share, 0.0)).to(kind).to(tl.float32)
+    if pdl and not gated:
+        if num_outputs % block_n == 0:
+            first = expert.to(tl.int64) * num_outputs + tile * block_n
+            size: tl.constexpr = 4 * num_inputs  # words of GROUP rows
+            fetch(words + first * (num_inputs // 4), size, size, size, block_n // 16, block_n)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if bias is not None:
         bias += expert * (2 * num_outputs if gated else num_outputs)
     row = pair // shared + tl.zeros([block_m], tl.int32)
     total, up_total = _multiply(
-        words, scales, source, expert, tile, row, num_outputs, num_inputs, gated,
-        block_n, block_m, block_k, stages, packed,
+        words, scales, source, expert, tile, row, tl.arange(0, block_m) == 0, num_outputs,
+        num_inputs, gated, block_n, block_m, block_k, lanes, stages, packed,
     )  # fmt: skip
     result = finished(
         total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, False, kind
     )
     target_at = target + pair.to(tl.int64) * num_outputs + output[:, None]
-    first = tl.arange(0, block_m)[None, :] == 0
-    mask = (output < num_outputs)[:, None] & first
+    first_row = tl.arange(0, block_m)[None, :] == 0
+    mask = (output < num_outputs)[:, None] & first_row
     tl.store(target_at + tl.zeros([1, block_m], tl.int32), result, mask=mask)
 
 
@@ -284,41 +297,59 @@ def _multiply(
     expert,
     tile,
     row,
+    real,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     gated: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
+    lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """Rows of one expert's W, a tile of them, times rows `row` of `source`.
+    """Rows of one expert's W, a tile of them, times rows `row` of `source` where these are `real`.
 
-    Returns [block_n, block_m] float32, and the same of W's second half, or zeros if not gated. A
-    step in k is a chunk of W's words, whose scales are two.
+    Returns [block_n, block_m] float32, and the same of W's second half, or zeros if not gated.
+    `lanes` chunks of k are multiplied side by side, block_k columns in a step of the loop.
     """
     dtype: tl.constexpr = source.dtype.element_ty
-    w_row = tl.arange(0, block_n)
-    if num_outputs % block_n != 0:  # rows past the end repeat the last one; they are not written
-        w_row = tl.minimum(w_row, num_outputs - 1 - tile * block_n)
     all_outputs: tl.constexpr = 2 * num_outputs if gated else num_outputs
-    words += (expert.to(tl.int64) * all_outputs + tile * block_n) * (num_inputs // 4)
-    w_place = w_row[:, None] * (num_inputs // 4) + tl.arange(0, block_k // 4)[None, :]
-    up_words = words + num_outputs * (num_inputs // 4)
-    scales += expert.to(tl.int64) * (num_inputs // block_k * all_outputs) + tile * block_n
-    x_at = source + row.to(tl.int64)[:, None] * num_inputs + tl.arange(0, block_k)[None, :]
-    total = tl.zeros([block_n, block_m], tl.float32)
-    up_total = tl.zeros([block_n, block_m], tl.float32)
-    for start in tl.range(0, num_inputs, block_k, num_stages=stages):
-        x = tl.trans(tl.load(x_at + start))
-        here = scales + start // block_k * all_outputs + w_row
-        w = _numbers(tl.load(words + start // 4 + w_place), tl.load(here), dtype, packed)
-        total = tl.dot(w, x, total, input_precision="ieee")
-        if gated:
-            found = tl.load(up_words + start // 4 + w_place)
-            w = _numbers(found, tl.load(here + num_outputs), dtype, packed)
-            up_total = tl.dot(w, x, up_total, input_precision="ieee")
+    row_words: tl.constexpr = num_inputs // 4
+    w_row, group = tl.arange(0, block_n), tl.arange(0, block_n // 16)
+    if num_outputs % block_n != 0:  # rows past the end repeat the last ones; they are not written
+        w_row = tl.minimum(w_row, num_outputs - 1 - tile * block_n)
+        group = tl.minimum(group, num_outputs // 16 - 1 - tile * (block_n // 16))
+    first_row = expert.to(tl.int64) * all_outputs + tile * block_n
+    lane = tl.arange(0, lanes)
+    word = (tl.arange(0, 32) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    groups = lane[:, None] * 256 + group[None, :] * (16 * row_words)
+    words += first_row * row_words
+    w_at = words + groups[:, :, None, None] + word[None, None, :, :]
+    scales += expert.to(tl.int64) * (num_inputs // 64 * all_outputs) + tile * block_n
+    scale_at = scales + lane[:, None] * all_outputs + w_row[None, :]
+    column = lane[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
+    x_at = source + row.to(tl.int64)[None, :, None] * num_inputs + column
+    total = tl.zeros([lanes, block_n, block_m], tl.float32)
+    up_total = tl.zeros([lanes, block_n, block_m], tl.float32)
+    for begin in tl.range(0, num_inputs, block_k, num_stages=stages):
+        for start in tl.static_range(0, block_k, 64 * lanes):
+            chunk = begin // 64 + start // 64
+            there = lane < num_inputs // 64 - chunk
+            x_there = there[:, None, None] & real[None, :, None]
+            x = tl.permute(tl.load(x_at + chunk * 64, mask=x_there, other=0.0), (0, 2, 1))
+            w = _tile(w_at + chunk * 256, scale_at + chunk * all_outputs, there, dtype, packed)
+            total = _added(w, x, total)
+            if gated:
+                w = _tile(
+                    w_at + num_outputs * row_words + chunk * 256,
+                    scale_at + num_outputs + chunk * all_outputs,
+                    there,
+                    dtype,
+                    packed,
+                )
+                up_total = _added(w, x, up_total)
+    total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:
         total *= 18446744073709551616.0  # 2 ** 64: see _numbers
         up_total *= 18446744073709551616.0
@@ -326,11 +357,42 @@ def _multiply(
 
 
 @triton.jit
+def _tile(words, scales, there, dtype: tl.constexpr, packed: tl.constexpr):
+    """A chunk of k for each lane that is `there`, of a tile of W: [lanes, rows, 64] in `dtype`.
+
+    words: pointers [lanes, rows / 16, 32, 8], to the words of a warp's threads (see pack_e2m1);
+    scales: pointers [lanes, rows]."""
+    lanes: tl.constexpr = words.shape[0]
+    rows: tl.constexpr = scales.shape[1]
+    found = tl.load(words, mask=there[:, None, None, None], other=0)
+    found = tl.reshape(found, (lanes, rows // 16, 8, 4, 2, 4))
+    found = tl.reshape(tl.permute(found, (0, 1, 4, 2, 3, 5)), (lanes * rows, 16))
+    scale = tl.load(scales, mask=there[:, None], other=0)
+    w = _numbers(found, tl.reshape(scale, (lanes * rows,)), dtype, packed)
+    return tl.reshape(w, (lanes, rows, 64))
+
+
+@triton.jit
+def _added(w, x, total):
+    """total + w x of each lane; of one lane, by the tensor cores' instruction for whole tiles."""
+    if w.shape[0] == 1 and w.shape[1] >= 64:
+        product = tl.dot(
+            tl.reshape(w, (w.shape[1], w.shape[2])),
+            tl.reshape(x, (x.shape[1], x.shape[2])),
+            tl.reshape(total, (total.shape[1], total.shape[2])),
+            input_precision="ieee",
+        )
+        return tl.reshape(product, total.shape)
+    else:
+        return tl.dot(w, x, total, input_precision="ieee")
+
+
+@triton.jit
 def _numbers(words, scales, dtype: tl.constexpr, packed: tl.constexpr):
     """A tile of W in `dtype`, [rows, 64], from words [rows, 16] and both scales of a row.
 
-    Where these are `packed`, the tile is times 2 ** -64. The bits of a number, moved to the end of
-    the exponent and the beginning of the mantissa of a bfloat16 number, are that number times
+    Where these are `packed`, the tile is times 2 ** -64. The bits of a number, where bfloat16 has
+    the sign, the end of the exponent and the beginning of the mantissa, are that number times
     2 ** -126, also where it is subnormal; that factor and the scale are one, which without 2 ** -64
     would be too large.
     """
@@ -344,21 +406,15 @@ def _numbers(words, scales, dtype: tl.constexpr, packed: tl.constexpr):
             """{
             .reg .b32 s, nought;
             mov.b32 nought, 0x80008000;
-            shl.b32 s, $4, 12;
-            shl.b32 $0, $4, 6;
-            and.b32 $0, $0, 0x01c001c0;
-            lop3.b32 $0, s, 0x80008000, $0, 0xea;
-            shl.b32 s, $4, 8;
-            shl.b32 $1, $4, 2;
-            and.b32 $1, $1, 0x01c001c0;
-            lop3.b32 $1, s, 0x80008000, $1, 0xea;
-            shl.b32 s, $4, 4;
-            shr.u32 $2, $4, 2;
-            and.b32 $2, $2, 0x01c001c0;
-            lop3.b32 $2, s, 0x80008000, $2, 0xea;
-            shr.u32 $3, $4, 6;
-            and.b32 $3, $3, 0x01c001c0;
-            lop3.b32 $3, $4, 0x80008000, $3, 0xea;
+            and.b32 $0, $4, 0x81c081c0;
+            shf.r.wrap.b32 $1, $4, $4, 4;
+            and.b32 $1, $1, 0x81c081c0;
+            shf.r.wrap.b32 $2, $4, $4, 10;
+            and.b32 $2, $2, 0x81c081c0;
+            shf.r.wrap.b32 s, $4, $4, 6;
+            shf.r.wrap.b32 $3, $4, $4, 14;
+            and.b32 $3, $3, 0x80c080c0;
+            lop3.b32 $3, s, 0x01000100, $3, 0xea;
             fma.rn.bf16x2 $0, $0, $5, nought;
             fma.rn.bf16x2 $1, $1, $5, nought;
             fma.rn.bf16x2 $2, $2, $6, nought;
@@ -371,20 +427,31 @@ def _numbers(words, scales, dtype: tl.constexpr, packed: tl.constexpr):
             pack=2,
         )
     else:
+        low, high = tl.split(tl.reshape(words, (words.shape[0], 8, 2)))
+        both = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+        both |= high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         planes = (
-            _number(words, scale, dtype),
-            _number(words >> 4, scale, dtype),
-            _number(words >> 8, next_scale, dtype),
-            _number(words >> 12, next_scale, dtype),
+            _plane(both, 0, 0, scale, dtype),
+            _plane(both, 4, 4, scale, dtype),
+            _plane(both, 10, 10, next_scale, dtype),
+            _plane(both, 14, 6, next_scale, dtype),
         )
     return joined_planes(planes, 4)
 
 
 @triton.jit
-def _number(words, scale, dtype: tl.constexpr):
-    """The number in the lowest four bits of each word, times the scale."""
-    bits = words.to(tl.int32)
-    bits = (bits & 8) << 28 | (bits & 7) << 22
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale.to(tl.float32)).to(
-        dtype
-    )  # 2 ** 126
+def _plane(both, turn: tl.constexpr, middle_turn: tl.constexpr, scale, dtype: tl.constexpr):
+    """Two numbers of each 32 bits as in the instructions above, times the scale: [rows, 16]."""
+    bits = (_turned(both, turn) & 0x80C080C0) | (_turned(both, middle_turn) & 0x01000100)
+    pairs = tl.reshape(tl.join(bits << 16, bits & 0xFFFF0000), (bits.shape[0], 16))
+    number = pairs.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    return (number * scale.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _turned(bits, places: tl.constexpr):
+    """Rotated to the right."""
+    if places == 0:
+        return bits
+    else:
+        return (bits >> places) | (bits << (32 - places))

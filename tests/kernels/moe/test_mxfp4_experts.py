@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from inspect import getsource
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.mxfp4_expert_cases import check, random_experts
 
 from minisgl.kernels.moe import mxfp4_experts, select_experts
-from minisgl.kernels.moe.mxfp4 import E2M1
+from minisgl.kernels.moe.mxfp4 import E2M1, pack_e2m1
 from minisgl.kernels.moe.mxfp4_experts import WeightOnlyExperts, fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
@@ -87,17 +88,19 @@ def test_the_instructions_for_a_gpu_make_every_number() -> None:
     """Those of two words at a time, which the interpreter cannot run, carried out one by one."""
     source = getsource(mxfp4_experts._numbers.fn)
     [text] = re.findall(r'"""\{(.*?)\}"""', source, re.DOTALL)
-    for first in range(16):
-        low = sum(((first + i) % 16) << 4 * i for i in range(4))
-        high = sum(((first + 5 * i + 3) % 16) << 4 * i for i in range(4))
-        found = run_ptx(text, low | high << 16)
-        for plane in range(4):
-            for word, half in ((low, 0), (high, 16)):
-                code = word >> 4 * plane & 15
-                bits = torch.tensor(found[plane] >> half & 0xFFFF, dtype=torch.int32)
+    codes = (torch.arange(16 * 64).reshape(16, 64) * 5 // 3 % 16).to(torch.uint8)
+    threads = pack_e2m1(codes).view(torch.int32).view(32, 4).tolist()
+    for thread, pairs in enumerate(threads):
+        for pair, word in enumerate(pairs):
+            row = thread // 4 + 8 * (pair // 2)
+            found = run_ptx(text, word & 0xFFFFFFFF)
+            for quarter, half in product(range(4), range(2)):
+                code = int(codes[row, 16 * quarter + thread % 4 * 4 + pair % 2 * 2 + half])
+                bits = torch.tensor(found[quarter] >> 16 * half & 0xFFFF, dtype=torch.int32)
                 number = bits.to(torch.int16).view(torch.bfloat16).double() * 2.0**126
                 wanted = E2M1[code & 7] * (-1 if code & 8 else 1)
-                assert float(number) == wanted, (code, plane)
+                assert float(number) == wanted, (code, quarter)
+    assert {code for row in codes.tolist() for code in row} == set(range(16))
 
 
 def run_ptx(text: str, word: int) -> list[int]:
@@ -118,8 +121,8 @@ def run_ptx(text: str, word: int) -> list[int]:
             assert values[3] == 0xEA  # (a & b) | c
             registers[target] = values[0] & values[1] | values[2]
         else:
-            a, b = values
-            made = {"shl.b32": a << b, "shr.u32": a >> b, "and.b32": a & b}[name]
-            registers[target] = made & 0xFFFFFFFF
+            a, b, *places = values
+            turned = (b << 32 | a) >> (places[0] if places else 0)
+            registers[target] = {"shf.r.wrap.b32": turned & 0xFFFFFFFF, "and.b32": a & b}[name]
     assert factors == ["$5", "$5", "$6", "$6"]
     return [registers[f"${plane}"] for plane in range(4)]
