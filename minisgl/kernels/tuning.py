@@ -142,7 +142,7 @@ class DeviceTuning:
     linear_gated_rows: int = 32
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
     norm_rows: int = 32
-    norm_k: int = 2048
+    norm_k: int = 3072
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
 
@@ -220,17 +220,19 @@ class DeviceTuning:
             ManyTiles(ExpertTiles(64, 64, 128, 4, 3, 4), ExpertTiles(128, 64, 128, 8, 3, 4)),
         ),
     )
-    # The same with MXFP4 weights, up to `few_pairs` and with more; measured with the sizes of
-    # gpt-oss-20b. Of up to 16 pairs a warp has a chunk of 64 columns.
+    # The same with MXFP4 weights, and the first for up to `few_pairs`; measured with the sizes of
+    # gpt-oss-20b. Of up to 16 pairs each warp takes chunks of k of its own.
     mxfp4_pair_tiles: PairTiles = PairTiles(
-        ExpertTiles(16, 8, 256, 2, 3), ExpertTiles(16, 8, 256, 2, 4)
+        ExpertTiles(16, 8, 128, 2, 4), ExpertTiles(16, 8, 256, 2, 4)
     )
     mxfp4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
-        (8, ManyTiles(ExpertTiles(32, 8, 128, 1, 3), ExpertTiles(32, 8, 128, 1, 4))),
+        (2, ManyTiles(ExpertTiles(32, 8, 128, 2, 4), ExpertTiles(32, 8, 256, 2, 3))),
+        (4, ManyTiles(ExpertTiles(32, 8, 128, 1, 3), ExpertTiles(32, 8, 128, 1, 4))),
+        (12, ManyTiles(ExpertTiles(32, 16, 64, 1, 3), ExpertTiles(32, 16, 128, 1, 3))),
         (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
         (
             NO_LIMIT,
-            ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 4), ExpertTiles(64, 64, 64, 8, 4, 4)),
+            ManyTiles(ExpertTiles(128, 64, 64, 4, 4, 2), ExpertTiles(128, 32, 64, 4, 4, 2)),
         ),
     )
     # In float32, for tests.

@@ -27,10 +27,10 @@ LEAST_EXPONENT, LARGEST_EXPONENT = -68, 65
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 GROUP = 16  # rows whose numbers lie together in memory
 
-# Of each quarter of a chunk, the places of the four bits of a number in 32 bits with two: one in each
-# half. They are where bfloat16 has them, the sign at its end and the others on both sides of the
-# boundary of exponent and mantissa, turned by 0, 4, 10, or 6 and 14 places: few operations take two
-# numbers out at once.
+# Of each quarter of a chunk, the places of the four bits of a number in 32 bits, which have one in
+# either half. They are where bfloat16 has them, the sign at its end and the others on both sides of
+# the boundary of exponent and mantissa, turned by 0, 4, 10, or 6 and 14 places: so few operations
+# take two numbers out at once.
 _PLACES = tuple(
     tuple((place + turn) % 32 for place, turn in zip((6, 7, 8, 15), turns, strict=True))
     for turns in ((0, 0, 0, 0), (4, 4, 4, 4), (10, 10, 10, 10), (14, 14, 6, 14))

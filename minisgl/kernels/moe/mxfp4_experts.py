@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.linear.gemm_parts import fetch
+from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
@@ -77,6 +78,8 @@ class _Gemm(NamedTuple):
     def numbers(self, tiles: ExpertTiles) -> dict[str, Any]:
         """The arguments of both kernels by their names."""
         num_pairs, num_outputs = self.target.shape
+        lanes = tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1
+        assert tiles.block_k % (CHUNK * lanes) == 0
         return {
             "num_outputs": num_outputs,
             "num_inputs": self.source.shape[1],
@@ -85,7 +88,7 @@ class _Gemm(NamedTuple):
             "block_n": tiles.block_n,
             "block_m": tiles.block_m,
             "block_k": tiles.block_k,
-            "lanes": tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1,
+            "lanes": lanes,
             "stages": tiles.num_stages,
             "packed": self.source.is_cuda and self.source.dtype == torch.bfloat16,
             "num_warps": tiles.num_warps,
