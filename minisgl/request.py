@@ -456,6 +456,13 @@ class Request:
             return 0
         return min(num_tokens, self.num_prompt_tokens - 1)
 
+    def drop(self, num_tokens: int) -> None:
+        """Drop the last output tokens, all of one run, which keeps its first token."""
+        if num_tokens > 0:
+            del self.token_ids[-num_tokens:]
+            del self.logprobs[self.num_output_tokens :]
+            self.num_accepted_tokens -= num_tokens  # those behind the first were drafts
+
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED

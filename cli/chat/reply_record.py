@@ -168,10 +168,8 @@ class ReplyRecord:
             num_tokens, seconds = self.later
             parts.append(f"{num_tokens / seconds:.1f} tok/s")
         if self.num_drafted_tokens:
-            drafted = (
-                f"{self.num_accepted_tokens or 0:,} of {count(self.num_drafted_tokens, 'draft')}"
-            )
-            parts.append(f"{drafted} accepted")
+            drafts = count(self.num_drafted_tokens, "draft")
+            parts.append(f"{self.num_accepted_tokens or 0:,} of {drafts} accepted")
         if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
             cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,}"
             parts.append(f"{cached} prompt tokens cached")

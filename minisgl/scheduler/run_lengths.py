@@ -117,7 +117,6 @@ class RunChooser:
         self._numbers = tuple(sorted(options))
         assert self._numbers[0] == 0, "a step without drafts is always possible"
         self.acceptance = Acceptance(self._numbers[-1])
-        self.num_drafts = 0  # of the last step that was planned
         self._step = 0  # number of timed steps that were planned
         self._buckets: dict[int, _Bucket] = {}
         self._last_verified = 0  # number of drafts of the last step that has ended
@@ -125,15 +124,14 @@ class RunChooser:
     def choose(self, num_rows: int, num_drafting: int, *, is_timed: bool) -> int:
         """The number of drafts for a step of `num_rows` decode rows, of which `num_drafting` take
         any. is_timed: `settled` will get its time, because it computes no prompt besides."""
-        self.num_drafts = 0
-        if num_drafting:
-            rows = _Rows(num_rows, num_drafting)
-            bucket = self._bucket(rows)
-            if is_timed:
-                self._advance(bucket, rows)
-            tried = bucket.tried if is_timed else None
-            self.num_drafts = bucket.best if tried is None else tried
-        return self.num_drafts
+        if not num_drafting:
+            return 0
+        rows = _Rows(num_rows, num_drafting)
+        bucket = self._bucket(rows)
+        if not is_timed:
+            return bucket.best
+        self._advance(bucket, rows)
+        return bucket.best if bucket.tried is None else bucket.tried
 
     def settled(
         self,

@@ -22,6 +22,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.runs import SameDrafts
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ async def answers(
         TOKENIZER,
         GenerationDefaults(frozenset({EOS})),
         "runs",
+        draft_policy=SameDrafts(max_run - 1),
     )
     async with AsyncEngine(loaded) as engine:
 
