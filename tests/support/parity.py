@@ -138,6 +138,8 @@ async def complete(
         text="",
         finish_reason=request.finish_reason.value,
         num_cached_tokens=request.num_cached_tokens,
+        num_drafted_tokens=request.num_drafted_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 
