@@ -44,7 +44,8 @@ class AssumedAcceptance(Computation):
             seeds = column_of(self.sampler.tables.records, "seed")[own, None]
             is_accepted = self._is_accepted[(seeds * ODD + index[:, :-1]) & (NUM_COINS - 1)]
             others = (tokens + (tokens == drafts)) % self.vocab_size
-            tokens.copy_(torch.where(is_accepted & (drafts >= 0), drafts.to(tokens.dtype), others))
+            drafted = torch.where(is_accepted, drafts.to(tokens.dtype), others)
+            tokens.copy_(torch.where(slots[:, 1:] == state.scratch_slot, tokens, drafted))
         return sampled
 
     def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
