@@ -42,15 +42,14 @@ DRAFT_HEADINGS = ["drafts accepted", "tokens/step"]
 
 def sweep_tables(found: Sequence[PointResult], width: int) -> list[Table]:
     """A sweep as a table with a row for each point; see `fitting_tables`."""
+    figures = [one.figures for one in found]
     headings, rows = _sweep_headings(found), [_sweep_row(one) for one in found]
-    if any(one.figures.energy for one in found):
+    if any(each.energy for each in figures):
         headings += ["watts", "joules/token"]
-        rows = [
-            [*row, *energy_cells(one.figures.energy)] for row, one in zip(rows, found, strict=True)
-        ]
-    if has_drafts([one.figures for one in found]):
+        rows = [row + energy_cells(each.energy) for row, each in zip(rows, figures, strict=True)]
+    if has_drafts(figures):
         headings += DRAFT_HEADINGS
-        rows = [[*row, *draft_cells(one.figures)] for row, one in zip(rows, found, strict=True)]
+        rows = [row + draft_cells(each) for row, each in zip(rows, figures, strict=True)]
     return fitting_tables(headings, rows, width)
 
 
