@@ -57,10 +57,10 @@ class ReplyDelta:
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None  # of the prompt
-    num_drafted_tokens: int | None = None  # guesses of tokens that were verified
-    num_accepted_tokens: int | None = None  # of these, those that are in the answer
     finish_reason: FinishReason | None = None
     calls: Sequence[CallPiece] = ()
+    num_drafted_tokens: int | None = None  # guesses of tokens that were verified
+    num_accepted_tokens: int | None = None  # of these, those that are in the answer
 
 
 class ChatModel(Protocol):
