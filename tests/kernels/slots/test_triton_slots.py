@@ -28,13 +28,13 @@ def state_on(device: torch.device, page_size: int) -> SlotState:
     random = torch.Generator().manual_seed(page_size)
     table = torch.randint(1, 10_000, (NUM_SLOTS + 1, MAX_PAGES), generator=random).int()
     lengths = torch.randint(0, MAX_PAGES * page_size - 1, (NUM_SLOTS + 1,), generator=random).int()
-    lengths[:4] = torch.tensor([0, 1, page_size - 1, page_size])
+    lengths[:4] = torch.tensor([0, max(1, 2 * page_size - 4), page_size - 1, page_size])
     table[-1], lengths[-1] = 0, 0  # scratch
     tokens = torch.randint(0, 1000, (NUM_SLOTS + 1,), generator=random).int()
     numbers = torch.randint(0, 50, (NUM_SLOTS + 1, 3), generator=random).to(device)
     drafts = torch.randint(0, 1000, (NUM_SLOTS + 1, MAX_RUN - 1), generator=random).int()
     drafts[torch.rand(drafts.shape, generator=random) < 0.1] = -1
-    table[:4, 1:] = 0  # so that their runs end with their first page
+    table[:4, max(2, 4 // page_size) :] = 0  # so that runs of some end with their pages
     return SlotState(
         page_table=table.to(device),
         lengths=lengths.to(device),
