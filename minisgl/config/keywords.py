@@ -53,6 +53,9 @@ class EngineOptions(TypedDict, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    speculative: str | None
+    draft_tokens: int
+    draft_acceptance: float | None
     attn: str
     cuda_graph_max_bs: int | None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -11,10 +13,11 @@ from minisgl.attention.state import LayerState, StateBySlot
 from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
-from minisgl.runner.sampler import Sampler
+from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import SampleRows, SlotTables
@@ -43,15 +46,17 @@ class Computation:
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
         max_run: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans."""
+        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
         self.ranks = ranks
         self.stage = stage = stage or whole_model()
         self._model = model
+        self._drafter = drafter
         self._attention = attention
         self._captured_attention = captured_attention
         self.sampler = Sampler(
@@ -65,7 +70,6 @@ class Computation:
             lanes=lanes,
             max_run=max_run,
         )
-        self.last_tokens = self.tables.state.last_tokens  # [num_slots + 1] int32
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
 
@@ -74,6 +78,9 @@ class Computation:
         if not joins:
             return
         self.sampler.join(joins)
+        if self._drafter is not None:
+            known = [[*join.prompt_token_ids, *join.output_token_ids] for join in joins]
+            self._drafter.join([join.slot for join in joins], known)
         states = [state for state in self.states if isinstance(state, StateBySlot)]
         if not states:
             return
@@ -108,6 +115,13 @@ class Computation:
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
         hidden = self._model(inputs, self.states, attention, received)
+        if self._drafter is not None:
+            step = DraftStep(
+                *(inputs, hidden, self.tables.state, self.states, attention),
+                *(samples.slots, samples.output_index, samples.rows),
+                None if chunks is None else chunks.next_tokens,
+            )
+            samples = replace(samples, drafting=step)
         return hidden, samples
 
     def logits(self, hidden: Tensor, samples: SampleRows) -> Tensor | None:
@@ -121,10 +135,16 @@ class Computation:
         return self.ranks.all_gather(self._model.logits(rows))[:, : self.vocab_size]
 
     def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
-        """Draw the tokens of a step, make them the last ones of their slots, and send them to the
-        ring's open entry."""
-        sampled = self.sampler.sample(logits, samples.slots, samples.output_index, features)
+        """Draw the tokens of a step, make them the last ones of their slots, send them to the
+        ring's open entry, and draft what may follow."""
+        sampled = self.draw(logits, samples, features)
         self.outputs.send(samples, sampled, self.tables.state)
+        if self._drafter is not None and samples.drafting is not None:
+            draw = partial(self.sampler.draw, features=features)
+            self._drafter.draft(samples.drafting, sampled.token_ids, draw)
+
+    def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:
+        return self.sampler.sample(logits, samples.slots, samples.output_index, features)
 
     def recount(self) -> None:
         """Let host and device agree on the ring again, after a step that failed."""

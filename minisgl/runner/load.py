@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,15 @@ from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
+from minisgl.drafting.drafter import Drafter
+from minisgl.drafting.ngram import NgramDrafter
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
+from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
 from minisgl.runner.graphs import MAX_SNAPSHOTS, GraphKey, graph_keys
@@ -93,7 +97,8 @@ def load_runner(
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
     dtype = getattr(torch, config.dtype)
-    stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
+    hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
+    stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
     build = _Builder(config, facts, model, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
@@ -168,6 +173,8 @@ def _graph_keys(config: ResolvedConfig) -> list[GraphKey]:
         config.max_prefill_length,
         config.tp,
         max_snapshots=MAX_SNAPSHOTS if config.num_snapshots != 0 else 0,
+        max_run=config.max_run,
+        max_run_rows=config.max_run_rows,
     )
 
 
@@ -285,7 +292,9 @@ class _Builder:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
         capacity = Capacity.of(config, num_pages, num_snapshots)
-        computation = Computation(
+        acceptance = self._config.draft_acceptance
+        make = Computation if acceptance is None else partial(AssumedAcceptance, acceptance)
+        computation = make(
             model=self._model,
             states=states,
             capacity=capacity,
@@ -295,11 +304,18 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
+            max_run=config.max_run,
+            drafter=self._drafter(capacity),
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner
+
+    def _drafter(self, capacity: Capacity) -> Drafter | None:
+        if not self._config.num_drafts or not self._stage.is_last:
+            return None
+        return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self._lanes)
 
 
 def slowest_rule(own: LoadRule, pipeline: Pipeline) -> LoadRule:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.draft_policies import speculation_of
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import FakeDisk, FakeRunner, expected_output, mix
 from support.folders import ROOT
@@ -83,6 +84,7 @@ class Harness:
     client_share: float = 1.0
     max_run: int = 1
     run_seed: int = 0
+    runs_vary: bool = False  # from step to step, up to max_run
     num_stages: int = 1
     look_ahead: bool = True
     num_host_pages: int = 0
@@ -118,7 +120,7 @@ class Harness:
             policy=self.policy,
             conservativeness=self.conservativeness,
             client_share=self.client_share,
-            max_run=self.max_run,
+            speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
         )
@@ -348,6 +350,7 @@ def random_requests(
             + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),  # with which it takes no drafts
             logprobs=rng.choice([None, 0]),
             ignore_eos=rng.random() < 0.7,
             tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
@@ -1058,8 +1061,9 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
         client_share=(1.0, 0.9, 0.5)[seed % 3],
-        max_run=rng.choice([1, 1, 2, 5]) if num_stages == 1 else 1,
+        max_run=rng.choice([1, 1, 2, 5]),
         run_seed=seed,
+        runs_vary=rng.random() < 0.5,
         num_stages=num_stages,
         look_ahead=rng.random() < 0.7,
         num_host_pages=rng.choice([0, 0, 2, 10, 100]) if has_host_tier else 0,
@@ -1079,6 +1083,7 @@ def cramped_harness(
     """A harness whose device has room for a few prompts only, and otherwise any."""
     page_size = page_size or rng.choice([1, 2, 4])
     num_stages = rng.choice([1, 1, 2, 4])
+    options.setdefault("max_run", rng.choice([1, 1, 3]))
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
@@ -1086,7 +1091,6 @@ def cramped_harness(
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 3]) if num_stages == 1 else 1,
         run_seed=seed,
         num_stages=num_stages,
         look_ahead=rng.choice([True, False]),
@@ -1666,8 +1670,8 @@ def test_any_schedule_with_snapshots_gives_the_same_tokens(seed: int) -> None:
         seed,
         cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
         num_snapshots=rng.choice([0, 1, 2, 5, 100]),
+        max_run=1,  # a run that is shortened has no state
     )
-    harness.max_run = harness.scheduler._rows.max_run = 1  # a run that is shortened has no state
     waiting = random_requests(
         rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
     )

@@ -127,6 +127,7 @@ class FakeRunner:
         self.moves: list[tuple[Move, Callable[[int, int], None]]] = []  # under way
         self.holds_moves = False  # until `end_move`
         self.num_moved = [0, 0]  # pages that were written, and read
+        self._sampled: dict[int, list[int]] = {}  # by slot: runs of a masked plan
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -163,7 +164,17 @@ class FakeRunner:
         self.num_computed_tokens += plan.num_tokens
         if plan.max_run == 1:
             return StepResult(plan.step, tokens, logprobs, scores)
-        return StepResult(plan.step, tokens, logprobs, scores, run_lengths=run_lengths)
+        num_drafted = self._num_drafted(plan)
+        return StepResult(
+            *(plan.step, tokens, logprobs, scores), run_lengths=run_lengths, num_drafted=num_drafted
+        )
+
+    def _num_drafted(self, plan: StepPlan) -> list[int] | None:
+        """The drafts of each sampled row, right and wrong; None for a plan without any."""
+        if plan.max_run == 1:
+            return None
+        decoding = (self._slots[slot].join.takes_drafts for slot in plan.decode_slots)
+        return [takes * (plan.max_run - 1) for takes in decoding] + [0] * plan.num_chunk_samples
 
     def _copy(self, copies: Copies) -> None:
         for load_id in copies.awaits:
@@ -187,11 +198,19 @@ class FakeRunner:
                     self._cells[page, place] = value
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
-        assert plan.max_run == 1
-        result = StepResult(plan.step, [])
+        self._has_runs |= plan.max_run > 1
+        run_lengths: list[int] | None = [] if plan.max_run > 1 else None
+        num_drafted = self._num_drafted(plan)
+        result = StepResult(plan.step, [], run_lengths=run_lengths, num_drafted=num_drafted)
         rows = [self._slots[slot] for slot in plan.decode_slots]
+        self._sampled = {}
         for slot in rows:
-            self._compute(slot, slot.length, slot.last_token)
+            if slot.join.masked:
+                self._compute(slot, slot.length, slot.last_token)
+            else:  # what it samples depends on no mask
+                tokens: list[int] = []
+                self._run(slot, plan.max_run, tokens, {})
+                self._sampled[slot.join.slot] = tokens
         rows += self._compute_chunks(plan, result.prompt_logprobs)
         self.num_computed_tokens += plan.num_tokens
         masked = [slot.join.slot for slot in rows if slot.join.masked]
@@ -212,7 +231,11 @@ class FakeRunner:
         left = iter(masks)
         for slot in rows:
             words = next(left) if slot.join.masked else None
-            self._report(slot, self._draw(slot, words), tokens, result.logprobs)
+            run = self._sampled.pop(slot.join.slot, None) or [self._draw(slot, words)]
+            for token in run:
+                self._report(slot, token, tokens, result.logprobs)
+            if handle.run_lengths is not None:
+                handle.run_lengths.append(len(run))  # type: ignore[attr-defined]
         masks.fill(0)  # nobody may read it again
         handle.token_ids[:] = tokens  # type: ignore[index]
 
@@ -284,6 +307,8 @@ class FakeRunner:
         self, slot: _Slot, max_run: int, tokens: list[int], logprobs: dict[int, TokenLogprobs]
     ) -> int:
         """One decode row; returns how many tokens it sampled."""
+        if not slot.join.takes_drafts:
+            max_run = 1
         wanted = self._runs.randint(1, max_run)
         for length in range(1, wanted + 1):
             self._compute(slot, slot.length, slot.last_token)
