@@ -21,7 +21,7 @@ ROWS = (
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),
-    ("kernels", "device", "distributed", "attention", "layers", "models"),
+    ("kernels", "device", "distributed", "attention", "layers", "models", "drafting"),
     ("tiers", "runner", "ranks"),
     ("engine", "llm"),
     ("server", "bench"),
