@@ -144,7 +144,7 @@ def load_network(
             ranks=ranks,
         )
         return SmallModel(model)
-    files = [] if load_format == "dummy" else safetensors_files(folder)
+    files = [] if load_format == "dummy" else _files(folder)
     names = Names(mtp_name_of if config.kind == "mtp" else _head_name_of, is_quantizable)
     stored = stored_tensors(files, names)
     if files and not stored:
@@ -174,6 +174,20 @@ def load_network(
     return network
 
 
+def _files(folder: Path) -> list[Path]:
+    """As safetensors_files; many heads are published in another format."""
+    pickled = sorted(folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        name = pickled[0].name
+        raise CheckpointError(
+            f"{folder}: {name} is in PyTorch's pickle format, which can run any code when it is "
+            "read. Convert it in that folder: python -c 'import torch, safetensors.torch as s; "
+            f'w = torch.load("{name}", weights_only=True); '
+            's.save_file({k: w[k].contiguous() for k in w}, "model.safetensors")\''
+        )
+    return safetensors_files(folder)
+
+
 def _head_name_of(stored_name: str) -> str | None:
     """What a tensor of an EAGLE-3 checkpoint is called in the network; None for what d2t says,
     too."""
@@ -189,6 +203,7 @@ def _destinations(network: Mtp | Eagle3, scheme: QuantScheme | None) -> Destinat
         d2t = network.d2t
         is_required = len(d2t) < network.vocab.whole
         cut = (whole(len(d2t)),)
+        del targets[".d2t"]
         targets["d2t"] = Target(d2t, cut, dtypes=("I64", "I32"), is_required=is_required)
     return Destinations(
         targets=targets,
