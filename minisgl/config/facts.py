@@ -64,21 +64,41 @@ class SharedKV:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state of a request in one layer: tensors whose sizes do not depend on its length."""
+    """The state of a request in one layer: tensors whose sizes do not depend on its length.
+
+    Of the rows of a run, of which only the first may count, a layer keeps what it needs to advance
+    the state by them once that is known.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]  # of each, one of DTYPES
     num_heads: int = 1  # ranks divide the first dimension of each by them
+    row_sizes: tuple[int, ...] = ()  # of what is kept of a row, in the first dtype; divided as well
+    num_rows: int = 0  # that are kept
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The dtype and the shape of each: of the state, then of the rows."""
+        kept = [(self.dtypes[0], (self.num_rows, size)) for size in self.row_sizes]
+        state = zip(self.dtypes, self.shapes, strict=True)
+        return (*state, *(kept if self.num_rows else ()))
 
     @property
     def bytes_per_slot(self) -> int:
-        tensors = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in self.tensors)
+
+    def for_runs(self, max_run: int) -> StateSpec:
+        """The state of a request whose steps compute runs of up to `max_run` rows."""
+        return replace(self, num_rows=max_run if max_run > 1 else 0)
 
     def on_rank(self, num_ranks: int) -> StateSpec:
         """The state on one of `num_ranks` ranks, which must divide the number of heads."""
-        shapes = tuple((first // num_ranks, *others) for first, *others in self.shapes)
-        return replace(self, shapes=shapes, num_heads=self.num_heads // num_ranks)
+        return replace(
+            self,
+            shapes=tuple((first // num_ranks, *others) for first, *others in self.shapes),
+            num_heads=self.num_heads // num_ranks,
+            row_sizes=tuple(size // num_ranks for size in self.row_sizes),
+        )
 
 
 LayerSpec = KVSpec | SharedKV | StateSpec  # what a layer keeps between steps
