@@ -428,6 +428,15 @@ class Request:
         )
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether a step may sample several of its tokens: none of them may change, by a mask or a
+        penalty, what is sampled after it."""
+        penalties = (spec for spec in SAMPLED if spec.role is Role.PENALTY)
+        return self.matcher is None and all(
+            getattr(self.params, spec.name) == spec.default for spec in penalties
+        )
+
+    @property
     def computes_all_tokens(self) -> bool:
         """True if cached tokens do not help: rows of the whole prompt are asked for."""
         return self.wants_prompt_logprobs or (

@@ -17,6 +17,7 @@ from minisgl.errors import ConfigError, one_of
 
 QUANTIZATIONS = ("fp8",)
 TASKS = ("generate", "embed", "rerank")
+MOST_DRAFTS = 15
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 
@@ -202,6 +203,15 @@ class EngineConfig:
         "it makes /health say so.",
         group="Scheduling",
     )
+    speculative: str | None = option(
+        None,
+        "Guess several tokens ahead and verify them in one step, which changes no answer: ngram "
+        "(what followed the same words before, in prompt and answer).",
+        group="Speculation",
+    )
+    draft_tokens: int = option(
+        3, "Most tokens that --speculative guesses for a request and step.", group="Speculation"
+    )
     attn: str = option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -245,6 +255,10 @@ class EngineConfig:
             refuse(self, "key_share", "allowed: above 0 and at most 1")
         if not self.step_timeout > 0:
             refuse(self, "step_timeout", "allowed: a number above 0, or inf")
+        if self.speculative not in (None, "ngram"):
+            refuse(self, "speculative", one_of(("ngram",)))
+        if not 1 <= self.draft_tokens <= MOST_DRAFTS:
+            refuse(self, "draft_tokens", f"allowed: 1 to {MOST_DRAFTS}")
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)

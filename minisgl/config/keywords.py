@@ -53,6 +53,8 @@ class EngineOptions(TypedDict, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    speculative: str | None
+    draft_tokens: int
     attn: str
     cuda_graph_max_bs: int | None
 

@@ -17,6 +17,7 @@ from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 LARGEST_AUTO_GRAPH = 512
+MOST_RUN_ROWS = 512
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
@@ -71,11 +72,24 @@ class ResolvedConfig:
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    speculative: str  # how tokens are drafted; empty: not at all
+    num_drafts: int  # at most, of a request in a step
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int
     overlap: bool
     notes: tuple[str, ...]  # decisions and their reasons, for the log
+
+    @property
+    def max_run(self) -> int:
+        """Maximum number of tokens that a step samples of a request."""
+        return 1 + self.num_drafts
+
+    @property
+    def max_run_rows(self) -> int:
+        """Maximum number of decode rows of a step that verifies drafts; none does with more, since
+        its rows would cost more than their drafts save."""
+        return max(self.max_run, min(self.max_run * self.max_running_requests, MOST_RUN_ROWS))
 
     @property
     def num_ranks(self) -> int:
@@ -157,6 +171,8 @@ def resolve(
         "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
         "disk_cache": config.disk_cache or "",
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
+        "speculative": config.speculative or "",
+        "num_drafts": _resolve_drafts(config, model, notes),
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
         "cuda_graph_max_bs": _resolve_graphs(config, device, decode, notes),
@@ -354,6 +370,18 @@ def _resolve_graphs(
     if wanted is None:
         wanted = LARGEST_AUTO_GRAPH
     return min(wanted, config.max_running_requests)
+
+
+def _resolve_drafts(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:
+    """Number of drafts of a step; 0: none."""
+    if config.speculative is None:
+        return 0
+    if config.task in ("embed", "rerank"):
+        refuse(config, "speculative", f"--task {config.task} samples no tokens; allowed: none")
+    if model.states:
+        notes.append("no speculation: layers of this model keep a state, which drafts would change")
+        return 0
+    return config.draft_tokens
 
 
 def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:

@@ -37,6 +37,7 @@ from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.runner import ModelRunner
+from minisgl.scheduler.runs import SameRuns
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
@@ -58,7 +59,6 @@ class Loaded(Generic[Handle]):
     defaults: GenerationDefaults
     model_name: str
     ranks: RemoteRanks | None = None  # None for a single rank
-    max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
@@ -184,7 +184,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         client_share=config.key_share,
-        max_run=loaded.max_run,
+        max_run=config.max_run,
+        choose_run=SameRuns(config.max_run, config.max_run_rows),
         num_stages=config.pp,
         look_ahead=config.overlap,
     )

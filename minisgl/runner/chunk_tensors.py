@@ -66,6 +66,7 @@ class ChunkTensors:
     sample_rows: Tensor  # [num_chunk_samples]: the sampled rows, counted from the first chunk row
     sample_slots: Tensor  # [num_chunk_samples]
     sample_ends: Tensor  # [num_chunk_samples]
+    next_tokens: Tensor  # [num_chunks]: that follow the chunks; -1 where they are not known
     segment_sources: Tensor  # [num_segments], as the others of Segments
     segment_slots: Tensor
     segment_starts: Tensor
@@ -75,7 +76,7 @@ class ChunkTensors:
         """Split the tensor that `pack_chunks` made into views."""
         tokens, chunks = shape.num_chunk_rows, shape.num_chunks
         sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [shape.num_chunk_samples] * 3
-        sizes += [shape.num_segments] * 2 + [shape.num_segments + 1]
+        sizes += [chunks] + [shape.num_segments] * 2 + [shape.num_segments + 1]
         return ChunkTensors(*packed.split(sizes))
 
 
@@ -104,6 +105,7 @@ def pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> NDArray[
         ([[row_starts[place + 1] - 1 for place in sampling]], num_samples, 0),
         ([[slots[place] for place in sampling]], num_samples, scratch_slot),
         ([[ends[place] for place in sampling]], num_samples, 0),
+        ([[chunk.next_token for chunk in chunks]], num_chunks, -1),
         *_pack_segments(plan, shape, row_starts, scratch_slot),
     )
     packed = np.empty(sum(size for _, size, _ in parts), dtype=np.int64)

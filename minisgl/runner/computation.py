@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from minisgl.attention.state import LayerState, StateBySlot
 from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
@@ -43,15 +46,17 @@ class Computation:
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
         max_run: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans."""
+        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
         self.ranks = ranks
         self.stage = stage = stage or whole_model()
         self._model = model
+        self._drafter = drafter
         self._attention = attention
         self._captured_attention = captured_attention
         self.sampler = Sampler(
@@ -74,6 +79,9 @@ class Computation:
         if not joins:
             return
         self.sampler.join(joins)
+        if self._drafter is not None:
+            known = [[*join.prompt_token_ids, *join.output_token_ids] for join in joins]
+            self._drafter.join([join.slot for join in joins], known)
         states = [state for state in self.states if isinstance(state, StateBySlot)]
         if not states:
             return
@@ -108,6 +116,13 @@ class Computation:
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
         hidden = self._model(inputs, self.states, attention, received)
+        if self._drafter is not None:
+            step = DraftStep(
+                *(inputs, hidden, self.tables.state, self.states, attention),
+                *(samples.slots, samples.output_index, samples.rows),
+                None if chunks is None else chunks.next_tokens,
+            )
+            samples = replace(samples, drafting=step)
         return hidden, samples
 
     def logits(self, hidden: Tensor, samples: SampleRows) -> Tensor | None:
@@ -121,10 +136,13 @@ class Computation:
         return self.ranks.all_gather(self._model.logits(rows))[:, : self.vocab_size]
 
     def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
-        """Draw the tokens of a step, make them the last ones of their slots, and send them to the
-        ring's open entry."""
+        """Draw the tokens of a step, make them the last ones of their slots, send them to the
+        ring's open entry, and draft what may follow."""
         sampled = self.sampler.sample(logits, samples.slots, samples.output_index, features)
         self.outputs.send(samples, sampled, self.tables.state)
+        if self._drafter is not None and samples.drafting is not None:
+            draw = partial(self.sampler.draw, features=features)
+            self._drafter.draft(samples.drafting, sampled.token_ids, draw)
 
     def recount(self) -> None:
         """Let host and device agree on the ring again, after a step that failed."""

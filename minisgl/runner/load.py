@@ -16,6 +16,8 @@ from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
+from minisgl.drafting.drafter import Drafter
+from minisgl.drafting.ngram import NgramDrafter
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
@@ -295,11 +297,18 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
+            max_run=config.max_run,
+            drafter=self._drafter(capacity),
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner
+
+    def _drafter(self, capacity: Capacity) -> Drafter | None:
+        if not self._config.num_drafts or not self._stage.is_last:
+            return None
+        return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self._lanes)
 
 
 def slowest_rule(own: LoadRule, pipeline: Pipeline) -> LoadRule:

@@ -37,11 +37,13 @@ class QueuedStep:
         pooled = {} if self.pooled is None else self.pooled.by_chunk()
         prompt_logprobs = {} if self.prompt_scores is None else self.prompt_scores.logprobs()
         parts: Sequence[range] = self.parts
-        num_logprobs, run_lengths = self.num_logprobs, None
+        num_logprobs, run_lengths, num_drafted = self.num_logprobs, None, None
         if self.run > 1:
             decodes, chunks = parts
             starts = decodes[:: self.run]
-            run_lengths = outputs.run_lengths(self.ring_entry, len(starts)) + [1] * len(chunks)
+            run_lengths, num_drafted = outputs.runs(self.ring_entry, len(starts))
+            run_lengths += [1] * len(chunks)
+            num_drafted += [0] * len(chunks)
             runs = (range(first, first + n) for first, n in zip(starts, run_lengths, strict=False))
             parts = [*runs, chunks]
             num_logprobs = [*chain.from_iterable(map(repeat, num_logprobs, run_lengths))]
@@ -57,5 +59,12 @@ class QueuedStep:
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(
-            self.step, token_ids, logprobs, prompt_logprobs, pooled, self.captured, run_lengths
+            self.step,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            pooled,
+            self.captured,
+            run_lengths,
+            num_drafted,
         )

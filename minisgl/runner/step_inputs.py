@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.device.lanes import Lanes
+from minisgl.drafting.drafter import DraftStep
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
@@ -24,6 +25,7 @@ class SampleRows:
     rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
     slots: Tensor  # [num_samples] int64
     output_index: Tensor  # [num_samples] int64, of the token to sample
+    drafting: DraftStep | None = None  # what a drafter needs of the step, if there is one
 
 
 class SlotTables:
@@ -49,20 +51,22 @@ class SlotTables:
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
-        sizes = [(num_slots + 1) * max_pages, num_slots + 1, num_slots + 1, num_slots]
+        every = num_slots + 1
+        sizes = [every * max_pages, every, every, every * (max_run - 1), every, num_slots]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=lanes.device)
-        page_table, lengths, last_tokens, decode_slots = self._all.split(sizes)
+        page_table, lengths, last_tokens, drafts, takes_drafts, rows = self._all.split(sizes)
         self.state = SlotState(
             page_table=page_table.view(num_slots + 1, max_pages),
             lengths=lengths,
             last_tokens=last_tokens,
-            drafts=last_tokens.new_zeros((num_slots + 1, max_run - 1)),
+            drafts=drafts.fill_(-1).view(every, max_run - 1),
+            takes_drafts=takes_drafts,
             prompt_lengths=prompt_lengths,
             page_size=page_size,
         )
         # Rows past the end of the batch always refer to the scratch slot.
-        self._decode_slots = decode_slots.fill_(num_slots)
-        self._decode_slots_at = sum(sizes[:3])
+        self._decode_slots = rows.fill_(num_slots)
+        self._takes_drafts_at, self._decode_slots_at = sum(sizes[:4]), sum(sizes[:5])
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
         self._max_run = max_run
@@ -73,10 +77,12 @@ class SlotTables:
 
     def update(self, plan: StepPlan) -> None:
         """Apply the page grants and the decode slots of a plan. Runs on the compute lane."""
-        if self._max_run > 1 and plan.joins:  # a run ends where a slot has no page
-            (joined,) = self._lanes.upload([[join.slot for join in plan.joins]])
-            self.state.page_table.index_fill_(0, joined, 0)
         places, values = self._changes(plan)
+        if self._max_run > 1 and plan.joins:  # a run ends where a slot has no page
+            joined = [join.slot for join in plan.joins]
+            self.state.page_table.index_fill_(0, self._lanes.upload([joined])[0], 0)
+            places += [self._takes_drafts_at + slot for slot in joined]
+            values += [int(join.takes_drafts) for join in plan.joins]
         if places:
             device_places, device_values = self._lanes.upload([places, values])
             self._all.index_copy_(0, device_places, device_values.int())

@@ -43,8 +43,7 @@ class StepOutputs:
             slots, token_ids = (
                 each[: shape.num_decode_rows].view(of_runs) for each in (slots, token_ids)
             )
-            lengths = self._ring.run_lengths[self._entry, : shape.num_decodes]
-            settle_runs(slots, token_ids, state, lengths)
+            settle_runs(slots, token_ids, state, self._ring, self._entry)
 
     def recount(self) -> None:
         """Reset the device's index after a failed step, which may have advanced it. Runs on the
@@ -56,10 +55,11 @@ class StepOutputs:
         ids: list[int] = self._token_ids[entry, part.start : part.stop].tolist()
         return ids
 
-    def run_lengths(self, entry: int, num_runs: int) -> list[int]:
-        """The number of tokens that count in each run of more than one row."""
+    def runs(self, entry: int, num_runs: int) -> tuple[list[int], list[int]]:
+        """Of each run of more than one row, how many tokens count and how many were drafted."""
         lengths: list[int] = self._ring.run_lengths[entry, :num_runs].tolist()
-        return lengths
+        num_drafted: list[int] = self._ring.num_drafted[entry, :num_runs].tolist()
+        return lengths, num_drafted
 
     def scores(self, entry: int, part: range) -> TokenScores:
         """The logprobs of the same tokens; undefined if the step computed none."""

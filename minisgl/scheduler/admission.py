@@ -146,6 +146,7 @@ class Admission:
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * page_size,
             resumed=waiting.retracted,
+            takes_drafts=request.takes_drafts,
             loading=self._kv.is_loading(lease),
         )
         self._slots.join(running)

@@ -37,7 +37,8 @@ class DecodeRows:
         longest = 0
         reached: list[Running] = []
         for running in group.rows:
-            running.num_scheduled = scheduled = running.num_scheduled + max_run
+            run = max_run if running.takes_drafts else 1
+            running.num_scheduled = scheduled = running.num_scheduled + run
             if scheduled >= running.milestone:
                 reached.append(running)
             if scheduled > longest:

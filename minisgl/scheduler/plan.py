@@ -26,6 +26,7 @@ class SlotJoin:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # empty unless the request resumes after retraction
     masked: bool = False  # every token of the slot is sampled under a mask
+    takes_drafts: bool = True  # its runs may have several tokens
     # What the state of the slot starts from, before the step writes any; None: from nothing.
     snapshot: int | None = None
 
@@ -53,6 +54,7 @@ class Chunk:
     prompt_logprobs: int = 0
     snapshots: tuple[TakenSnapshot, ...] = ()  # of the slot's state within the chunk, in order
     pooling: Pooling | None = None  # of which the chunk has rows
+    next_token: int = -1  # that follows the chunk; -1: it is not known
 
     @property
     def end(self) -> int:
@@ -67,9 +69,9 @@ class StepPlan:
     device; its position is the slot's length, which the device counts as well.
 
     Sampled rows are, in this order: one for each of `decode_slots`, then one for each chunk that
-    samples. A chunk samples one token; a decode row samples a run of 1 to `max_run` tokens, which
-    ends where the slot's pages are full. The KV of every token of a run but the last is computed in
-    the same step.
+    samples. A chunk samples one token; a decode row samples a run of 1 to `max_run` tokens, or one
+    if its slot takes no drafts. A run ends where the slot's pages are full. The KV of every token
+    of a run but the last is computed in the same step.
     """
 
     step: int  # 1, 2, ...
@@ -127,3 +129,5 @@ class StepResult:
     pooled: dict[int, Vector] = field(default_factory=dict)
     captured: bool = False  # the step was replayed as a CUDA graph
     run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token per row
+    # [num_samples]: drafts that were verified; None: no row had any
+    num_drafted: Sequence[int] | None = None

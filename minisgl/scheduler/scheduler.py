@@ -12,7 +12,7 @@ may be in flight, of a pipeline at most one more than it has stages.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -75,12 +75,14 @@ class Scheduler:
         conservativeness: float = 1.0,
         client_share: float = 1.0,
         max_run: int = 1,
+        choose_run: Callable[[int], int] | None = None,
         num_stages: int = 1,
         look_ahead: bool = True,
     ) -> None:
         """client_share: the part of what other clients leave that one client may take, see
         `Slots.has_its_share`. max_run: maximum number of tokens that the runner samples per decode
-        row and step. num_stages, look_ahead: see `DecodeRows`.
+        row and step. choose_run: the same for a step of so many sampled rows; by default max_run.
+        num_stages, look_ahead: see `DecodeRows`.
         """
         self.kv = kv
         self.counters = SchedulerCounters()
@@ -92,6 +94,7 @@ class Scheduler:
         self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
+        self._choose_run = choose_run or (lambda num_rows: max_run)
         self._rows = DecodeRows(kv, max_run, num_stages, look_ahead=look_ahead)
         self._grants_to_make: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
@@ -237,8 +240,7 @@ class Scheduler:
         if self.kv.snapshots is not None:
             self._take_snapshots(work)
         decoding, masked = group.rows, list[Running]()
-        # A run would need masks in between.
-        max_run = 1 if self._slots.num_masked else self._rows.max_run
+        max_run = self._choose_run(len(decoding) + len(work.sampling))
         longest = self._rows.advance(group, work.step, max_run)
         if self._slots.num_masked:
             sampled = (*decoding, *work.sampling)
@@ -392,7 +394,7 @@ class Scheduler:
         """Reduce `num_scheduled` of decode rows whose runs were shorter than planned."""
         lengths = run_lengths or [1] * len(launched.decoding)
         for running, length in zip(launched.decoding, lengths, strict=False):  # chunks follow
-            missing = launched.plan.max_run - length
+            missing = running.longest_run(launched.plan) - length
             assert missing >= 0, "a run is longer than planned"
             running.num_scheduled -= missing
             if running.active:
@@ -441,7 +443,7 @@ class Scheduler:
             assert self._prefilling.count(running) == int(prefilling)
             if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
-                    launched.plan.max_run * launched.decoding.count(running)
+                    running.longest_run(launched.plan) * launched.decoding.count(running)
                     + launched.work.sampling.count(running)
                     for launched in self._launched
                 )

@@ -67,6 +67,7 @@ class Running:
     last_scheduled: int  # num_scheduled once every allowed token is sampled
     num_room: int  # number of tokens for which the lease has pages
     resumed: bool
+    takes_drafts: bool = True  # its runs may have several tokens
     last_step: int = 0  # the step that sampled its last token before it joined a group
     group: DecodeGroup | None = None  # of decode rows, the last that it joined
     active: bool = True  # False once retracted or ended: results of steps in flight are dropped
@@ -79,6 +80,10 @@ class Running:
     @property
     def client(self) -> str:
         return self.request.tenant.client
+
+    def longest_run(self, plan: StepPlan) -> int:
+        """Maximum number of tokens that its decode row samples in a step of `plan`."""
+        return plan.max_run if self.takes_drafts else 1
 
     def set_milestone(self, max_run: int) -> None:
         if self.num_room >= self.last_scheduled:
@@ -127,6 +132,7 @@ class StepWork:
                 prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
                 output_token_ids=request.output_token_ids,
                 masked=request.matcher is not None,
+                takes_drafts=running.takes_drafts,
                 snapshot=running.lease.start_snapshot,
             )
         )
@@ -157,6 +163,7 @@ class StepWork:
                 scored_token_ids=scored,
                 prompt_logprobs=request.params.prompt_logprobs or 0,
                 pooling=_pooling_of(request, start, end),
+                next_token=request.token_ids[end] if end < len(request.token_ids) else -1,
             )
         )
         self.chunk_owners.append(running)

@@ -70,6 +70,7 @@ async def answers(
     resolved = resolve(
         replace(config, schedule_conservativeness=0.01), FACTS, device_facts(FACTS), overlap=overlap
     )
+    resolved = replace(resolved, num_drafts=max_run - 1)
     loaded: Loaded[Any] = Loaded(
         RunsRunner(seed),
         resolved,
@@ -78,7 +79,6 @@ async def answers(
         TOKENIZER,
         GenerationDefaults(frozenset({EOS})),
         "runs",
-        max_run=max_run,
     )
     async with AsyncEngine(loaded) as engine:
 

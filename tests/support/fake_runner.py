@@ -284,6 +284,8 @@ class FakeRunner:
         self, slot: _Slot, max_run: int, tokens: list[int], logprobs: dict[int, TokenLogprobs]
     ) -> int:
         """One decode row; returns how many tokens it sampled."""
+        if not slot.join.takes_drafts:
+            max_run = 1
         wanted = self._runs.randint(1, max_run)
         for length in range(1, wanted + 1):
             self._compute(slot, slot.length, slot.last_token)

@@ -12,8 +12,8 @@ from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState
 _PAGES_AT_ONCE = 256
 
 
-def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
-    """As in slot_updates.py. One program a row; of the page table it copies what the row uses."""
+def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) -> None:
+    """As in slot_updates.py. One program a slot; of the page table it copies what each row uses."""
     if len(slots) == 0:
         return
     _read_slot[(len(slots),)](
@@ -22,6 +22,8 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
         state.lengths,
         state.last_tokens,
         state.prompt_lengths,
+        state.drafts,
+        state.takes_drafts,
         rows.slots,
         rows.token_ids,
         rows.positions,
@@ -31,9 +33,11 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
         rows.page_table,
         state.page_table.stride(0),
         state.prompt_lengths.stride(0),
+        state.drafts.stride(0),
         rows.page_table.stride(0),
         state.scratch_slot,
         page_size=state.page_size,
+        run=run,
         block=_PAGES_AT_ONCE,
         num_warps=1,
     )
@@ -75,6 +79,29 @@ def feed_slots(
     )
 
 
+def settle_runs(slots: Tensor, token_ids: Tensor, state: SlotState, ring: OutputRing) -> None:
+    """As in slot_updates.py, after `feed_slots`. One program a run."""
+    num_runs, run = slots.shape
+    if num_runs == 0:
+        return
+    _settle_run[(num_runs,)](
+        slots,
+        token_ids,
+        state.lengths,
+        state.last_tokens,
+        state.drafts,
+        ring.run_lengths,
+        ring.num_drafted,
+        ring.next_entry,
+        state.drafts.stride(0),
+        ring.run_lengths.stride(0),
+        state.scratch_slot,
+        run=run,
+        ring_size=ring.run_lengths.shape[0],
+        num_warps=1,
+    )
+
+
 @triton.jit
 def _read_slot(
     slots,
@@ -82,6 +109,8 @@ def _read_slot(
     lengths,
     last_tokens,
     prompt_lengths,
+    drafts,
+    takes_drafts,
     row_slots,
     row_tokens,
     row_positions,
@@ -91,27 +120,51 @@ def _read_slot(
     row_pages,
     table_stride,
     prompt_stride,
+    drafts_stride,
     row_pages_stride,
     scratch_slot,
     page_size: tl.constexpr,
+    run: tl.constexpr,
     block: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.program_id(0) * run
+    slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     position = tl.load(lengths + slot)
     length = tl.where(slot == scratch_slot, 0, position + 1)
     pages = page_table + slot * table_stride
     page = tl.load(pages + position // page_size).to(tl.int64)
     prompt_length = tl.load(prompt_lengths + slot * prompt_stride)
-    tl.store(row_slots + row, slot)
-    tl.store(row_tokens + row, tl.load(last_tokens + slot).to(tl.int64))
-    tl.store(row_positions + row, position.to(tl.int64))
-    tl.store(row_slot_mapping + row, page * page_size + position % page_size)
-    tl.store(row_output_index + row, position + 1 - prompt_length)
-    tl.store(row_lengths + row, length)
+    tl.store(row_slots + first, slot)
+    tl.store(row_tokens + first, tl.load(last_tokens + slot).to(tl.int64))
+    tl.store(row_positions + first, position.to(tl.int64))
+    tl.store(row_slot_mapping + first, page * page_size + position % page_size)
+    tl.store(row_output_index + first, position + 1 - prompt_length)
+    tl.store(row_lengths + first, length)
     tl.store(lengths + slot, length)
+    _copy_pages(row_pages, row_pages_stride, first, pages, tl.cdiv(length, page_size), block)
+    if run > 1:
+        is_row = (slot != scratch_slot) & (tl.load(takes_drafts + slot) > 0)
+        scratch_index = 1 - tl.load(prompt_lengths + scratch_slot * prompt_stride)
+    for place in tl.static_range(1, run):
+        row = first + place
+        draft = tl.load(drafts + slot * drafts_stride + place - 1)
+        here = position + place
+        column = here // page_size
+        page = tl.load(pages + column, mask=column < table_stride, other=0).to(tl.int64)
+        is_row = is_row & (draft >= 0) & (page > 0)
+        length = tl.where(is_row, here + 1, 0)
+        tl.store(row_slots + row, tl.where(is_row, slot, scratch_slot))
+        tl.store(row_tokens + row, tl.maximum(draft, 0).to(tl.int64))
+        tl.store(row_positions + row, tl.where(is_row, here, 0).to(tl.int64))
+        tl.store(row_slot_mapping + row, tl.where(is_row, page * page_size + here % page_size, 0))
+        tl.store(row_output_index + row, tl.where(is_row, here + 1 - prompt_length, scratch_index))
+        tl.store(row_lengths + row, length)
+        _copy_pages(row_pages, row_pages_stride, row, pages, tl.cdiv(length, page_size), block)
+
+
+@triton.jit
+def _copy_pages(row_pages, row_pages_stride, row, pages, num_pages, block: tl.constexpr):
     copy = row_pages + row.to(tl.int64) * row_pages_stride
-    num_pages = tl.cdiv(length, page_size)
     for start in range(0, num_pages, block):
         column = start + tl.arange(0, block)
         tl.store(
@@ -119,6 +172,44 @@ def _read_slot(
             tl.load(pages + column, mask=column < num_pages),
             mask=column < num_pages,
         )
+
+
+@triton.jit
+def _settle_run(
+    slots,
+    token_ids,
+    lengths,
+    last_tokens,
+    drafts,
+    ring_lengths,
+    ring_drafted,
+    next_entry,
+    drafts_stride,
+    ring_stride,
+    scratch_slot,
+    run: tl.constexpr,
+    ring_size: tl.constexpr,
+):
+    """`_feed` has advanced the ring before."""
+    index = tl.program_id(0)
+    first = index * run
+    own = tl.load(slots + first)
+    token = tl.load(token_ids + first)
+    last, count, num_drafted = token, 1, 0
+    is_right = own != scratch_slot
+    for place in tl.static_range(1, run):
+        draft = tl.load(drafts + own * drafts_stride + place - 1)
+        is_row = tl.load(slots + first + place) != scratch_slot
+        is_right = is_right & is_row & (token == draft)
+        token = tl.load(token_ids + first + place)
+        last = tl.where(is_right, token, last)
+        count += is_right.to(tl.int32)
+        num_drafted += is_row.to(tl.int32)
+    tl.store(last_tokens + own, last.to(tl.int32))
+    tl.store(lengths + own, tl.load(lengths + own) + count - 1)
+    target = (tl.load(next_entry) + ring_size - 1) % ring_size * ring_stride + index
+    tl.store(ring_lengths + target, count)
+    tl.store(ring_drafted + target, num_drafted)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -17,7 +17,9 @@ class SlotState:
     page_table: Tensor  # [num_slots + 1, max_pages] int32
     lengths: Tensor  # [num_slots + 1] int32: tokens whose KV is written
     last_tokens: Tensor  # [num_slots + 1] int32: sampled, with no KV yet
-    drafts: Tensor  # [num_slots + 1, max_run - 1] int32: a guess of the tokens after the last
+    # [num_slots + 1, max_run - 1] int32: a guess of the tokens after the last; from a -1 on, none
+    drafts: Tensor
+    takes_drafts: Tensor  # [num_slots + 1] int32: 1 if the slot's runs may have several tokens
     prompt_lengths: Tensor  # [num_slots + 1] int64, of any stride
     page_size: int
 
@@ -74,6 +76,7 @@ class OutputRing:
     top_ids: Tensor  # [ring, rows, num_top] int32; as in TokenScores
     top_logprobs: Tensor  # [ring, rows, num_top] float32; as in TokenScores
     run_lengths: Tensor  # [ring, rows] int32: of the runs; undefined if all have one token
+    num_drafted: Tensor  # [ring, rows] int32: drafts of the runs; undefined as well
     next_entry: Tensor  # [1] int32, on the device: the index of the next step's entry
 
     @staticmethod
@@ -89,6 +92,7 @@ class OutputRing:
             top_ids=zeros(num_rows, num_top, dtype=torch.int32),
             top_logprobs=zeros(num_rows, num_top, dtype=torch.float32),
             run_lengths=zeros(num_rows, dtype=torch.int32),
+            num_drafted=zeros(num_rows, dtype=torch.int32),
             next_entry=torch.zeros(1, dtype=torch.int32, device=device),
         )
 

@@ -20,28 +20,32 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) ->
     first: the token that was sampled last, then drafts.
 
     A slot occurs once, the scratch slot any number of times. The width of rows.page_table is enough
-    for the longest row. A row whose position has no page is one of the scratch slot.
+    for the longest row. A row is one of the scratch slot if its position has no page, if it or one
+    before it in the run has no draft, and after the first if the slot takes none.
     """
     if runs_triton(slots.device):
         from minisgl.kernels.slots import slot_kernels
 
-        assert run == 1, "the kernels make one row for each slot"
-        slot_kernels.read_slots(slots, state, rows)
+        slot_kernels.read_slots(slots, state, rows, run)
         return
     index = slots.long()
     positions = state.lengths[index].long()
     state.lengths[index] = (positions + (index != state.scratch_slot)).int()
     token_ids = state.last_tokens[index]
     if run > 1:
-        token_ids = torch.cat((token_ids[:, None], state.drafts[index, : run - 1]), dim=1).flatten()
+        drafts = state.drafts[index, : run - 1]
+        has_draft = (drafts >= 0).cumprod(dim=1) * state.takes_drafts[index, None]
+        drafts = drafts.clamp(min=0)  # what scratch rows read, too, must be tokens
+        token_ids = torch.cat((token_ids[:, None], drafts), dim=1).flatten()
+        is_row = torch.cat((torch.ones_like(has_draft[:, :1]), has_draft), dim=1).flatten() > 0
         offsets = torch.arange(run, device=slots.device)
         positions = (positions[:, None] + offsets).flatten()
         index = index.repeat_interleave(run)
         columns, num_columns = positions // state.page_size, state.page_table.shape[1]
         pages = state.page_table[index, columns.clamp(max=num_columns - 1)]
-        has_page = (pages > 0) & (columns < num_columns)
-        index = index.where(has_page, state.scratch_slot)
-        positions = positions.where(has_page, 0)
+        is_row &= (pages > 0) & (columns < num_columns)
+        index = index.where(is_row, state.scratch_slot)
+        positions = positions.where(is_row, 0)
     real = index != state.scratch_slot
     rows.slots.copy_(index)
     rows.token_ids.copy_(token_ids)
@@ -83,17 +87,25 @@ def feed_slots(
         logprobs.copy_(scores.top_logprobs, non_blocking=True)
 
 
-def settle_runs(slots: Tensor, token_ids: Tensor, state: SlotState, run_lengths: Tensor) -> None:
-    """Decide how many tokens of each run count, after `feed_slots`, and write that to `run_lengths`
-    [num_runs] int32 on the host.
+def settle_runs(
+    slots: Tensor, token_ids: Tensor, state: SlotState, ring: OutputRing, ring_entry: int
+) -> None:
+    """Decide how many tokens of each run count, after `feed_slots`, and write that to the ring's
+    entry, and how many drafts each had.
 
     slots, token_ids: [num_runs, run] int64, of the rows of `read_slots` and of what was sampled for
-    them. A token counts if all drafts before it are what was sampled, and its row has a page.
+    them. A token counts if all drafts before it are what was sampled, and its row is not one of the
+    scratch slot.
     """
-    assert not runs_triton(slots.device), "the kernels make one row for each slot"
-    own, scratch = slots[:, 0], state.scratch_slot
+    if runs_triton(slots.device):
+        from minisgl.kernels.slots import slot_kernels
+
+        slot_kernels.settle_runs(slots, token_ids, state, ring)
+        return
+    own, drafted = slots[:, 0], slots[:, 1:] != state.scratch_slot
     right = token_ids[:, :-1] == state.drafts[own, : slots.shape[1] - 1]
-    counts = 1 + (right & (slots[:, 1:] != scratch)).cumprod(dim=1).sum(dim=1)
+    counts = 1 + (right & drafted).cumprod(dim=1).sum(dim=1)
     state.last_tokens[own] = token_ids.gather(1, counts[:, None] - 1)[:, 0].int()
     state.lengths[own] += (counts - 1).int()
-    run_lengths.copy_(counts)
+    ring.run_lengths[ring_entry, : len(own)].copy_(counts, non_blocking=True)
+    ring.num_drafted[ring_entry, : len(own)].copy_(drafted.sum(dim=1), non_blocking=True)

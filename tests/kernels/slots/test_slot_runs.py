@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernels.slots.slot_state import SlotRows, SlotState
+from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState
 from minisgl.kernels.slots.slot_updates import read_slots, settle_runs
 
 RUN, PAGE_SIZE = 4, 4
@@ -20,6 +20,7 @@ def state() -> SlotState:
         lengths=torch.tensor([3, 2, 0], dtype=torch.int32),
         last_tokens=torch.tensor([30, 40, 0], dtype=torch.int32),
         drafts=torch.tensor(DRAFTS, dtype=torch.int32),
+        takes_drafts=torch.tensor([1, 1, 0], dtype=torch.int32),
         prompt_lengths=torch.tensor([2, 1, 0]),
         page_size=PAGE_SIZE,
     )
@@ -56,12 +57,30 @@ def test_a_run_ends_after_the_first_token_that_was_not_drafted(
 ) -> None:
     found = state()
     rows = rows_of(torch.tensor([1, 0], dtype=torch.int32), found)
-    lengths = torch.zeros(2, dtype=torch.int32)
-    settle_runs(rows.slots.view(2, RUN), torch.tensor(sampled), found, lengths)
-    assert lengths.tolist() == counts
+    ring = OutputRing.allocate(3, 5, 0, torch.device("cpu"))
+    settle_runs(rows.slots.view(2, RUN), torch.tensor(sampled), found, ring, ring_entry=1)
+    assert ring.run_lengths[1, :2].tolist() == counts
+    assert ring.num_drafted[1, :2].tolist() == [1, 3]
     assert found.lengths.tolist() == [3 + counts[1], 2 + counts[0], 0]
     last = [run[count - 1] for run, count in zip(sampled, counts, strict=True)]
     assert found.last_tokens[:2].tolist() == last[::-1]
+
+
+def test_a_run_ends_before_the_first_draft_that_is_missing() -> None:
+    found = state()
+    found.drafts[0, 1] = -1  # and the next one counts no more
+    rows = rows_of(torch.tensor([0], dtype=torch.int32), found)
+    assert rows.slots.tolist() == [0, 0, 2, 2]
+    assert rows.token_ids[:2].tolist() == [30, 31] and rows.token_ids.min() >= 0
+    assert rows.positions.tolist() == [3, 4, 0, 0]
+    assert rows.lengths.tolist() == [4, 5, 0, 0]
+
+
+def test_a_slot_that_takes_no_drafts_has_one_row() -> None:
+    found = state()
+    found.takes_drafts[0] = 0
+    rows = rows_of(torch.tensor([0, 1], dtype=torch.int32), found)
+    assert rows.slots.tolist() == [0, 2, 2, 2, 1, 1, 2, 2]
 
 
 def test_a_row_past_the_longest_sequence_is_scratch() -> None:

@@ -37,6 +37,7 @@ def state_on(device: torch.device, page_size: int) -> SlotState:
         lengths=lengths.to(device),
         last_tokens=tokens.to(device),
         drafts=tokens[:, None][:, :0].to(device),
+        takes_drafts=torch.zeros_like(tokens).to(device),
         prompt_lengths=numbers[:, 1],
         page_size=page_size,
     )
