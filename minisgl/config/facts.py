@@ -220,6 +220,9 @@ class ModelFacts:
     one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
     one_stage: str | None = None  # why it cannot be split into stages; None: it can
     divides_heads: bool = True  # each rank attends for its own heads; else each for all
+    # Of the network that drafts, whose KV lies in the same pages.
+    draft_layers: tuple[AttentionSpec, ...] = ()
+    drafts_look_ahead: bool = False  # its KV of a token depends on the next one
 
     @property
     def fp8_activations(self) -> bool:
@@ -230,8 +233,9 @@ class ModelFacts:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """Of each layer that attends."""
-        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+        """Of each layer that attends, also of those that draft."""
+        of_layers = tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+        return of_layers + self.draft_layers
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -239,14 +243,16 @@ class ModelFacts:
         return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
 
     def layer_specs(self, dtype: str) -> tuple[KVSpec | StateSpec, ...]:
-        """What each layer keeps, with KV caches in `dtype`: one of DTYPES, or FP8."""
+        """What each layer keeps, with KV caches in `dtype`: one of DTYPES, or FP8; those that draft
+        come last."""
         scales = [UNSCALED] * len(self.layers)
         if dtype == FP8 and self.kv_scales is not None:
             scales = list(self.kv_scales)
-        return tuple(
+        of_layers = tuple(
             spec.kv(dtype, its) if isinstance(spec, AttentionSpec) else spec
             for spec, its in zip(self.layers, scales, strict=True)
         )
+        return of_layers + tuple(spec.kv(dtype) for spec in self.draft_layers)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """The KV cache of each layer that attends, in `dtype` as for layer_specs."""
@@ -289,7 +295,11 @@ class ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         if not self.divides_heads:
             return self
-        return replace(self, layers=tuple(spec.on_rank(num_ranks) for spec in self.layers))
+        return replace(
+            self,
+            layers=tuple(spec.on_rank(num_ranks) for spec in self.layers),
+            draft_layers=tuple(spec.on_rank(num_ranks) for spec in self.draft_layers),
+        )
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each of `num_stages` pipeline stages, of about equal work in decoding,

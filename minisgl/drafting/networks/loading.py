@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from minisgl.config import QuantScheme
+from minisgl.config import ModelFacts, QuantScheme
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.networks.eagle3 import Eagle3, Eagle3Config, is_eagle3, read_eagle3
 from minisgl.drafting.networks.mtp import Mtp, mtp_config, mtp_name_of
@@ -17,8 +17,9 @@ from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from minisgl.layers.linear import VocabParallelEmbedding
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.decoder import Decoder
 from minisgl.models.dummy import fill_randomly
-from minisgl.models.hub import safetensors_files
+from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import (
     DUMMY_SEED,
     fill_from_files,
@@ -34,6 +35,7 @@ from minisgl.models.targets import Destinations, Names, checkpoint_stacks, check
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import whole
 
+NGRAM, MTP = "ngram", "mtp"  # what --speculative takes beside a folder or an id
 _EMBEDDING = "embed_tokens.weight"
 # What speaks for quantised weights in the name of a tensor.
 _SIGNS = ("scale", "qweight", "weight_packed")
@@ -53,6 +55,25 @@ class NetworkConfig:
         """The config of its layers."""
         return self.of.layer if isinstance(self.of, Eagle3Config) else self.of
 
+    def added_to(self, model: ModelFacts) -> ModelFacts:
+        """The facts of a model with which it drafts."""
+        layers = self.layers.facts().attention
+        return replace(model, draft_layers=layers, drafts_look_ahead=self.kind != "model")
+
+
+def find_network(
+    name: str, target: ModelConfig, folder: Path, *, load_format: str, num_ranks: int = 1
+) -> NetworkConfig | None:
+    """What --speculative names, if it has weights. folder: of the target.
+
+    Blocks: a Hub id is downloaded. Raises as `read_network` and `locate_model` do.
+    """
+    if name in ("", NGRAM):
+        return None
+    if name == MTP:
+        return read_mtp(folder, target, num_ranks)
+    return read_network(locate_model(name, load_format=load_format), target, num_ranks)
+
 
 def read_network(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkConfig:
     """Read what is in `folder`: a small model, or an EAGLE-3 head.
@@ -66,6 +87,11 @@ def read_network(folder: Path, target: ModelConfig, num_ranks: int = 1) -> Netwo
     values = read_json(path)
     found: NetworkConfig
     if is_eagle3(values):
+        if not isinstance(target, NativeConfig):
+            raise UnsupportedModelError(
+                f"{folder}: EAGLE-3 heads are supported for models that minisgl has code of its "
+                f"own for, not for {target.architecture} here; allowed: ngram, or a small model."
+            )
         head = read_eagle3(values, str(path), target)
         scheme = read_quantization(Fields(values, str(path)), folder)
         found = NetworkConfig(kind="eagle3", of=head, quantization=scheme, folder=folder)
@@ -121,7 +147,7 @@ def _fitting(found: NetworkConfig, target: ModelConfig, num_ranks: int) -> Netwo
 
 def load_network(
     config: NetworkConfig,
-    target: CausalLM,
+    target: Decoder,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -144,6 +170,7 @@ def load_network(
             ranks=ranks,
         )
         return SmallModel(model)
+    assert isinstance(target, CausalLM), "others are refused by read_network"
     files = [] if load_format == "dummy" else _files(folder)
     names = Names(mtp_name_of if config.kind == "mtp" else _head_name_of, is_quantizable)
     stored = stored_tensors(files, names)
