@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec, load_reference, make_checkpoint, random_prompt
 from support.drafters import (
     Head,
     HeadReference,
-    Mtp,
-    add_mtp,
     drafts_after,
     drafts_of_model,
     head_tensors,
+    hybrid,
     save_head,
 )
 from torch import Tensor
@@ -43,7 +41,6 @@ from minisgl.drafting.networks.loading import NetworkConfig, load_network, read_
 from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from minisgl.kernels.segments import Segments
-from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Taps
 from minisgl.models.loader import load_model
@@ -57,29 +54,6 @@ NUM_DRAFTS = 5
 LENGTHS = (2, 9, 24)
 TARGET = Spec("target", "LlamaForCausalLM", num_layers=4)
 SMALL = Spec("small", "LlamaForCausalLM", num_layers=1, hidden_size=64, num_heads=2, seed=3)
-HYBRID = {
-    "vocab_size": 499,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "full_attention_interval": 2,
-    "max_position_embeddings": 512,
-    "partial_rotary_factor": 0.25,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
-}
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 HEADS = {
@@ -112,22 +86,6 @@ def loaded(folder: Path) -> tuple[PreTrainedModel, ModelConfig, CausalLM]:
 def options() -> dict[str, Any]:
     kinds = {"dtype": torch.float32, "device": CPU, "load_format": "auto"}
     return kinds | {"max_seq_len": 128}
-
-
-@cache
-def hybrid(architecture: str) -> tuple[Mtp, Path]:
-    folder, model_class = PATH / architecture, getattr(transformers, architecture)
-    sizes = HYBRID | (EXPERTS if "Moe" in architecture else {})
-    config = model_class.config_class(**sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = model_class._from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            give_teeth(model)
-    model.save_pretrained(folder)
-    mtp = Mtp(model)
-    add_mtp(folder, mtp)
-    return mtp, folder
 
 
 def network_of(config: NetworkConfig, model: CausalLM) -> DraftNetwork:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec
 from torch import Tensor
@@ -20,6 +23,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from minisgl.models.adopted.proof import give_teeth
 
+_FOLDER = TemporaryDirectory()
 EPS = 1e-6
 THETA = 10_000.0
 
@@ -255,6 +259,31 @@ class Mtp(torch.nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * (1 + weight)
 
 
+HYBRID = {
+    "vocab_size": 499,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "full_attention_interval": 2,
+    "max_position_embeddings": 512,
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
 def add_mtp(folder: Path, mtp: Mtp) -> None:
     """Write the layers into the checkpoint of their target."""
     path = folder / "model.safetensors"
@@ -263,6 +292,28 @@ def add_mtp(folder: Path, mtp: Mtp) -> None:
     text = config.get("text_config", config)
     text["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@cache
+def hybrid(architecture: str) -> tuple[Mtp, Path]:
+    """The layers for drafts of a small model of this architecture, and its checkpoint."""
+    folder, model_class = Path(_FOLDER.name) / architecture, getattr(transformers, architecture)
+    sizes = HYBRID | (EXPERTS if "Moe" in architecture else {})
+    config = model_class.config_class(**sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = model_class._from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            give_teeth(model)
+            for name, weight in model.named_parameters():
+                if name.endswith("A_log"):  # a state of long and of short memory
+                    weight.uniform_(-4, 0.5)
+                if name.endswith("conv1d.weight"):
+                    weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    mtp = Mtp(model)
+    add_mtp(folder, mtp)
+    return mtp, folder
 
 
 # -- drafts ----------------------------------------------------------------------------------------
