@@ -72,7 +72,6 @@ class Computation:
             max_run=max_run,
             has_states=any(isinstance(state, StateBySlot) for state in states),
         )
-        self.last_tokens = self.tables.state.last_tokens  # [num_slots + 1] int32
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
 

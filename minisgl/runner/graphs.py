@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import Tensor
@@ -55,13 +55,31 @@ class CapturedStep:
 
 
 def graph_keys(
-    max_batch: int, max_chunk_rows: int, num_ranks: int = 1, *, max_snapshots: int = 0
+    max_batch: int,
+    max_chunk_rows: int,
+    num_ranks: int = 1,
+    *,
+    max_snapshots: int = 0,
+    max_run: int = 1,
+    max_run_rows: int = 0,
 ) -> list[GraphKey]:
-    """List the steps to capture for batches of up to `max_batch` rows; empty if that is 0.
+    """List the steps to capture for batches of up to `max_batch` requests; empty if that is 0.
 
     Largest first, so that later graphs reuse the memory of the first.
     max_chunk_rows: the prefill budget of a step. max_snapshots: that the chunks of a step leave.
+    max_run: if it is more than 1, steps with runs of so many tokens are captured as well, up to
+    `max_run_rows` decode rows.
     """
+    sizes = max_chunk_rows, num_ranks, max_snapshots
+    keys = _keys_of_run(1, max_batch, *sizes)
+    if max_run > 1:
+        keys += _keys_of_run(max_run, min(max_batch, max_run_rows // max_run), *sizes)
+    return sorted(keys, key=_num_rows, reverse=True)
+
+
+def _keys_of_run(
+    run: int, max_batch: int, max_chunk_rows: int, num_ranks: int, max_snapshots: int
+) -> list[GraphKey]:
     if max_batch == 0:
         return []
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 32), max_batch}
@@ -81,7 +99,7 @@ def graph_keys(
     ]
     masked = _masked_shapes(max_batch, max_chunk_rows, max_snapshots)
     keys += [GraphKey(shape, masked=True) for shape in masked]
-    return sorted(keys, key=_num_rows, reverse=True)
+    return [replace(key, shape=key.shape._replace(run=run)) for key in keys]
 
 
 def mixed_shape(num_decodes: int, num_chunk_rows: int, max_snapshots: int = 0) -> StepShape:
@@ -102,7 +120,7 @@ def _masked_shapes(max_batch: int, max_chunk_rows: int, max_snapshots: int) -> l
 
 
 def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant, bool]:
-    return key.shape.num_decodes + key.shape.num_chunk_rows, key.variant, key.masked
+    return key.shape.num_rows, key.variant, key.masked
 
 
 class StepGraphs:
@@ -111,8 +129,30 @@ class StepGraphs:
     def __init__(self, steps: Iterable[CapturedStep] = ()) -> None:
         self.steps = tuple(steps)
         every = sorted(self.steps, key=lambda step: _num_rows(step.key))
-        self._masked = [step for step in every if step.key.masked]
-        by_size = [step for step in every if not step.key.masked]
+        runs = {step.key.shape.run for step in every}
+        self._of_run = {
+            run: _GraphsOfRun([step for step in every if step.key.shape.run == run]) for run in runs
+        }
+
+    @property
+    def max_batch(self) -> int:
+        """The largest decode batch that is captured; 0 if none is."""
+        return self._of_run[1].max_batch if 1 in self._of_run else 0
+
+    def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
+        """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
+        graphs = self._of_run.get(plan.max_run)
+        return None if graphs is None else graphs.find(plan, variant)
+
+
+class _GraphsOfRun:
+    """The captured steps with as many rows for each decoded request."""
+
+    def __init__(self, steps: Iterable[CapturedStep]) -> None:
+        """steps: in order of size."""
+        steps = list(steps)
+        self._masked = [step for step in steps if step.key.masked]
+        by_size = [step for step in steps if not step.key.masked]
         self._mixed = [step for step in by_size if step.chunks is not None]
         decodes = [step for step in by_size if step.chunks is None]
         self._decodes = {
@@ -126,14 +166,10 @@ class StepGraphs:
 
     @property
     def max_batch(self) -> int:
-        """The largest decode batch that is captured; 0 if none is."""
         steps = self._decodes[SamplingVariant.FILTERED]
         return steps[-1].key.shape.num_decodes if steps else 0
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
-        """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
-        if plan.max_run > 1:  # captured steps have one row for each decoded request
-            return None
         if plan.masked_slots:
             return None if _scores(plan) else _smallest(self._masked, plan)
         if not plan.chunks:

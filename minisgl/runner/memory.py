@@ -81,9 +81,12 @@ class MemoryUse:
 
 def page_table_bytes(config: ResolvedConfig) -> int:
     """Bytes of the page tables of all slots and of a step's decode rows, each wide enough for the
-    longest sequence."""
+    longest sequence, and of the tokens of all slots if n-grams are looked for in them."""
     columns = -(-config.max_seq_len // config.page_size)
-    return 2 * (config.max_running_requests + 1) * columns * 4
+    numbers = (1 + config.max_run) * columns
+    if config.speculative == "ngram":
+        numbers += config.max_seq_len + 1
+    return (config.max_running_requests + 1) * numbers * 4
 
 
 def free_bytes(device: torch.device) -> int:

@@ -237,7 +237,7 @@ class ModelRunner:
         self._worker.close()
         computation, stage = self._computation, self._computation.stage
         with self.lanes.compute("drain"):
-            stage.drain(computation.last_tokens)
+            stage.drain(computation.tables.returned)
         self.lanes.synchronize()
         stage.write_times()
         self._graphs = StepGraphs()
@@ -304,7 +304,7 @@ class ModelRunner:
         computation, stage = self._computation, self._computation.stage
         computation.join(plan.joins)
         computation.tables.update(plan)
-        stage.begin(plan, computation.last_tokens)
+        stage.begin(plan, computation.tables.returned)
         features = self._features(plan)
         captured = replay
         if captured is None and plan.num_tokens:
@@ -357,7 +357,7 @@ class ModelRunner:
         elif step.logits is not None and step.samples is not None:
             ring_entry = computation.outputs.open()
             computation.sample(step.logits, step.samples, step.features)
-        computation.stage.return_tokens(plan, computation.last_tokens)
+        computation.stage.return_tokens(plan, computation.tables.returned)
         wants_logprobs = step.features.num_logprobs >= 0
         return QueuedStep(
             step=plan.step,

@@ -4,7 +4,9 @@
     last     ─────────────────────────────────┴─[rows of N]─[tokens of N]─┐send to the first
 
 Tokens return as a whole table, the last token of every slot: that is a kilobyte, and it does not
-matter which of them a step has sampled.
+matter which of them a step has sampled. If steps sample runs, the table has the lengths and the
+drafts of the slots, too, and a stage in the middle gets it from the stage before. Values of slots
+that are in a later step are old, until the tokens of that step return.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ class Stage:
         dtype: torch.dtype,
         device: torch.device,
         times: StageTimes | None = None,
+        *,
+        has_runs: bool = False,
     ) -> None:
-        """hidden_size, dtype: of the rows that pass between stages. times: to be recorded."""
+        """hidden_size, dtype: of the rows that pass between stages. times: to be recorded.
+        has_runs: whether steps sample runs."""
         self.pipeline = pipeline
+        self._has_runs = has_runs
         self.is_first = pipeline.stage == 0
         self.is_last = pipeline.stage == pipeline.size - 1
         # Of captured steps: the rows that they read and those that they write.
@@ -60,10 +66,15 @@ class Stage:
         """The rows of the inbox that a captured step reads; None on the first stage."""
         return None if self.is_first else self.inbox[:num_rows]
 
-    def begin(self, plan: StepPlan, last_tokens: Tensor) -> None:
-        """On the first stage, wait for the tokens that the plan needs, in `last_tokens`
-        [num_slots + 1]."""
-        self._wait_for_tokens(plan.step - plan.lag, last_tokens)
+    def begin(self, plan: StepPlan, table: Tensor) -> None:
+        """Wait on the first stage for the tokens that the plan needs, in `table`, which is
+        SlotTables.returned; pass it on to stages in the middle if these need it."""
+        self._wait_for_tokens(plan.step - plan.lag, table)
+        if self._has_runs and plan.decode_slots:
+            if not (self.is_first or self.is_last):
+                self.pipeline.receive(table)
+            if self.pipeline.stage < self.pipeline.size - 2:
+                self.pipeline.send(table.clone())
 
     def receive(self, plan: StepPlan, num_rows: int, *, captured: bool) -> Tensor | None:
         """The rows that the stage before has computed: [num_rows, hidden_size], in the inbox if the
@@ -93,27 +104,27 @@ class Stage:
         if self.is_first:
             self._unreturned.append(step)
 
-    def return_tokens(self, plan: StepPlan, last_tokens: Tensor) -> None:
+    def return_tokens(self, plan: StepPlan, table: Tensor) -> None:
         """Send the tokens to the first stage, unless this is the first or the plan samples none.
         The step's work is done."""
         if self._times is not None and plan.num_tokens:
             self._times.ended()
         if not self.is_first and plan.num_samples:
-            self.pipeline.send_tokens(last_tokens.clone())
+            self.pipeline.send_tokens(table.clone())
 
-    def drain(self, last_tokens: Tensor) -> None:
+    def drain(self, table: Tensor) -> None:
         """Wait on the first stage for all tokens, so that the last one does not wait for ever."""
         while self._unreturned:
-            self._wait_for_tokens(self._unreturned[0], last_tokens)
+            self._wait_for_tokens(self._unreturned[0], table)
 
     def write_times(self) -> None:
         """Write the times of all steps, if they are recorded. All work must be done."""
         if self._times is not None:
             self._times.write()
 
-    def _wait_for_tokens(self, step: int, last_tokens: Tensor) -> None:
+    def _wait_for_tokens(self, step: int, table: Tensor) -> None:
         while self._unreturned and self._unreturned[0] <= step:
-            self.pipeline.receive_tokens(last_tokens)
+            self.pipeline.receive_tokens(table)
             self._unreturned.popleft()
 
 

@@ -65,6 +65,8 @@ class SlotTables:
             prompt_lengths=prompt_lengths,
             page_size=page_size,
         )
+        # What sampling changes of the slots, int32, which the last stage returns to the others.
+        self.returned = self._all[sizes[0] : sum(sizes[:4])] if max_run > 1 else last_tokens
         # Rows past the end of the batch always refer to the scratch slot.
         self._decode_slots = rows.fill_(num_slots)
         self._takes_drafts_at, self._decode_slots_at = sum(sizes[:4]), sum(sizes[:5])

@@ -24,15 +24,16 @@ def longest_step(config: ResolvedConfig, vocab_size: int, *, scored: bool = True
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:
-    """A step that samples a row for every slot, with the filters that take most memory.
+    """A step that samples as many rows as steps do, with the filters that take most memory.
 
     All rows write to the same page, which does no harm here.
     """
     slots = range(config.max_running_requests)
+    rows = range(max(len(slots), config.max_run_rows))  # those of runs have their slot in common
     return StepPlan(
         2,
         (),
-        chunks=tuple(Chunk(slot, 0, (0,), samples=True) for slot in slots),
+        chunks=tuple(Chunk(row % len(slots), 0, (0,), samples=True) for row in rows),
         joins=tuple(_join(slot) for slot in slots),
         grants=tuple(PageGrant(slot, 0, (1,)) for slot in slots),
     )

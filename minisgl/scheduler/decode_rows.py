@@ -58,6 +58,7 @@ class DecodeRows:
         running.decoding = False
         if running.group is not None:
             running.group.changed = True
+            running.last_step = running.group.step  # if it joins again
 
     def update(self, running: Running) -> None:
         """Decide whether the next plan decodes a request, and whether it needs a page for that.

@@ -94,7 +94,7 @@ class Scheduler:
         self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
-        self._choose_run = choose_run or (lambda num_rows: max_run)
+        self._choose_run = choose_run or (lambda num_samples: max_run)
         self._rows = DecodeRows(kv, max_run, num_stages, look_ahead=look_ahead)
         self._grants_to_make: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()

@@ -68,7 +68,7 @@ class Running:
     num_room: int  # number of tokens for which the lease has pages
     resumed: bool
     takes_drafts: bool = True  # its runs may have several tokens
-    last_step: int = 0  # the step that sampled its last token before it joined a group
+    last_step: int = 0  # the step that sampled its last token before it joins a group
     group: DecodeGroup | None = None  # of decode rows, the last that it joined
     active: bool = True  # False once retracted or ended: results of steps in flight are dropped
     decoding: bool = False  # in the decode rows of the next plan, or of the next of its group

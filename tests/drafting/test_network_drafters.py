@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import load_reference, spec_named
-from support.drafters import Head, HeadReference, Mtp, drafts_after, hybrid, save_head
+from support.draft_networks import Head, HeadReference, Mtp, drafts_after, hybrid, save_head
 from support.parity import FEW_PAGES, batch, case_of, load_engine
 
 from minisgl.drafting.drafter import DraftStep

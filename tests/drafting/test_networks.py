@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec, load_reference, make_checkpoint, random_prompt
-from support.drafters import (
+from support.draft_networks import (
     Head,
     HeadReference,
     drafts_after,

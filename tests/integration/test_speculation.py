@@ -3,55 +3,180 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
-from support.parity import FEW_PAGES, Case, batch, case_of, load_engine
+from support.drafters import Kind, KnowingDrafter, num_accepted, num_drafted, watch
+from support.parity import FEW_PAGES, Case, case_of, load_engine
+from support.pipelines import mixed_outcomes
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
-from minisgl.request import SamplingParams
+from minisgl.request import Request, SamplingParams
+from minisgl.scheduler.plan import StepPlan, StepResult
 
-# Every second request repeats itself, so that n-grams have something to find.
+NUM_TOKENS = 30
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0, logit_bias={7: 30.0, 8: 29.9}, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1, seed=2, logit_bias={7: 4.0}, logprobs=2, max_tokens=NUM_TOKENS),
 ]
 
 
-def prompts_of(case: Case) -> list[list[int]]:
-    return [*case.prompts, *((prompt[:9] * 4)[:33] for prompt in case.prompts)]
+@dataclass
+class Run:
+    requests: list[Request]
+    stats: EngineStats
+    plans: Sequence[StepPlan]
+    results: Sequence[StepResult]
+
+    @property
+    def outputs(self) -> list[tuple[list[int], list[int]]]:
+        """The tokens, and those of logprobs."""
+        return [
+            (request.output_token_ids, [entry.token_id for entry in request.logprobs])
+            for request in self.requests
+        ]
 
 
-def answers(case: Case, **options: Any) -> tuple[list[list[int]], EngineStats]:
-    async def run() -> tuple[list[list[int]], EngineStats]:
-        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
-            prompts = prompts_of(case)
-            params = [PARAMS[index % len(PARAMS)] for index in range(len(prompts))]
-            outputs = await batch(engine, prompts, params)
-            return [output.token_ids for output in outputs], engine.stats()
+def run(case: Case, *, abort: bool = False, rounds: int = 1, **options: Any) -> Run:
+    """All prompts, and such that repeat themselves, together; in later rounds their prefixes are in
+    the cache. abort: some requests leave in the middle."""
+    loaded = load_engine(case.folder, **options)
+    plans, results = watch(loaded)
+    prompts = [*case.prompts, *((prompt[:9] * 4)[:33] for prompt in case.prompts)]
 
-    return asyncio.run(run())
+    async def answer(engine: AsyncEngine, index: int) -> Request:
+        stream = engine.submit(prompts[index], PARAMS[index % len(PARAMS)])
+        async for delta in stream:
+            engine.audit()
+            if abort and index % 3 == 1 and delta.num_output_tokens > 7:
+                stream.abort()
+        return stream.request
+
+    async def run_all() -> Run:
+        requests: list[Request] = []
+        async with AsyncEngine(loaded) as engine:
+            for _ in range(rounds):
+                requests += await asyncio.gather(
+                    *(answer(engine, index) for index in range(len(prompts)))
+                )
+            return Run(requests, engine.stats(), plans, results)
+
+    return asyncio.run(run_all())
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@cache
+def without(name: str) -> Run:
+    return run(case_of(name))
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces the drafter by one that knows what the requests of a case get."""
+
+    def use(kind: Kind, name: str) -> None:
+        streams = [request.token_ids for request in without(name).requests]
+        drafter = KnowingDrafter(kind, streams, case_of(name).spec.vocab_size)
+        monkeypatch.setattr("minisgl.runner.load.NgramDrafter", drafter)
+
+    return use
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"page_size": 1, "max_prefill_length": 7},
+    "padded": {"padded": 8, "max_prefill_length": 16},
+    "no overlap": {"overlap": False},
+    "few pages": FEW_PAGES,
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "way", "num_drafts"),
     [
-        {},
-        {"page_size": 1, "max_prefill_length": 7},
-        {"padded": 4},
-        {"overlap": False},
-        FEW_PAGES,
+        *(("right", way, 3) for way in WAYS),
+        *(("fading", way, 7) for way in WAYS),
+        *((kind, "plain", num_drafts) for kind in ("right", "fading") for num_drafts in (1, 5)),
+        *(("wrong", "plain", 3), ("wrong", "padded", 1)),
+        *(("random", "chunks", 7), ("random", "few pages", 3)),
+        *(("ngram", "plain", 3), ("ngram", "chunks", 1), ("ngram", "padded", 7)),
     ],
-    ids=["plain", "chunks", "padded", "no overlap", "few pages"],
 )
-def test_ngrams_change_no_token(num_drafts: int, options: dict[str, Any]) -> None:
-    case = case_of("llama3")
-    expected, _ = answers(case)
-    found, stats = answers(case, speculative="ngram", draft_tokens=num_drafts, **options)
-    assert found == expected
-    if options is FEW_PAGES:
-        assert stats.counters.num_retractions > 0
+def test_no_draft_changes_a_token(kind: Any, way: str, num_drafts: int, drafts: Any) -> None:
+    if kind != "ngram":
+        drafts(kind, "llama3")
+    found = run(case_of("llama3"), speculative="ngram", draft_tokens=num_drafts, **WAYS[way])
+    assert found.outputs == without("llama3").outputs
+    drafted, accepted = num_drafted(found.results), num_accepted(found.results)
+    assert drafted > 0
+    if kind == "right":
+        assert accepted == drafted
+        longest = max(max(result.run_lengths or [1]) for result in found.results)
+        assert longest == 1 + num_drafts
+    else:
+        assert accepted == 0 if kind == "wrong" else accepted < drafted
+    if way == "few pages":
+        assert found.stats.counters.num_retractions > 0
+    if way == "padded":
+        replayed = [
+            result.captured
+            for plan, result in zip(found.plans, found.results, strict=True)
+            if plan.max_run > 1 and not plan.chunks and len(plan.decode_slots) <= 8
+        ]
+        assert replayed and all(replayed)
+
+
+def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
+    drafts("fading", "llama3")
+    found = run(case_of("llama3"), speculative="ngram", rounds=2, abort=True, page_size=4)
+    expected = without("llama3").outputs
+    assert len(found.outputs) == 2 * len(expected)
+    for index, (request, output) in enumerate(zip(found.requests, found.outputs, strict=True)):
+        wanted = expected[index % len(expected)]
+        if index % len(expected) % 3 == 1:
+            assert len(output[0]) > 7 and output[0] == wanted[0][: len(output[0])]
+        else:
+            assert output == wanted
+        if index >= len(expected) and request.num_prompt_tokens > 8:
+            assert request.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama3", {"tp": 2}), ("llama3", {"pp": 2, "padded": 4}), ("moe-60", {"pp": 3})],
+    ids=str,
+)
+def test_drafts_on_several_ranks_change_no_token(
+    name: str, options: dict[str, Any], drafts: Any
+) -> None:
+    drafts("fading", name)
+    found = run(case_of(name), speculative="ngram", max_prefill_length=16, **options)
+    assert found.outputs == without(name).outputs
+    assert 0 < num_accepted(found.results) < num_drafted(found.results)
+
+
+@pytest.mark.parametrize("options", [{}, {"padded": 8}, {"pp": 2}], ids=str)
+def test_masked_rows_are_sampled_beside_runs(options: dict[str, Any]) -> None:
+    case = case_of("llama-biased")
+    assert mixed_outcomes(case, speculative="ngram", **options) == mixed_outcomes(case)
+
+
+def test_rows_with_penalties_or_masks_verify_nothing(drafts: Any) -> None:
+    drafts("right", "llama3")
+    prompts = case_of("llama3").prompts
+    loaded = load_engine(case_of("llama3").folder, speculative="ngram")
+    _, results = watch(loaded)
+
+    async def answer() -> None:
+        async with AsyncEngine(loaded) as engine:
+            stream = engine.submit(prompts[2], replace(PARAMS[2], seed=1))
+            async for _ in stream:
+                pass
+
+    asyncio.run(answer())
+    assert results and num_drafted(results) == 0

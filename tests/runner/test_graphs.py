@@ -26,13 +26,13 @@ from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 CPU = torch.device("cpu")
 
 
-def graphs(max_batch: int, max_chunk_rows: int = 8192) -> StepGraphs:
+def graphs(max_batch: int, max_chunk_rows: int = 8192, **runs: int) -> StepGraphs:
     def nothing() -> None:
         pass
 
     steps = [
         CapturedStep(key, torch.empty(0) if key.shape.num_chunks else None, nothing, {})
-        for key in graph_keys(max_batch, max_chunk_rows)
+        for key in graph_keys(max_batch, max_chunk_rows, **runs)
     ]
     return StepGraphs(steps)
 
@@ -65,11 +65,30 @@ def test_every_batch_up_to_the_largest_has_a_graph(max_batch: int) -> None:
         assert captured.find(decode_plan(max_batch + 1), variant) is None
 
 
-def test_the_largest_graphs_are_captured_first() -> None:
-    rows = [key.shape.num_decodes + key.shape.num_chunk_rows for key in graph_keys(256, 8192)]
+@pytest.mark.parametrize("runs", [{}, {"max_run": 4, "max_run_rows": 512}])
+def test_the_largest_graphs_are_captured_first(runs: dict[str, int]) -> None:
+    keys = graph_keys(256, 8192, **runs)
+    rows = [key.shape.num_rows for key in keys]
     assert rows == sorted(rows, reverse=True)
-    assert len(set(graph_keys(256, 8192))) == len(rows)
-    assert graph_keys(0, 8192) == []
+    assert len(set(keys)) == len(rows)
+    assert graph_keys(0, 8192, **runs) == []
+
+
+def test_a_step_with_runs_has_a_graph_of_its_own_as_long_as_it_has_few_rows() -> None:
+    captured = graphs(256, max_run=4, max_run_rows=512)
+    plain = graphs(256)
+    for plan in (decode_plan(3), decode_plan(128), mixed_plan(3, 100), mixed_plan(100, 400)):
+        for variant in (SamplingVariant.FILTERED, SamplingVariant.FULL):
+            for masked in ((), (0,)):
+                one = replace(plan, masked_slots=masked)
+                single, alone = captured.find(one, variant), plain.find(one, variant)
+                assert (single and single.key) == (alone and alone.key)
+                step = captured.find(replace(one, max_run=4), variant)
+                assert (step is None) == (single is None)
+                assert step is None or step.key.shape.run == 4
+    assert captured.find(replace(decode_plan(129), max_run=4), SamplingVariant.FILTERED) is None
+    assert captured.find(replace(decode_plan(1), max_run=3), SamplingVariant.FILTERED) is None
+    assert captured.max_batch == 256
 
 
 def test_a_mixed_step_uses_the_smallest_captured_shape_that_fits() -> None:

@@ -83,6 +83,7 @@ class Harness:
     client_share: float = 1.0
     max_run: int = 1
     run_seed: int = 0
+    runs_vary: bool = False  # from step to step, up to max_run
     num_stages: int = 1
     look_ahead: bool = True
     num_host_pages: int = 0
@@ -109,6 +110,7 @@ class Harness:
             disk=None if self.disk is None else Disk(self.disk, b"model"),
             num_snapshots=self.num_snapshots,
         )
+        lengths = random.Random(self.run_seed)
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
@@ -119,6 +121,7 @@ class Harness:
             conservativeness=self.conservativeness,
             client_share=self.client_share,
             max_run=self.max_run,
+            choose_run=(lambda _: lengths.randint(1, self.max_run)) if self.runs_vary else None,
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
         )
@@ -348,6 +351,7 @@ def random_requests(
             + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),  # with which it takes no drafts
             logprobs=rng.choice([None, 0]),
             ignore_eos=rng.random() < 0.7,
             tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
@@ -1058,8 +1062,9 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
         client_share=(1.0, 0.9, 0.5)[seed % 3],
-        max_run=rng.choice([1, 1, 2, 5]) if num_stages == 1 else 1,
+        max_run=rng.choice([1, 1, 2, 5]),
         run_seed=seed,
+        runs_vary=rng.random() < 0.5,
         num_stages=num_stages,
         look_ahead=rng.random() < 0.7,
         num_host_pages=rng.choice([0, 0, 2, 10, 100]) if has_host_tier else 0,
@@ -1079,6 +1084,7 @@ def cramped_harness(
     """A harness whose device has room for a few prompts only, and otherwise any."""
     page_size = page_size or rng.choice([1, 2, 4])
     num_stages = rng.choice([1, 1, 2, 4])
+    options.setdefault("max_run", rng.choice([1, 1, 3]))
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
@@ -1086,7 +1092,6 @@ def cramped_harness(
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 3]) if num_stages == 1 else 1,
         run_seed=seed,
         num_stages=num_stages,
         look_ahead=rng.choice([True, False]),
@@ -1666,8 +1671,8 @@ def test_any_schedule_with_snapshots_gives_the_same_tokens(seed: int) -> None:
         seed,
         cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
         num_snapshots=rng.choice([0, 1, 2, 5, 100]),
+        max_run=1,  # a run that is shortened has no state
     )
-    harness.max_run = harness.scheduler._rows.max_run = 1  # a run that is shortened has no state
     waiting = random_requests(
         rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
     )

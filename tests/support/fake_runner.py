@@ -127,6 +127,7 @@ class FakeRunner:
         self.moves: list[tuple[Move, Callable[[int, int], None]]] = []  # under way
         self.holds_moves = False  # until `end_move`
         self.num_moved = [0, 0]  # pages that were written, and read
+        self._sampled: dict[int, list[int]] = {}  # by slot: runs of a masked plan
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -187,11 +188,17 @@ class FakeRunner:
                     self._cells[page, place] = value
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
-        assert plan.max_run == 1
-        result = StepResult(plan.step, [])
+        self._has_runs |= plan.max_run > 1
+        result = StepResult(plan.step, [], run_lengths=[] if plan.max_run > 1 else None)
         rows = [self._slots[slot] for slot in plan.decode_slots]
+        self._sampled = {}
         for slot in rows:
-            self._compute(slot, slot.length, slot.last_token)
+            if slot.join.masked:
+                self._compute(slot, slot.length, slot.last_token)
+            else:  # what it samples depends on no mask
+                tokens: list[int] = []
+                self._run(slot, plan.max_run, tokens, {})
+                self._sampled[slot.join.slot] = tokens
         rows += self._compute_chunks(plan, result.prompt_logprobs)
         self.num_computed_tokens += plan.num_tokens
         masked = [slot.join.slot for slot in rows if slot.join.masked]
@@ -212,7 +219,11 @@ class FakeRunner:
         left = iter(masks)
         for slot in rows:
             words = next(left) if slot.join.masked else None
-            self._report(slot, self._draw(slot, words), tokens, result.logprobs)
+            run = self._sampled.pop(slot.join.slot, None) or [self._draw(slot, words)]
+            for token in run:
+                self._report(slot, token, tokens, result.logprobs)
+            if handle.run_lengths is not None:
+                handle.run_lengths.append(len(run))  # type: ignore[attr-defined]
         masks.fill(0)  # nobody may read it again
         handle.token_ids[:] = tokens  # type: ignore[index]
 
