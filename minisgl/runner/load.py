@@ -118,14 +118,9 @@ def load_runner(
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
     dtype = getattr(torch, config.dtype)
-<<<<<<< HEAD
-    stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
-    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
-=======
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    build = _Builder(config, facts, model, lanes, ranks, stage)
->>>>>>> spec
+    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
