@@ -154,7 +154,8 @@ def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
 def test_drafts_on_several_ranks_change_no_token(
     name: str, options: dict[str, Any], drafts: Any
 ) -> None:
-    drafts("fading", name)
+    if "pp" in options:  # only the last stage drafts, in this process
+        drafts("fading", name)
     found = run(case_of(name), speculative="ngram", max_prefill_length=16, **options)
     assert found.outputs == without(name).outputs
     assert 0 < num_accepted(found.results) < num_drafted(found.results)
