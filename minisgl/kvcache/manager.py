@@ -93,6 +93,7 @@ class KVCacheManager:
         disk: Disk | None = None,
         max_in_transit: int = 0,
         num_snapshots: int | None = None,
+        looks_ahead: bool = False,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: number of pages that travel there beside a decode step without disturbing
@@ -100,8 +101,9 @@ class KVCacheManager:
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
         always fit. num_snapshots: of the states of requests; None: the model keeps none.
+        looks_ahead: what a page has of its last token depends on the next one.
         """
-        self.page_size = page_size
+        self.page_size, self._looks_ahead = page_size, looks_ahead
         self.num_pages = num_pages
         self._device = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
@@ -143,8 +145,15 @@ class KVCacheManager:
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""
-        max_pages = self._cache.max_match(num_tokens)
+        max_pages = self._num_matching(key, num_tokens, namespace)
         return self._cache.match_pages(key, max_pages, namespace) * self.page_size
+
+    def _num_matching(self, key: bytes, num_tokens: int, namespace: bytes) -> int:
+        """Number of pages to match: all, or with look-ahead all but the deepest that are found."""
+        max_pages = self._cache.max_match(num_tokens)
+        if self.snapshots is None and self._looks_ahead:
+            return max(0, self._cache.match_pages(key, max_pages, namespace) - 1)
+        return max_pages
 
     def acquire(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
@@ -154,7 +163,7 @@ class KVCacheManager:
         Only prefixes committed in the same namespace match. `reserve` loads the pages that are in
         host memory; until it is called, the lease has none of them.
         """
-        max_pages = self._cache.max_match(num_tokens) if reuse else 0
+        max_pages = self._num_matching(key, num_tokens, namespace) if reuse else 0
         match = self._cache.acquire(key, max_pages, namespace)
         lease = Lease(match.pages, match.node, len(match.pages), match.num_host)
         loads = self.loads.above(match.node)

@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
     of the RMS norm of every head of q and k; None: they have none. `adds_one`: as in RMSNorm.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
-    the one to q, head by head.
+    the one to q, head by head. `num_inputs`: the width of x, if it is not that of the stream.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
         adds_one: bool = False,
         has_gate: bool = False,
+        num_inputs: int | None = None,
     ) -> None:
         super().__init__()
         self._layer = layer
@@ -54,7 +55,8 @@ class SelfAttention(nn.Module):
         if has_gate:
             parts[_GATE] = heads
             merged.append(MergedMap("q_proj", ("q_proj", _GATE), spec.num_heads))
-        self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias, merged=merged)
+        inputs = whole(num_inputs or hidden_size)
+        self.qkv_proj = Linear(inputs, parts, format, bias=qkv_bias, merged=merged)
         self.o_proj = RowParallelLinear("o_proj", heads, hidden_size, format, comm, bias=o_bias)
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
@@ -67,7 +69,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' K and V into the layer's KV cache."""
-        qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
+        return self.attend(*self.qkv_proj.product.of_norm(residual, norm), step)
+
+    def attend(self, qkv: Tensor, rows: Tensor, step: Step) -> Residual:
+        """As forward, given q, k and v of x, and the stream as one tensor."""
         kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_tables[self._layer])
         if not self.has_gate:
             out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)

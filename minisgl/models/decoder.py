@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec
+
+
+class Taps(NamedTuple):
+    """Where a model leaves the residual stream as it enters some of its layers."""
+
+    layers: tuple[int, ...]
+    rows: Tensor  # [num_rows, len(layers) * hidden_size]: the streams side by side
+
+    def fill(self, layer: int, stream: Tensor) -> None:
+        """stream: [num_rows, hidden_size], of one of the layers."""
+        width, place = stream.shape[1], self.layers.index(layer)
+        self.rows[:, place * width : (place + 1) * width] = stream
 
 
 class Decoder(Protocol):
@@ -34,12 +46,14 @@ class Decoder(Protocol):
         states: Sequence[LayerState],
         attention: Attention,
         received: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run the rows of one step: [num_rows, hidden_size], for `logits`; of a stage that is not
         the last, for the next one.
 
         states: one a layer, as of `layer_specs`; what the rows add is written into them. received:
-        from the stage before, may be overwritten; None on the first.
+        from the stage before, may be overwritten; None on the first. taps: filled, which only
+        minisgl's own models can.
         """
         ...
 

@@ -45,9 +45,10 @@ class SlotTables:
         prompt_lengths: Tensor,
         lanes: Lanes,
         max_run: int = 1,
+        has_states: bool = False,
     ) -> None:
         """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
-        of all plans."""
+        of all plans. has_states: of a model with a StateBySlot."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
@@ -72,6 +73,8 @@ class SlotTables:
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
         self._max_run = max_run
+        # Number of tokens by which the states have advanced, if they may lack some.
+        self._covered = torch.zeros_like(lengths) if has_states and max_run > 1 else None
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
         self.counts_lengths = max_run == 1
@@ -143,18 +146,25 @@ class SlotTables:
         rows = self._rows.first(shape.num_decode_rows, width)
         read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
         decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
-        decode_slots = rows.slots[:: shape.run]
+        decode_slots, num_kept = rows.slots[:: shape.run], None
+        if self._covered is not None:
+            positions = rows.positions[:: shape.run].int()
+            num_kept = positions - self._covered[decode_slots]
+            self._covered[decode_slots] = positions + (shape.run == 1)
         if chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
-            slots = BatchSlots(decode_slots, Segments(rows.slots[:0], rows.slots[:0], nothing))
+            no_segments = Segments(rows.slots[:0], rows.slots[:0], nothing)
+            slots = BatchSlots(decode_slots, no_segments, num_kept)
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
         state = self.state
-        state.lengths[chunks.slots] = chunks.ends.int()
+        for lengths_of in (state.lengths, self._covered):
+            if lengths_of is not None:
+                lengths_of[chunks.slots] = chunks.ends.int()
         row_starts = chunks.row_starts.int()
         segments = Segments(chunks.slots, chunks.slots, row_starts)
         if shape.num_segments:
@@ -176,7 +186,7 @@ class SlotTables:
                 starts=starts,
                 lengths=lengths,
             ),
-            slots=BatchSlots(decode_slots, segments),
+            slots=BatchSlots(decode_slots, segments, num_kept),
         )
         decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
