@@ -47,9 +47,11 @@ class Computation:
         stage: Stage | None = None,
         max_run: int = 1,
         drafter: Drafter | None = None,
+        window: int = 0,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1."""
+        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
+        window: as in SlotTables."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -71,6 +73,7 @@ class Computation:
             lanes=lanes,
             max_run=max_run,
             has_states=any(isinstance(state, StateBySlot) for state in states),
+            window=window,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)

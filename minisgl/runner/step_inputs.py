@@ -14,6 +14,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.window_inputs import with_windows
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -46,32 +47,38 @@ class SlotTables:
         lanes: Lanes,
         max_run: int = 1,
         has_states: bool = False,
+        window: int = 0,
     ) -> None:
         """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
-        of all plans. has_states: of a model with a StateBySlot."""
+        of all plans. has_states: of a model with a StateBySlot. window: of layers that have pages
+        of their own; 0: none have."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
         every = num_slots + 1
-        sizes = [every * max_pages, every, every, every * (max_run - 1), every, num_slots]
+        num_entries = every * max_pages
+        sizes = [num_entries, num_entries if window else 0, every, every, every * (max_run - 1)]
+        sizes += [every, num_slots]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=lanes.device)
-        page_table, lengths, last_tokens, drafts, takes_drafts, rows = self._all.split(sizes)
+        page_table, window_table, lengths, last_tokens, drafts, takes, rows = self._all.split(sizes)
         self.state = SlotState(
             page_table=page_table.view(num_slots + 1, max_pages),
             lengths=lengths,
             last_tokens=last_tokens,
             drafts=drafts.fill_(-1).view(every, max_run - 1),
-            takes_drafts=takes_drafts,
+            takes_drafts=takes,
             prompt_lengths=prompt_lengths,
             page_size=page_size,
+            window_table=window_table.view(every, max_pages) if window else None,
+            window=window,
         )
         # What sampling changes of the slots, int32, which the last stage returns to the others.
-        self.returned = self._all[sizes[0] : sum(sizes[:4])] if max_run > 1 else last_tokens
+        self.returned = self._all[sum(sizes[:2]) : sum(sizes[:5])] if max_run > 1 else last_tokens
         # Rows past the end of the batch always refer to the scratch slot.
         self._decode_slots = rows.fill_(num_slots)
-        self._takes_drafts_at, self._decode_slots_at = sum(sizes[:4]), sum(sizes[:5])
+        self._takes_drafts_at, self._decode_slots_at = sum(sizes[:5]), sum(sizes[:6])
         self._decode_slots_host: tuple[int, ...] = ()
-        self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
+        self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device, window)
         self._max_run = max_run
         # Number of tokens by which the states have advanced, if they may lack some.
         self._covered = torch.zeros_like(lengths) if has_states and max_run > 1 else None
@@ -97,7 +104,8 @@ class SlotTables:
         places: list[int] = []
         values: list[int] = []
         for grant in plan.grants:
-            first = grant.slot * self._max_pages + grant.index
+            slot = grant.slot + (self.scratch_slot + 1) * grant.windowed
+            first = slot * self._max_pages + grant.index
             places += range(first, first + len(grant.pages))
             values += grant.pages
         if plan.decode_slots is not self._decode_slots_host:
@@ -159,6 +167,7 @@ class SlotTables:
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
+            inputs = with_windows(inputs, rows, chunks, self.state)
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
         state = self.state
@@ -188,6 +197,7 @@ class SlotTables:
             ),
             slots=BatchSlots(decode_slots, segments, num_kept),
         )
+        inputs = with_windows(inputs, rows, chunks, state)
         decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
         return inputs, SampleRows(

@@ -7,15 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState
+from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState, WindowRows
 
 _PAGES_AT_ONCE = 256
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) -> None:
-    """As in slot_updates.py. One program a slot; of the page table it copies what each row uses."""
+    """As in slot_updates.py. One program a slot; of a page table it copies what each row uses."""
     if len(slots) == 0:
         return
+    window_table, windows = state.window_table, rows.windows
+    if window_table is None or windows is None:  # which the kernel does not read then
+        window_table, windows = state.page_table, WindowRows(rows.slot_mapping, rows.page_table)
     _read_slot[(len(slots),)](
         slots,
         state.page_table,
@@ -31,6 +34,9 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) ->
         rows.output_index,
         rows.lengths,
         rows.page_table,
+        window_table,
+        windows.slot_mapping,
+        windows.page_table,
         state.page_table.stride(0),
         state.prompt_lengths.stride(0),
         state.drafts.stride(0),
@@ -38,6 +44,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) ->
         state.scratch_slot,
         page_size=state.page_size,
         run=run,
+        window=state.window,
         block=_PAGES_AT_ONCE,
         num_warps=1,
     )
@@ -118,6 +125,9 @@ def _read_slot(
     row_output_index,
     row_lengths,
     row_pages,
+    window_table,
+    row_window_mapping,
+    row_window_pages,
     table_stride,
     prompt_stride,
     drafts_stride,
@@ -125,8 +135,11 @@ def _read_slot(
     scratch_slot,
     page_size: tl.constexpr,
     run: tl.constexpr,
+    window: tl.constexpr,
     block: tl.constexpr,
 ):
+    """window: of layers with a page table of their own; 0: there are none. Both tables, and their
+    copies, have the same strides."""
     first = tl.program_id(0) * run
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     position = tl.load(lengths + slot)
@@ -142,6 +155,12 @@ def _read_slot(
     tl.store(row_lengths + first, length)
     tl.store(lengths + slot, length)
     _copy_pages(row_pages, row_pages_stride, first, pages, tl.cdiv(length, page_size), block)
+    window_pages = window_table + slot * table_stride
+    if window:
+        _read_window(
+            window_pages, row_window_mapping, row_window_pages, row_pages_stride, first, position,
+            length, page_size, window, block,
+        )  # fmt: skip
     if run > 1:
         is_row = (slot != scratch_slot) & (tl.load(takes_drafts + slot) > 0)
         scratch_index = 1 - tl.load(prompt_lengths + scratch_slot * prompt_stride)
@@ -160,6 +179,11 @@ def _read_slot(
         tl.store(row_output_index + row, tl.where(is_row, here + 1 - prompt_length, scratch_index))
         tl.store(row_lengths + row, length)
         _copy_pages(row_pages, row_pages_stride, row, pages, tl.cdiv(length, page_size), block)
+        if window:
+            _read_window(
+                window_pages, row_window_mapping, row_window_pages, row_pages_stride, row, here,
+                length, page_size, window, block,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -170,6 +194,35 @@ def _copy_pages(row_pages, row_pages_stride, row, pages, num_pages, block: tl.co
         tl.store(
             copy + column,
             tl.load(pages + column, mask=column < num_pages),
+            mask=column < num_pages,
+        )
+
+
+@triton.jit
+def _read_window(
+    table,
+    row_mapping,
+    row_pages,
+    row_pages_stride,
+    row,
+    position,
+    length,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    block: tl.constexpr,
+):
+    """What a row has of layers with pages of their own. table: of its slot; length: 0 of a row of
+    the scratch slot."""
+    page = tl.load(table + position // page_size, mask=length > 0, other=0).to(tl.int64)
+    offset = tl.where(length > 0, position % page_size, 0)
+    tl.store(row_mapping + row, page * page_size + offset)
+    copy = row_pages + row.to(tl.int64) * row_pages_stride
+    num_pages = tl.cdiv(length, page_size)
+    for start in range(tl.maximum(length - window, 0) // page_size, num_pages, block):
+        column = start + tl.arange(0, block)
+        tl.store(
+            copy + column,
+            tl.load(table + column, mask=column < num_pages),
             mask=column < num_pages,
         )
 

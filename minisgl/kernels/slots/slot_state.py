@@ -4,6 +4,7 @@ results."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,21 @@ class SlotState:
     takes_drafts: Tensor  # [num_slots + 1] int32: 1 if the slot's runs may have several tokens
     prompt_lengths: Tensor  # [num_slots + 1] int64, of any stride
     page_size: int
+    # [num_slots + 1, max_pages] int32: of windowed layers, if these have pages of their own, with
+    # the widest window. What is before that of a slot's last token is undefined.
+    window_table: Tensor | None = None
+    window: int = 0
 
     @property
     def scratch_slot(self) -> int:
         return self.page_table.shape[0] - 1
+
+
+class WindowRows(NamedTuple):
+    """What a batch reads and writes in the pages of windowed layers."""
+
+    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
+    page_table: Tensor  # [num_rows, max_pages] int32; columns outside a row's window are undefined
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +52,24 @@ class SlotRows:
     output_index: Tensor  # [num_rows] int64: of the token that the row samples
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
+    windows: WindowRows | None = None  # if windowed layers have pages of their own
 
     @staticmethod
-    def allocate(num_rows: int, max_pages: int, device: torch.device) -> SlotRows:
+    def allocate(num_rows: int, max_pages: int, device: torch.device, window: int = 0) -> SlotRows:
+        """window: as in SlotState."""
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
         slots, token_ids, positions, slot_mapping, output_index = numbers
+        windows = WindowRows(torch.zeros_like(slot_mapping), torch.zeros_like(page_table))
         return SlotRows(
-            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table
+            *(slots, token_ids, positions, slot_mapping, output_index, lengths, page_table),
+            windows=windows if window else None,
         )
 
     def first(self, num_rows: int, width: int) -> SlotRows:
-        """A view of the first rows, and of `width` columns of their page table."""
+        """A view of the first rows, and of `width` columns of their page tables."""
+        windows = self.windows
         return SlotRows(
             slots=self.slots[:num_rows],
             token_ids=self.token_ids[:num_rows],
@@ -61,6 +78,8 @@ class SlotRows:
             output_index=self.output_index[:num_rows],
             lengths=self.lengths[:num_rows],
             page_table=self.page_table[:num_rows, :width],
+            windows=windows
+            and WindowRows(windows.slot_mapping[:num_rows], windows.page_table[:num_rows, :width]),
         )
 
 
