@@ -413,6 +413,7 @@ _TO_GATES = (
     *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".router.proj"),
     *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
 )
+_BY_HEAD = ".self_attn.kv_b_proj"  # multiplied in parts, in the dtype of the model
 
 
 def are_experts(name: str) -> bool:
@@ -421,9 +422,9 @@ def are_experts(name: str) -> bool:
 
 
 def is_quantizable(name: str) -> bool:
-    """Whether a linear map, by its name without 'model.', is one of a layer's, and neither a router
-    nor one to a few gates."""
-    return name.startswith("layers.") and not name.endswith(_TO_GATES)
+    """Whether a linear map, by its name without 'model.', is one of a layer's that its product
+    computes with as it is stored; neither a router nor one to a few gates."""
+    return name.startswith("layers.") and not name.endswith((*_TO_GATES, _BY_HEAD))
 
 
 def quantized_maps(

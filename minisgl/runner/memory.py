@@ -50,7 +50,7 @@ def allocate_states(
             match spec:
                 case KVSpec():
                     k, v = (zeros(spec.dtype, num_pages, page_size, *its) for its in spec.shapes)
-                    states.append(PagedKV(k, v, spec.scales))
+                    states.append(PagedKV.of(spec, k, v))
                 case StateSpec():
                     sizes = zip(spec.dtypes, spec.shapes, strict=True)
                     num = num_slots + 1 + num_snapshots
