@@ -229,9 +229,7 @@ def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> 
         )
     normalize = fields.flag("norm_topk_prob", False)
     if is_v2 and normalize:
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}."
-        )
+        raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")
     num_groups = num_kept = 1
     if method != _GREEDY:
         num_groups, num_kept = fields.count("n_group"), fields.count("topk_group")

@@ -42,9 +42,7 @@ def store_latents(
     if runs_triton(kv.device):
         from minisgl.kernels.elementwise import latents_kernel
 
-        return latents_kernel.store_latents(
-            kv, q, positions, slot_mapping, cache, norm, scale
-        )
+        return latents_kernel.store_latents(kv, q, positions, slot_mapping, cache, norm, scale)
     return reference(kv, q, positions, slot_mapping, cache, norm, scale)
 
 
