@@ -53,13 +53,13 @@ def prefill_tiles(
     v_in_k: bool = False,
 ) -> PrefillTiles:
     """The tiles of chunks; itemsize, fp8 and v_in_k as in decode_tiles."""
+    if v_in_k:
+        if itemsize == 4:
+            return tuning.float32_latent_prefill_tiles
+        return tuning.fp8_latent_prefill_tiles if fp8 else tuning.latent_prefill_tiles
     table = tuning.fp8_prefill_tiles if fp8 else tuning.prefill_tiles
     if itemsize == 4:
         table = tuning.float32_prefill_tiles
-        if v_in_k:
-            return tuning.float32_latent_prefill_tiles
-    elif v_in_k:
-        return tuning.fp8_latent_prefill_tiles if fp8 else tuning.latent_prefill_tiles
     return next(tiles for widest, tiles in table if head_dim <= widest)
 
 

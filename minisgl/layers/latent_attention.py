@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator

@@ -42,7 +42,7 @@ _INSTEAD = (
 
 _COMMON = "quant_method ignore ignored_layers modules_to_not_convert"
 _FP8_FIELDS = field_names(
-    f"{_COMMON} activation_scheme fmt weight_block_size dequantize kv_cache_scheme"
+    f"{_COMMON} activation_scheme fmt scale_fmt weight_block_size dequantize kv_cache_scheme"
 )
 _MXFP4_FIELDS = field_names(f"{_COMMON} dequantize")
 _AWQ_FIELDS = field_names(
@@ -150,6 +150,8 @@ def _require(fields: Fields, name: str, values: Collection[object], instead: str
 def _read_fp8(fields: Fields) -> QuantScheme:
     fields.refuse_others(_FP8_FIELDS)
     _require(fields, "fmt", (None, "e4m3"))
+    # Scales that are powers of two: those of weights are, and for inputs others are as good.
+    _require(fields, "scale_fmt", (None, "ue8m0"))
     _require(fields, "activation_scheme", ("dynamic", "static"))
     _require(fields, "dequantize", (None, False))
     static = fields.values["activation_scheme"] == "static"

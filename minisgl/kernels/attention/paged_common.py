@@ -11,11 +11,13 @@ that only decode.
 The host knows nothing about a step but the maximum number of rows and chunks: each program derives
 its work from the tables on the device, so that a CUDA graph of either kernel serves any lengths.
 The cache is [num_pages, page_size, num_kv_heads, head_dim], contiguous; values may have another
-width than keys. Where they are the first numbers of the keys, `v` is None in the kernels: a tile of
-keys is loaded as what is the values, too, and the *tail* behind it. There is one KV head then, whose
-query heads are divided into groups, each of which reads it. Nothing past a row's end or before its window is read, in the page table or the
+width than keys. Nothing past a row's end or before its window is read, in the page table or the
 cache, and tiles before the window are skipped: a decode row of a layer with a window w reads
 min(length, w) keys and values, a chunk of n tokens min(end, w + n - 1) with each of its tiles.
+
+Values may be the first numbers of the keys: `v` is None in the kernels then. A tile of these numbers
+is loaded once for both, and one of the *tail* behind it. There is a single KV head, whose query
+heads are divided into groups, each of which reads it.
 
 What a layer has beyond plain attention is None where it has not, and compiles to nothing: a
 *window*, the number of keys that a query sees; a *soft cap* c, by which scores become c · tanh(s /
