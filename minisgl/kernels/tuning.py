@@ -297,9 +297,9 @@ class DeviceTuning:
         (NO_LIMIT, PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)),
     )
 
-    # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has up
-    # to 32 heads of a row, or their pairs with tokens. Not measured yet; none spills registers on
-    # sm_90.
+    # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has
+    # up to 32 heads of a row, or their pairs with tokens. Not measured yet; none spills registers
+    # on sm_90.
     latent_decode_tiles: DecodeTiles = DecodeTiles(32, 8, 3, programs_per_sm=1, min_split=128)
     latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=64, block_n=16, num_warps=8, num_stages=2

@@ -42,9 +42,13 @@ class LatentSizes:
         return [
             *to_q,
             (self.rank + self.rope_dim, hidden_size),
-            (num_heads * (self.nope_dim + self.value_dim), self.rank),
+            self.expanding_map(num_heads),
             (hidden_size, num_heads * self.value_dim),
         ]
+
+    def expanding_map(self, num_heads: int) -> tuple[int, int]:
+        """Those of the matrix from latents to keys and values."""
+        return num_heads * (self.nope_dim + self.value_dim), self.rank
 
 
 class LatentAttention(nn.Module):

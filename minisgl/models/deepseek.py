@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from minisgl.config import AttentionSpec
+from minisgl.config import AttentionSpec, ModelFacts, Quantized
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
@@ -106,6 +106,20 @@ class LatentConfig(NativeConfig):
     def attention_maps(self, layer: int) -> list[tuple[int, int]]:
         """As in NativeConfig."""
         return self.sizes.maps(self.hidden_size, self.num_heads)
+
+    def facts(self) -> ModelFacts:
+        """As in NativeConfig. The map from latents to heads is none of the quantised."""
+        facts = NativeConfig.facts(self)
+        if (scheme := self.quantization) is None or facts.quantized is None:
+            return facts
+        expanding = self.sizes.expanding_map(self.num_heads)
+        left_out = Quantized.of(scheme, [expanding] * self.num_layers)
+        others = dataclasses.replace(
+            facts.quantized,
+            num_weights=facts.quantized.num_weights - left_out.num_weights,
+            num_bytes=facts.quantized.num_bytes - left_out.num_bytes,
+        )
+        return dataclasses.replace(facts, quantized=others)
 
 
 def read_config(given: Fields) -> LatentConfig:

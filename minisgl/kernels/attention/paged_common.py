@@ -15,9 +15,9 @@ width than keys. Nothing past a row's end or before its window is read, in the p
 cache, and tiles before the window are skipped: a decode row of a layer with a window w reads
 min(length, w) keys and values, a chunk of n tokens min(end, w + n - 1) with each of its tiles.
 
-Values may be the first numbers of the keys: `v` is None in the kernels then. A tile of these numbers
-is loaded once for both, and one of the *tail* behind it. There is a single KV head, whose query
-heads are divided into groups, each of which reads it.
+Values may be the first numbers of the keys: `v` is None in the kernels then. A tile of these is
+loaded once for both, and one of the *tail* behind it. There is a single KV head, whose query heads
+are divided into groups, each of which reads it.
 
 What a layer has beyond plain attention is None where it has not, and compiles to nothing: a
 *window*, the number of keys that a query sees; a *soft cap* c, by which scores become c · tanh(s /
