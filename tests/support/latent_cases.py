@@ -40,14 +40,14 @@ def check_store_latents(
     table = RotaryEmbedding(frequencies, 64, scale=1.1).table
     weight = norm_weight(sizes.rank, dtype, generator)
     positions = torch.randint(64, (num_rows,), generator=generator)
-    num_slots = 4 * PAGE_SIZE
-    slots = PAGE_SIZE + torch.randperm(num_slots - PAGE_SIZE, generator=generator)[:num_rows]
-    cache = random((4, PAGE_SIZE, 1, width), dtype, generator)
+    num_pages = 2 + -(-num_rows // PAGE_SIZE)  # the first is scratch
+    slots = PAGE_SIZE + torch.randperm(PAGE_SIZE * (num_pages - 1), generator=generator)[:num_rows]
+    cache = random((num_pages, PAGE_SIZE, 1, width), dtype, generator)
     if fp8:
         cache = cache.to(torch.float8_e4m3fn)
     on_device = send(device, both, positions, slots, cache, table, weight)
 
-    def run(function, both, positions, slots, cache, table, weight):  # type: ignore[no-untyped-def]
+    def run(function, both, positions, slots, cache, table, weight):
         q, kv = both.split((sizes.num_heads * head_dim, width), dim=1)
         q = q.unflatten(1, (sizes.num_heads, head_dim))
         norm = LatentNorm(table, weight, 1e-6)
