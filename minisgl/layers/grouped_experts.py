@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels.moe.grouped import GroupRouting, choose_grouped
+from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.kernels.moe.select_experts import choose_grouped
 from minisgl.kernels.residual import Residual
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import WeightFormat

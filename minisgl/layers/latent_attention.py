@@ -9,8 +9,8 @@ from torch import nn
 
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels.dispatch import rms_norm
-from minisgl.kernels.elementwise.latents import LatentNorm, store_latents
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.latents import LatentNorm
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product, dequantize
 from minisgl.kernels.residual import Residual
@@ -109,11 +109,11 @@ class LatentAttention(nn.Module):
         q, latents = both.tensor_split((self._num_first,), dim=1)
         if self.q_a_layernorm is not None:
             weight, eps = self.q_a_layernorm.weight, self.q_a_layernorm.eps
-            q = self.q_b_proj(rms_norm(q.contiguous(), weight, eps))
+            q = self.q_b_proj(dispatch.rms_norm(q.contiguous(), weight, eps))
         q = q.unflatten(1, (num_heads, -1))
         batch, weight = step.batch, self.kv_a_layernorm.weight
         latent_norm = LatentNorm(step.rotary_tables[self._layer], weight, self.kv_a_layernorm.eps)
-        queries = store_latents(
+        queries = dispatch.store_latents(
             latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, kv.scales.k
         )
         by_head = self.kv_b_proj.product.weights["weight"].unflatten(0, (num_heads, -1))

@@ -202,7 +202,7 @@ def test_rotations_of_halves_and_two_rotations_are_detected(
 def test_a_bias_in_the_weights_of_experts_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
         assert bias is not None
-        chosen = grouped.reference(logits, routing, bias).experts.long()
+        chosen = grouped.choose_grouped(logits, routing, bias).experts.long()
         weights = (logits.sigmoid() + bias).gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
         return Chosen(chosen.int(), weights * routing.factor)

@@ -39,7 +39,7 @@ def check_grouped(
         logits.to(device), routing, None if bias is None else bias.to(device)
     )
     assert chosen.dtype == torch.int32 and weights.dtype == dtype
-    wanted = grouped.reference(logits, routing, bias)
+    wanted = grouped.choose_grouped(logits, routing, bias)
     assert chosen.shape == wanted.experts.shape == (num_rows, routing.top_k)
 
     def spread(experts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def check_store_latents(
 
     out = run(store_latents, *on_device)
     kept = cache.clone()
-    wanted = run(latents.reference, both, positions, slots, kept, table, weight)
+    wanted = run(latents.store_latents, both, positions, slots, kept, table, weight)
     assert out.shape == (num_rows, sizes.num_heads, width)
     rotated = (out[..., sizes.rank :], wanted[..., sizes.rank :])
     assert_rounded_alike(rotated[0].contiguous(), rotated[1].contiguous())

@@ -87,10 +87,9 @@ def paged_decode(
         return out
     block_g = triton.next_power_of_2(group)
     # The tensor cores multiply by no fewer columns at a time, which in FP8 are pairs.
-    key_dim = v_head_dim if spec.v_in_k else head_dim
-    block_d, block_v, block_t = (
-        max(32 if fp8 else 16, triton.next_power_of_2(width))
-        for width in (key_dim, v_head_dim, head_dim - key_dim)
+    tail_or_all = head_dim - v_head_dim if spec.v_in_k else head_dim
+    block_d, block_v = (
+        max(32 if fp8 else 16, triton.next_power_of_2(width)) for width in (tail_or_all, v_head_dim)
     )
     _decode_kernel[(num_kv_heads, target_splits + num_rows)](
         out,
@@ -127,7 +126,6 @@ def paged_decode(
         block_n=tiles.block_n,
         block_d=block_d,
         block_v=block_v,
-        block_t=block_t if spec.v_in_k else None,
         block_s=max(1, _MERGED // (block_g * block_v)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
@@ -200,7 +198,6 @@ def _decode_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_v: tl.constexpr,
-    block_t: tl.constexpr,
     block_s: tl.constexpr,
     stages: tl.constexpr,
     pdl: tl.constexpr,
@@ -250,7 +247,8 @@ def _decode_kernel(
         k += kv_head * head_dim
         v += kv_head * v_head_dim
     q += row.to(tl.int64) * q_stride
-    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_d), tl.arange(0, block_v)
+    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
+    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_k), tl.arange(0, block_v)
     within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim], of queries
     real = (heads < group)[:, None] & (dims < key_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]  # the same of values
@@ -274,7 +272,7 @@ def _decode_kernel(
     fp8: tl.constexpr = v_scale is not None
     tail_query, odd_tail_query = None, None
     if v is None:
-        tails = key_dim + tl.arange(0, block_t)
+        tails = key_dim + tl.arange(0, block_d)
         in_tail = (heads < group)[:, None] & (tails < head_dim)[None, :]
         tail_places = (kv_head * group + heads)[:, None] * head_dim + tails[None, :]
         tail_query = tl.load(q + tail_places, in_tail, 0.0)
@@ -293,11 +291,11 @@ def _decode_kernel(
     words: tl.constexpr = 2 if fp8 else 1  # elements in one that is loaded
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = offsets_of(
-            pages, start, row_size // words, page_size, in_page, block_n, block_d // words
+            pages, start, row_size // words, page_size, in_page, block_n, block_k // words
         )
         if v is None:
             v_offsets = offsets_of(
-                pages, start, row_size // words, page_size, in_page, block_n, block_t // words
+                pages, start, row_size // words, page_size, in_page, block_n, block_d // words
             )
         else:
             v_offsets = offsets_of(
@@ -306,7 +304,7 @@ def _decode_kernel(
         # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
-        mask = in_cache(keys, end, key_dim // words, block_d // words)
+        mask = in_cache(keys, end, key_dim // words, block_k // words)
         if fp8:
             tile, odd_tile = _even_and_odd(tl.load(k + offsets, mask, 0), query.dtype)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
@@ -315,7 +313,7 @@ def _decode_kernel(
             tile = tl.load(k + offsets, mask, 0.0)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         if v is None:
-            tail_mask = in_cache(keys, end, (head_dim - key_dim) // words, block_t // words)
+            tail_mask = in_cache(keys, end, (head_dim - key_dim) // words, block_d // words)
             tail = tl.load(k + key_dim // words + v_offsets, tail_mask, 0)
             if fp8:
                 tail, odd_tail = _even_and_odd(tail, query.dtype)

@@ -108,9 +108,9 @@ def paged_prefill(
         block_chunks=block_chunks,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
-        block_d=max(16, triton.next_power_of_2(v_head_dim if spec.v_in_k else head_dim)),
+        # Of the tail, where the values are the first numbers of the keys.
+        block_d=max(16, triton.next_power_of_2(head_dim - (v_head_dim if spec.v_in_k else 0))),
         block_v=max(16, triton.next_power_of_2(v_head_dim)),
-        block_t=max(16, triton.next_power_of_2(head_dim - v_head_dim)) if spec.v_in_k else None,
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
@@ -168,7 +168,6 @@ def _prefill_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_v: tl.constexpr,
-    block_t: tl.constexpr,
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -228,7 +227,8 @@ def _prefill_kernel(
             return
 
     pairs = tl.arange(0, block_m)
-    dims, v_dims = tl.arange(0, block_d), tl.arange(0, block_v)
+    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
+    dims, v_dims = tl.arange(0, block_k), tl.arange(0, block_v)
     tokens = pairs // group
     heads = kv_head * group + pairs % group
     rows = (first_row + first_token).to(tl.int64) + tokens
@@ -241,7 +241,7 @@ def _prefill_kernel(
     fp8: tl.constexpr = v_scale is not None
     tail = None
     if v is None:
-        tail_dims = tl.arange(0, block_t)
+        tail_dims = tl.arange(0, block_d)
         in_tail = (tokens < num_tokens)[:, None] & (tail_dims < head_dim - key_dim)[None, :]
         tail = tl.load(q + places + key_dim + tail_dims[None, :], in_tail, 0.0)
         query, tail, scale = both_to_multiply(query, tail, scale, fp8)
@@ -268,20 +268,20 @@ def _prefill_kernel(
         acc, peak, total = _attend_tiles(
             acc, peak, total, query, tail, position + tokens, k, v, table,
             first, tl.minimum(whole, stop), window, scale, softcap,
-            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, block_t, True,
+            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
             fp8,             stages,
         )  # fmt: skip
         first = tl.maximum(first, whole)
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, tail, position + tokens, k, v, table,
         first, stop, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, block_t, False,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False,
         fp8,         stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, tail, position + tokens, k, v, table,
         diagonal, position + num_tokens if accs is None else end, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, block_t, True,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
             fp8,         stages,
     )  # fmt: skip
     if sinks is not None:
@@ -419,7 +419,6 @@ def _attend_tiles(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_v: tl.constexpr,
-    block_t: tl.constexpr,
     masked: tl.constexpr,
     fp8: tl.constexpr,
     stages: tl.constexpr,
@@ -428,27 +427,28 @@ def _attend_tiles(
     they are whole tiles, and every query sees all of them."""
     row_size: tl.constexpr = head_dim if v is None else num_kv_heads * head_dim
     key_dim: tl.constexpr = v_head_dim if v is None else head_dim
+    block_k: tl.constexpr = block_v if v is None else block_d
     v_row_size: tl.constexpr = num_kv_heads * v_head_dim
     # With a window, tiles do not begin at multiples of their size.
     in_page: tl.constexpr = window is None and page_size % block_n == 0
     pages = load_pages(table, first, end, page_size, in_page, block_n)
     for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_d)
+        offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_k)
         if v is None:
-            v_offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_t)
+            v_offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_d)
         else:
             v_offsets = offsets_of(pages, start, v_row_size, page_size, in_page, block_n, block_v)
         # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
-        if masked or key_dim != block_d:
-            tile = tl.load(k + offsets, in_cache(keys, end, key_dim, block_d), 0.0)
+        if masked or key_dim != block_k:
+            tile = tl.load(k + offsets, in_cache(keys, end, key_dim, block_k), 0.0)
         else:
             tile = tl.load(k + offsets)
         tile = tile.to(query.dtype)
         if v is None:
             values = tile
-            in_tail = in_cache(keys, end, head_dim - key_dim, block_t)
+            in_tail = in_cache(keys, end, head_dim - key_dim, block_d)
             tails = tl.load(k + key_dim + v_offsets, in_tail, 0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
             scores = tl.dot(tail, tl.trans(tails), scores, input_precision="ieee")

@@ -1,5 +1,5 @@
-"""What attention over latents (DeepSeek-V2, arXiv 2405.04434) does between its maps: the norm of
-latents, interleaved rope, and the write to the cache."""
+"""What attention over latents (DeepSeek-V2, arXiv 2405.04434) does between its maps, in torch: the
+norm of latents, interleaved rope, and the write to the cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.elementwise.reference import rms_norm, store
 
 
@@ -29,33 +28,7 @@ def store_latents(
     norm: LatentNorm,
     scale: float = 1.0,
 ) -> Tensor:
-    """Norm the latents, rotate what is behind them, and write both to the cache; rotate queries.
-
-    kv: [num_rows, rank + rope_dim]; q: [num_rows, num_heads, any + rope_dim]; rows of both may be
-    parts of wider ones. The last rope_dim numbers of each are rotated, pair by pair of neighbours.
-    positions, slot_mapping: [num_rows] int64, on Hopper and later two launches old. cache:
-    [num_pages, page_size, 1, rank + rope_dim], of kv's dtype or float8_e4m3fn with this scale.
-
-    Returns a new [num_rows, num_heads, rank + rope_dim] with the rotated numbers of the queries.
-    Its first `rank` numbers are undefined: the place for queries of latents.
-    """
-    if runs_triton(kv.device):
-        from minisgl.kernels.elementwise import latents_kernel
-
-        return latents_kernel.store_latents(kv, q, positions, slot_mapping, cache, norm, scale)
-    return reference(kv, q, positions, slot_mapping, cache, norm, scale)
-
-
-def reference(
-    kv: Tensor,
-    q: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    cache: Tensor,
-    norm: LatentNorm,
-    scale: float = 1.0,
-) -> Tensor:
-    """As store_latents, with the rounding of reference.py of this folder."""
+    """As in dispatch.py, with the rounding of reference.py."""
     rank, rope_dim = len(norm.weight), norm.table.shape[1]
     row = kv.new_empty(kv.shape)
     cos, sin = norm.table[positions].chunk(2, dim=-1)

@@ -1,5 +1,5 @@
 """Norm of latents, interleaved rope, and the write to the cache as one Triton kernel, with the
-rounding of `reference` in latents.py."""
+rounding of `store_latents` in latents.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store_latents(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """As in latents.py; within a row all is contiguous. pdl: overlap launches where the device can,
+    """As in dispatch.py; within a row all is contiguous. pdl: overlap launches where the device can,
     by the rule of launch_options.py."""
     num_rows, num_heads, head_dim = q.shape
     rank, rope_dim = len(norm.weight), norm.table.shape[1]

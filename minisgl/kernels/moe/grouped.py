@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Chosen
 
 LEAST_SUM = 1e-20  # added to the sum of weights that divides them
@@ -30,20 +29,7 @@ class GroupRouting(NamedTuple):
 
 
 def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
-    """The experts of each row, and their weights.
-
-    logits: [num_rows, num_experts] contiguous; bias: [num_experts] float32, added to the scores of
-    experts where they are compared, and not to their weights.
-    """
-    if runs_triton(logits.device):
-        from minisgl.kernels.moe import grouped_kernel
-
-        return grouped_kernel.choose_grouped(logits, routing, bias)
-    return reference(logits, routing, bias)
-
-
-def reference(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
-    """As choose_grouped, in float32 until the weights are rounded to logits' dtype."""
+    """As in select_experts.py, in float32 until the weights are rounded to logits' dtype."""
     wide = logits.float()
     scores = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)
     compared = scores if bias is None else scores + bias

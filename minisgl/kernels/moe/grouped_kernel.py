@@ -1,4 +1,4 @@
-"""The choice of experts among groups as one Triton kernel, as `reference` of grouped.py."""
+"""The choice of experts among groups as one Triton kernel, as `choose_grouped` of grouped.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from minisgl.kernels.moe.reference import Chosen
 def choose_grouped(
     logits: Tensor, routing: GroupRouting, bias: Tensor | None = None, *, pdl: bool = True
 ) -> Chosen:
-    """As in grouped.py. Of experts, and of groups, that count alike the lower one comes first; a
-    row that holds NaN chooses existing experts, each once. pdl: overlap launches where the device
-    can, by the rule of launch_options.py."""
+    """As in select_experts.py. Of experts, and of groups, that count alike the lower one comes
+    first; a row that holds NaN chooses existing experts, each once. pdl: overlap launches where the
+    device can, by the rule of launch_options.py."""
     assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
