@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minisgl.config import UNSCALED, KVScales
+from minisgl.config import UNSCALED, KVScales, KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,14 @@ class PagedKV:
     v: Tensor  # [num_pages, page_size, num_kv_heads, value_dim]; nothing is stored if that is 0
     scales: KVScales = UNSCALED
     windowed: bool = False  # its pages are those of windowed layers, which have their own
+    v_in_k: bool = False  # v is a view of the first numbers of k
+
+    @staticmethod
+    def of(spec: KVSpec, k: Tensor, v: Tensor, *, windowed: bool = False) -> PagedKV:
+        """k and v: of the shapes of the spec. What attention reads as v may be a part of k."""
+        if spec.shared_dim:
+            return PagedKV(k, k[..., : spec.shared_dim], spec.scales, windowed, v_in_k=True)
+        return PagedKV(k, v, spec.scales, windowed)
 
     @property
     def page_size(self) -> int:
@@ -32,7 +40,8 @@ class PagedKV:
     @property
     def planes(self) -> tuple[Tensor, ...]:
         """The tensors of which a page has a part, for copies of pages."""
-        return tuple(plane for plane in (self.k, self.v) if plane.shape[-1])
+        stored = (self.k,) if self.v_in_k else (self.k, self.v)
+        return tuple(plane for plane in stored if plane.shape[-1])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -97,7 +97,7 @@ def _decode(
     # mask does not exclude.
     index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
     # [num_rows, num_visible, kv heads, width]
-    k, v = _gather(kv.k, index, q.dtype), _gather(kv.v, index, q.dtype)
+    k, v = _gather_kv(kv, index, q.dtype)
     out = _attend(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
@@ -127,8 +127,7 @@ def _prefill(
     index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     # [kv heads, 1, keys, width]
-    k = _gather(kv.k, index, q.dtype).transpose(0, 1).unsqueeze(1)
-    v = _gather(kv.v, index, q.dtype).transpose(0, 1).unsqueeze(1)
+    k, v = (kept.transpose(0, 1).unsqueeze(1) for kept in _gather_kv(kv, index, q.dtype))
     sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
     block = _CPU_QUERIES if q.is_cpu else max(1, _MAX_SCORES // (len(positions) * num_heads))
     for first in range(0, length, block):
@@ -201,6 +200,12 @@ def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     """The KV slot of each position. Both arguments: [n, ...]; returns the shape of positions."""
     pages = page_table.long().gather(1, positions // page_size)
     return pages * page_size + positions % page_size
+
+
+def _gather_kv(kv: PagedKV, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values as of `_gather`."""
+    k = _gather(kv.k, index, dtype)
+    return k, k[..., : kv.v.shape[3]] if kv.v_in_k else _gather(kv.v, index, dtype)
 
 
 def _gather(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeBatch, PrefillBatch
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
-from minisgl.kernels.attention.paged_common import SplitWorkspace
+from minisgl.kernels.attention.paged_common import SplitWorkspace, num_groups
 from minisgl.kernels.attention.paged_decode import paged_decode
 from minisgl.kernels.attention.paged_prefill import (
     MOST_SPLIT_CHUNKS,
@@ -24,12 +24,20 @@ from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuni
 
 
 def decode_tiles(
-    num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning, *, fp8: bool = False
+    num_items: int,
+    head_dim: int,
+    itemsize: int,
+    tuning: DeviceTuning,
+    *,
+    fp8: bool = False,
+    v_in_k: bool = False,
 ) -> DecodeTiles:
     """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
-    fp8: whether the KV cache is in FP8."""
+    fp8: whether the KV cache is in FP8; v_in_k: as in AttentionSpec."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
+    if v_in_k:
+        return tuning.latent_decode_tiles
     if head_dim > 128:
         return next(tiles for widest, tiles in tuning.wide_decode_tiles if head_dim <= widest)
     table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
@@ -37,9 +45,18 @@ def decode_tiles(
 
 
 def prefill_tiles(
-    head_dim: int, itemsize: int, tuning: DeviceTuning, *, fp8: bool = False
+    head_dim: int,
+    itemsize: int,
+    tuning: DeviceTuning,
+    *,
+    fp8: bool = False,
+    v_in_k: bool = False,
 ) -> PrefillTiles:
-    """The tiles of chunks; itemsize and fp8 as in decode_tiles."""
+    """The tiles of chunks; itemsize, fp8 and v_in_k as in decode_tiles."""
+    if v_in_k:
+        if itemsize == 4:
+            return tuning.float32_latent_prefill_tiles
+        return tuning.fp8_latent_prefill_tiles if fp8 else tuning.latent_prefill_tiles
     table = tuning.fp8_prefill_tiles if fp8 else tuning.prefill_tiles
     if itemsize == 4:
         table = tuning.float32_prefill_tiles
@@ -147,7 +164,8 @@ class TritonAttention:
         norm_rope: NormRope | None,
     ) -> Tensor:
         num_rows, _, head_dim = heads.shape
-        num_kv_heads, v_head_dim = kv.v.shape[2:]
+        v_head_dim = kv.v.shape[3]
+        num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)
         tuning = tuning_of(heads.device)
         tiles = self._decode_tiles or decode_tiles(
             num_rows * num_kv_heads,
@@ -155,6 +173,7 @@ class TritonAttention:
             heads.itemsize,
             tuning,
             fp8=kv.k.dtype == torch.float8_e4m3fn,
+            v_in_k=spec.v_in_k,
         )
         target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
         num_stats = (target_splits + num_rows) * num_heads
@@ -191,10 +210,15 @@ class TritonAttention:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values. Raises as
         `decode` does."""
         num_rows, num_heads, head_dim = q.shape
-        num_kv_heads, v_head_dim = kv.v.shape[2:]
+        v_head_dim = kv.v.shape[3]
+        num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)
         tuning = tuning_of(q.device)
         tiles = self._prefill_tiles or prefill_tiles(
-            head_dim, q.itemsize, tuning, fp8=kv.k.dtype == torch.float8_e4m3fn
+            head_dim,
+            q.itemsize,
+            tuning,
+            fp8=kv.k.dtype == torch.float8_e4m3fn,
+            v_in_k=spec.v_in_k,
         )
         # Of one size, and made by the first step, whatever its rows.
         most = most_prefill_splits(num_kv_heads, tiles, tuning)

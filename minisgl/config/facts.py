@@ -43,6 +43,7 @@ class KVSpec:
     value_dim: int  # 0: there are no values beside the keys
     dtype: str  # one of DTYPES, or FP8
     scales: KVScales = UNSCALED  # for FP8
+    shared_dim: int = 0  # numbers of a key, the first, that are its value, too
     window: int | None = None  # the tokens that a query sees, the widest of all layers; None: all
 
     def read_by(self, reader: AttentionSpec) -> KVSpec:
@@ -122,7 +123,10 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
 
 
 WINDOWS, SOFT_CAPS = "sliding windows", "soft caps"
-ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, "attention sinks", "values of another width")
+ATTENTION_EXTRAS = (
+    *(WINDOWS, SOFT_CAPS, "attention sinks", "values of another width"),
+    "values that are part of the keys",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,7 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
     sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
     value_dim: int | None = None  # None: that of queries and keys, head_dim
+    v_in_k: bool = False  # the values are the first value_dim numbers of the keys
 
     def num_visible(self, length: int) -> int:
         """The number of keys that the last of `length` tokens sees."""
@@ -146,11 +151,23 @@ class AttentionSpec:
     def extras(self) -> tuple[str, ...]:
         """The names of its features beyond plain causal attention, of ATTENTION_EXTRAS."""
         other_values = self.value_dim not in (None, self.head_dim)
-        used = (self.window is not None, self.softcap is not None, self.sinks, other_values)
+        used = (
+            *(self.window is not None, self.softcap is not None, self.sinks, other_values),
+            self.v_in_k,
+        )
         return tuple(itertools.compress(ATTENTION_EXTRAS, used))
 
     def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """The KV cache of the layer in `dtype`."""
+        if self.v_in_k:
+            return KVSpec(
+                num_kv_heads=self.num_kv_heads,
+                key_dim=self.head_dim,
+                value_dim=0,
+                dtype=dtype,
+                scales=KVScales(scales.k, scales.k),
+                shared_dim=self.value_dim or self.head_dim,
+            )
         return KVSpec(
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from minisgl.config import UNSCALED, KVScales
-from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise import latents, reference
+from minisgl.kernels.elementwise.latents import LatentNorm
 from minisgl.kernels.elementwise.reference import NormRope, PostNorm
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,28 @@ def qk_norm_rope_store_kv(
     )
 
 
+def store_latents(
+    kv: Tensor,
+    q: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cache: Tensor,
+    norm: LatentNorm,
+    scale: float = 1.0,
+) -> Tensor:
+    """Norm the latents, rotate what is behind them, and write both to the cache; rotate queries.
+
+    kv: [num_rows, rank + rope_dim]; q: [num_rows, num_heads, any + rope_dim]; rows of both may be
+    parts of wider ones. The last rope_dim numbers of each are rotated, pair by pair of neighbours.
+    positions, slot_mapping: as of qk_norm_rope_store_kv. cache: [num_pages, page_size, 1, rank +
+    rope_dim], of kv's dtype, or float8_e4m3fn with this scale.
+
+    Returns a new [num_rows, num_heads, rank + rope_dim] with the rotated numbers of the queries.
+    Its first `rank` numbers are undefined: the place for queries of latents.
+    """
+    return _kernels_for(kv.device).store_latents(kv, q, positions, slot_mapping, cache, norm, scale)
+
+
 class Kernels(NamedTuple):
     """One implementation of the functions above."""
 
@@ -116,6 +139,7 @@ class Kernels(NamedTuple):
     qk_norm_rope_store_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, NormRope, KVScales], Tensor
     ]
+    store_latents: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LatentNorm, float], Tensor]
 
 
 REFERENCE = Kernels(
@@ -126,6 +150,7 @@ REFERENCE = Kernels(
     reference.soft_cap,
     reference.gated_mul,
     reference.qk_norm_rope_store_kv,
+    latents.store_latents,
 )
 
 
@@ -139,6 +164,7 @@ def triton_kernels() -> Kernels:
     from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.embedding import embed
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+    from minisgl.kernels.elementwise.latents_kernel import store_latents
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
     from minisgl.kernels.elementwise.post_norm import add_post_norm
     from minisgl.kernels.elementwise.soft_cap import soft_cap
@@ -151,6 +177,7 @@ def triton_kernels() -> Kernels:
         soft_cap,
         gated_mul,
         qk_norm_rope_store_kv,
+        store_latents,
     )
 
 

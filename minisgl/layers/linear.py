@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
+from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat, num_rows
 from minisgl.shards import Shard, whole
@@ -76,6 +77,12 @@ class Linear(nn.Module):
         """Make the product's weights parameters, again where it has let go of some."""
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
+
+    def replace_product(self, product: Product) -> None:
+        """Take another product, and let go of the weights of the one before."""
+        self._parameters.clear()
+        self.product = product
+        self.register_weights()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)

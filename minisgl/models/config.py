@@ -91,6 +91,7 @@ class NativeConfig(ModelConfig):
     has_gate: bool = False  # attention multiplies its result by the sigmoid of another map
     rotary_dim: int | None = None  # numbers of a head that are rotated, the first; None: all
     sinks: bool = False  # whether each head has a logit of attention to nothing
+    num_drafting_layers: int = 0  # behind the others in a checkpoint; left aside
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
         """What layer `layer` attends to, or keeps instead."""

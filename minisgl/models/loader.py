@@ -267,11 +267,12 @@ def fill_from_files(to: Destinations, names: Names, files: list[Path], progress:
 
 
 def _is_elsewhere(model: CausalLM, name: str) -> bool:
-    """True for a tensor of another stage, which checks it."""
+    """True for a tensor of another stage, which checks it, or of a layer that is left out."""
     kind, _, rest = name.partition(".")
     if kind == "layers":
         index = rest.partition(".")[0]
-        return index.isdecimal() and int(index) < model.num_layers and index not in model.layers
+        num_stored = model.num_layers + model.num_left_out
+        return index.isdecimal() and int(index) < num_stored and index not in model.layers
     return not model.is_first if name == _EMBEDDING else not model.is_last and name in _AT_THE_END
 
 

@@ -42,7 +42,7 @@ _INSTEAD = (
 
 _COMMON = "quant_method ignore ignored_layers modules_to_not_convert"
 _FP8_FIELDS = field_names(
-    f"{_COMMON} activation_scheme fmt weight_block_size dequantize kv_cache_scheme"
+    f"{_COMMON} activation_scheme fmt scale_fmt weight_block_size dequantize kv_cache_scheme"
 )
 _MXFP4_FIELDS = field_names(f"{_COMMON} dequantize")
 _AWQ_FIELDS = field_names(
@@ -150,6 +150,8 @@ def _require(fields: Fields, name: str, values: Collection[object], instead: str
 def _read_fp8(fields: Fields) -> QuantScheme:
     fields.refuse_others(_FP8_FIELDS)
     _require(fields, "fmt", (None, "e4m3"))
+    # Scales that are powers of two: those of weights are, and for inputs others are as good.
+    _require(fields, "scale_fmt", (None, "ue8m0"))
     _require(fields, "activation_scheme", ("dynamic", "static"))
     _require(fields, "dequantize", (None, False))
     static = fields.values["activation_scheme"] == "static"
@@ -413,6 +415,7 @@ _TO_GATES = (
     *(".mlp.gate", ".mlp.router", ".mlp.shared_expert_gate", ".router.proj"),
     *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
 )
+_BY_HEAD = ".self_attn.kv_b_proj"  # multiplied in parts, in the dtype of the model
 
 
 def are_experts(name: str) -> bool:
@@ -421,9 +424,9 @@ def are_experts(name: str) -> bool:
 
 
 def is_quantizable(name: str) -> bool:
-    """Whether a linear map, by its name without 'model.', is one of a layer's, and neither a router
-    nor one to a few gates."""
-    return name.startswith("layers.") and not name.endswith(_TO_GATES)
+    """Whether a linear map, by its name without 'model.', is one of a layer's that its product
+    computes with as it is stored; neither a router nor one to a few gates."""
+    return name.startswith("layers.") and not name.endswith((*_TO_GATES, _BY_HEAD))
 
 
 def quantized_maps(

@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError
-from minisgl.models import gemma4, gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from minisgl.models import (
+    deepseek,
+    gemma4,
+    gpt_oss,
+    lfm2,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
@@ -32,6 +43,10 @@ class Family:
 
 
 FAMILIES = {
+    **dict.fromkeys(
+        (deepseek.V2, deepseek.V3, deepseek.GLM),
+        Family(deepseek.read_config, deepseek.LatentForCausalLM, deepseek.name_of),
+    ),
     **dict.fromkeys(
         (gemma4.TEXT, gemma4.WITH_TOWERS),
         Family(gemma4.read_config, gemma4.GemmaForCausalLM, gemma4.name_of, else_adopted=True),

@@ -118,6 +118,7 @@ class CausalLM(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.num_layers = config.num_layers  # of all stages
+        self.num_left_out = config.num_drafting_layers  # behind these in a checkpoint
         self._numbers = layers
         # States are kept in the dtype of the activations, unless they have one of their own.
         facts = replace(config, dtype=str(format.dtype).removeprefix("torch.")).facts()

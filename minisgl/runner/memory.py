@@ -56,7 +56,7 @@ def allocate_states(
                     windowed = windows is not None and windows.has(spec)
                     num = num_window_pages if windowed else num_pages
                     k, v = (zeros(spec.dtype, num, page_size, *its) for its in spec.shapes)
-                    states.append(PagedKV(k, v, spec.scales, windowed))
+                    states.append(PagedKV.of(spec, k, v, windowed=windowed))
                 case StateSpec():
                     num = num_slots + 1 + num_snapshots
                     tensors = tuple(zeros(dtype, num, *shape) for dtype, shape in spec.tensors)

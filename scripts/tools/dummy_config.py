@@ -146,6 +146,19 @@ GEMMA4: dict[str, Any] = {
 }
 
 
+# As published; the layers that draft tokens are left out of random weights.
+DEEPSEEK: dict[str, Any] = {
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "kv_lora_rank": 512,
+    "moe_layer_freq": 1,
+    "qk_rope_head_dim": 64,
+    "tie_word_embeddings": False,
+}
+
+
 def sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
     return {
         "hidden_size": hidden,
@@ -218,6 +231,63 @@ MODELS = {
         "num_global_key_value_heads": 2,
         "num_key_value_heads": 8,
         "top_k_experts": 8,
+    },
+    "GLM-4.7-Flash": DEEPSEEK
+    | sizes(2048, 10240, 47, 20)
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+    "DeepSeek-V2-Lite": DEEPSEEK
+    | sizes(2048, 10944, 27, 16)
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 6,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
     },
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {

@@ -92,6 +92,9 @@ SERVED = (
     Served("gpt-oss-120b"),
     Served("gemma-4-31B"),
     Served("gemma-4-26B-A4B"),
+    Served("GLM-4.7-Flash"),
+    Served("GLM-4.7-Flash", kv_cache_dtype="fp8", multiplies_fp8=True),
+    Served("DeepSeek-V2-Lite"),
 )
 
 
@@ -115,6 +118,7 @@ ATTENDED = (
     (_attention(16, 8, 256, window=1024), 256, torch.float8_e4m3fn),
     (_attention(32, 4, 512), 512, torch.bfloat16),  # Gemma 4
     (_attention(64, 8, 192, window=128, sinks=True), 128, torch.bfloat16),  # MiMo-V2-Flash
+    (_attention(128, 1, 576, value_dim=512, v_in_k=True), 512, torch.bfloat16),  # DeepSeek-V3
 )
 
 # The heads of keys and of values of gated delta nets. All have 128 dimensions.
@@ -244,14 +248,15 @@ def _attend(
     """Decode, with norm and rope where keys and values have one width, and chunks of few rows and
     of many."""
     fp8 = kv_dtype == torch.float8_e4m3fn
-    backend = TritonAttention(prefill=prefill_tiles(spec.head_dim, 2, tuning, fp8=fp8))
+    tiles = prefill_tiles(spec.head_dim, 2, tuning, fp8=fp8, v_in_k=spec.v_in_k)
+    backend = TritonAttention(prefill=tiles)
     page_size, num_rows, max_pages = 16, 64, 256
     cache = (num_rows, page_size, spec.num_kv_heads)
     k, v = (
         torch.empty((*cache, width), dtype=kv_dtype, device=GPU)
         for width in (spec.head_dim, v_head_dim)
     )
-    kv = PagedKV(k, v)
+    kv = PagedKV.of(spec.kv(str(kv_dtype).removeprefix("torch.")), k, v)
     sinks = torch.empty(spec.num_heads, device=GPU) if spec.sinks else None
     table = torch.empty((num_rows, max_pages), dtype=torch.int32, device=GPU)
     bounds = torch.empty(num_rows + 1, dtype=torch.int32, device=GPU)

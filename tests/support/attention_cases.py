@@ -19,7 +19,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, PrefillBatch
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionSpec, KVScales
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.slots.slot_state import slot_mapping_of
@@ -48,6 +48,7 @@ class Shape:
     value_dim: int | None = None  # None: head_dim
     norms_v: bool = False  # where queries and keys are normed
     v_is_k: bool = False
+    v_in_k: bool = False  # as in AttentionSpec
 
     @property
     def spec(self) -> AttentionSpec:
@@ -60,6 +61,8 @@ class Shape:
             window=self.window,
             softcap=self.softcap,
             sinks=self.has_sinks,
+            value_dim=self.value_dim,
+            v_in_k=self.v_in_k,
         )
 
     @property
@@ -118,11 +121,11 @@ def paged_cache(
         .masked_fill_(unwritten, torch.nan)
         for width in (shape.head_dim, shape.value_dim or shape.head_dim)
     )
-    if shape.kv_scales is None:
-        return PagedKV(k, v), table.to(shape.device)
     scales = shape.kv_scales
-    kv = PagedKV(reference.to_stored(k, scales.k), reference.to_stored(v, scales.v), scales)
-    return kv, table.to(shape.device)
+    if scales is not None:
+        k, v = reference.to_stored(k, scales.k), reference.to_stored(v, scales.v)
+    kept = shape.spec.kv("", scales or UNSCALED)
+    return PagedKV.of(kept, k, v), table.to(shape.device)
 
 
 def check_decode(

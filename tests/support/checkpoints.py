@@ -23,6 +23,9 @@ from transformers.utils.logging import disable_progress_bar
 disable_progress_bar()
 
 MODEL_TYPES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -147,13 +150,80 @@ GPT_OSS = Spec(
     },
 )
 
+# Attention over latents: with and without latents of queries, groups and scaled scores. Widths
+# within a head differ, and so do the widths of latents. Heads divide by 4.
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_MSCALE_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 1.4}
+LATENT_SPECS = [
+    Spec(
+        "deepseek-v2",
+        "DeepseekV2ForCausalLM",
+        num_kv_heads=4,
+        head_dim=16,
+        num_layers=3,
+        rope=_MSCALE_ROPE,
+        transformers4=True,
+        extra={**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"},
+    ),
+    Spec(
+        "deepseek-v2-groups",
+        "DeepseekV2ForCausalLM",
+        num_kv_heads=4,
+        head_dim=16,
+        num_layers=3,
+        extra={
+            **_LATENT,
+            "q_lora_rank": 56,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    Spec(
+        "deepseek-v3",
+        "DeepseekV3ForCausalLM",
+        num_kv_heads=4,
+        head_dim=16,
+        num_layers=3,
+        rope={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+        sharded=True,
+        extra={
+            **_LATENT,
+            "q_lora_rank": 56,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    Spec(
+        "glm-flash",
+        "Glm4MoeLiteForCausalLM",
+        num_kv_heads=4,
+        head_dim=16,
+        num_layers=3,
+        extra={**_LATENT, "q_lora_rank": 56, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
+    ),
+]
+
 # Not of every test: a Qwen2 whose heads divide by 4.
 QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden_size=96, tied=True)
 
 
 def spec_named(name: str) -> Spec:
     return next(
-        spec for spec in (*SPECS, *EXPERT_SPECS, GPT_OSS, QWEN2_12_HEADS) if spec.name == name
+        spec
+        for spec in (*SPECS, *EXPERT_SPECS, *LATENT_SPECS, GPT_OSS, QWEN2_12_HEADS)
+        if spec.name == name
     )
 
 
@@ -197,7 +267,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.copy_(0.5 * noise)
             elif "embed_tokens" in name:
                 weight.copy_(noise)
-            elif "q_proj" in name or "k_proj" in name:
+            elif any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj")):
                 weight.copy_(2.5 * noise / fan_in**0.5)
             elif "o_proj" in name:
                 weight.copy_(8 * noise / fan_in**0.5)
@@ -207,6 +277,9 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.copy_(3 * noise / fan_in**0.5)
             else:
                 weight.copy_(noise / fan_in**0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of probabilities
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def _spell_as_transformers4(path: Path) -> None:

@@ -71,11 +71,12 @@ class PagedModel:
         parameters = getattr(model, "module", model).parameters()  # of an adopted model
         dtype = next(each.dtype for each in parameters if each.itemsize > 1)
         self.kv = [
-            PagedKV(
+            PagedKV.of(
+                spec,
                 *(
                     torch.full((num_pages, page_size, *its), torch.nan, dtype=dtype)
                     for its in spec.shapes
-                )
+                ),
             )
             for spec in model.layer_specs(str(dtype).removeprefix("torch."))
         ]

@@ -15,6 +15,10 @@ width than keys. Nothing past a row's end or before its window is read, in the p
 cache, and tiles before the window are skipped: a decode row of a layer with a window w reads
 min(length, w) keys and values, a chunk of n tokens min(end, w + n - 1) with each of its tiles.
 
+Values may be the first numbers of the keys: `v` is None in the kernels then. A tile of these is
+loaded once for both, and one of the *tail* behind it. There is a single KV head, whose query heads
+are divided into groups, each of which reads it.
+
 What a layer has beyond plain attention is None where it has not, and compiles to nothing: a
 *window*, the number of keys that a query sees; a *soft cap* c, by which scores become c · tanh(s /
 c) before they are masked; *sinks*, a logit for each head that takes part in the softmax with a
@@ -33,12 +37,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.config import AttentionSpec
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The running maximum before any score: -inf minus -inf would be NaN where all scores are masked.
 LOWEST = tl.constexpr(-3.0e38)
 # Rows or chunks that a program searches at once for its own; steps with no more share one variant
 # of a kernel.
 LOOKED_THROUGH = 256
+
+
+# Query heads in a group of one KV head that holds the values, too.
+_MOST_HEADS = 32
+
+
+def num_groups(num_heads: int, num_kv_heads: int, spec: AttentionSpec) -> int:
+    """The number of groups of query heads: one for each KV head, or more of a single one whose keys
+    hold the values."""
+    if not spec.v_in_k:
+        return num_kv_heads
+    assert num_kv_heads == 1, "keys that hold the values are those of all heads"
+    return next(
+        number
+        for number in range(1, num_heads + 1)
+        if num_heads % number == 0 and num_heads // number <= _MOST_HEADS
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +155,39 @@ def to_multiply(query, scale, fp8: tl.constexpr):
         power = tl.full((query.shape[0],), 1.0, tl.float32)
         if query.dtype == tl.bfloat16:
             wide = query.to(tl.float32)
-            # The power of two of the largest element, and its inverse, by their exponents: from
-            # 2^-60, for the scale not to become 0, to 2^126.
-            exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
-            exponent = tl.minimum(tl.maximum(exponent, 67), 253)
-            power = (exponent << 23).to(tl.float32, bitcast=True)
-            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            power, inverse = _power_of_two(tl.max(tl.abs(wide), 1))
             query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
             scale /= 8192.0
         return query, power * scale
     else:
         return query, scale
+
+
+@triton.jit
+def both_to_multiply(query, tail, scale, fp8: tl.constexpr):
+    """As to_multiply, of queries in two parts: (query, tail, scale)."""
+    if fp8:
+        power = tl.full((query.shape[0],), 1.0, tl.float32)
+        if query.dtype == tl.bfloat16:
+            wide, wide_tail = query.to(tl.float32), tail.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(wide_tail), 1))
+            power, inverse = _power_of_two(largest)
+            query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
+            tail = (wide_tail * inverse[:, None] * 8192.0).to(tl.float16)
+            scale /= 8192.0
+        return query, tail, power * scale
+    else:
+        return query, tail, scale
+
+
+@triton.jit
+def _power_of_two(largest):
+    """The power of two of `largest`, and its inverse, by their exponents: from 2^-60, for the scale
+    not to become 0, to 2^126."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 67), 253)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    return power, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

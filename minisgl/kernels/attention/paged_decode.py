@@ -14,10 +14,12 @@ from minisgl.kernels.attention.paged_common import (
     LOWEST,
     SplitWorkspace,
     add_sinks,
+    both_to_multiply,
     capped,
     fold,
     in_cache,
     load_pages,
+    num_groups,
     offsets_of,
     to_multiply,
 )
@@ -52,6 +54,7 @@ def paged_decode(
     q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, width]
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; page_table: [num_rows,
     max_pages] int32; lengths: [num_rows] int32; sinks: [num_heads] float32, if the spec has them.
+    v may be a view of the first numbers of k, if the spec says so; without `norm_rope` then.
     Returns a new tensor, [num_rows, num_heads, width of v]; rows of length 0 are zeros.
 
     With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads + 2 *
@@ -73,8 +76,10 @@ def paged_decode(
         assert norm_rope.table.is_contiguous() and k.dtype == v.dtype and k.shape == v.shape
         assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
         assert norm_rope.q_weight is not None or not norm_rope.norms_v
+    num_kv_heads = num_groups(num_heads, num_kv_heads, spec)
     group = num_heads // num_kv_heads
-    assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert k.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert norm_rope is None if spec.v_in_k else v.is_contiguous()
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
     assert spec.sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
@@ -82,14 +87,15 @@ def paged_decode(
         return out
     block_g = triton.next_power_of_2(group)
     # The tensor cores multiply by no fewer columns at a time, which in FP8 are pairs.
+    tail_or_all = head_dim - v_head_dim if spec.v_in_k else head_dim
     block_d, block_v = (
-        max(32 if fp8 else 16, triton.next_power_of_2(width)) for width in (head_dim, v_head_dim)
+        max(32 if fp8 else 16, triton.next_power_of_2(width)) for width in (tail_or_all, v_head_dim)
     )
     _decode_kernel[(num_kv_heads, target_splits + num_rows)](
         out,
         q,
         k,
-        v,
+        None if spec.v_in_k else v,
         page_table,
         lengths,
         workspace.accs,
@@ -125,6 +131,26 @@ def paged_decode(
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
     )
+    if spec.v_in_k:
+        _merge_kernel[(num_rows, num_heads)](
+            out,
+            lengths,
+            workspace.accs,
+            workspace.peaks,
+            workspace.totals,
+            num_rows,
+            target_splits,
+            tiles.min_split,
+            spec.window,
+            num_heads=num_heads,
+            v_head_dim=v_head_dim,
+            block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
+            block_n=tiles.block_n,
+            block_v=block_v,
+            block_s=max(1, _MERGED // block_v),
+            num_warps=4,
+            **pdl_options(q.device, pdl),
+        )
     return out
 
 
@@ -182,7 +208,8 @@ def _decode_kernel(
     merges the splits, which costs less than a second launch in a short step; a row of one split
     needs no merging. Tensor cores are used with the group padded to block_h, even for a single
     head: compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA
-    cores.
+    cores. Where the keys hold the values, splits are left to _merge_kernel: a row has a single KV
+    head, for whose many query heads one program would take longer than all others.
 
     With a rotary table, q is qkv, and each program norms and rotates the queries that it needs. The
     program whose split has the row's own token starts its softmax with it, and writes it to the
@@ -213,14 +240,17 @@ def _decode_kernel(
     pages = load_pages(table, first, end, page_size, in_page, block_n)
 
     num_heads: tl.constexpr = num_kv_heads * group
-    row_size: tl.constexpr = num_kv_heads * head_dim
+    row_size: tl.constexpr = head_dim if v is None else num_kv_heads * head_dim
     v_row_size: tl.constexpr = num_kv_heads * v_head_dim
-    k += kv_head * head_dim
-    v += kv_head * v_head_dim
+    key_dim: tl.constexpr = v_head_dim if v is None else head_dim  # without a tail
+    if v is not None:
+        k += kv_head * head_dim
+        v += kv_head * v_head_dim
     q += row.to(tl.int64) * q_stride
-    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_d), tl.arange(0, block_v)
+    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
+    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_k), tl.arange(0, block_v)
     within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim], of queries
-    real = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    real = (heads < group)[:, None] & (dims < key_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]  # the same of values
     v_real = (heads < group)[:, None] & (v_dims < v_head_dim)[None, :]
     if sinks is not None:  # in the first split only
@@ -240,26 +270,41 @@ def _decode_kernel(
             norms_v, v_is_k, block_h, block_n, block_d, pdl,
         )  # fmt: skip
     fp8: tl.constexpr = v_scale is not None
-    query, scale = to_multiply(query, scale, fp8)
+    tail_query, odd_tail_query = None, None
+    if v is None:
+        tails = key_dim + tl.arange(0, block_d)
+        in_tail = (heads < group)[:, None] & (tails < head_dim)[None, :]
+        tail_places = (kv_head * group + heads)[:, None] * head_dim + tails[None, :]
+        tail_query = tl.load(q + tail_places, in_tail, 0.0)
+        query, tail_query, scale = both_to_multiply(query, tail_query, scale, fp8)
+    else:
+        query, scale = to_multiply(query, scale, fp8)
     odd_query, odd_acc = None, None
     if fp8:  # as pairs of neighbouring dimensions: see _even_and_odd
         query, odd_query = _split(query)
         acc, odd_acc = _split(acc)
         k = k.to(tl.pointer_type(tl.int16), bitcast=True)
-        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
+        if v is None:
+            tail_query, odd_tail_query = _split(tail_query)
+        else:
+            v = v.to(tl.pointer_type(tl.int16), bitcast=True)
     words: tl.constexpr = 2 if fp8 else 1  # elements in one that is loaded
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = offsets_of(
-            pages, start, row_size // words, page_size, in_page, block_n, block_d // words
+            pages, start, row_size // words, page_size, in_page, block_n, block_k // words
         )
-        v_offsets = offsets_of(
-            pages, start, v_row_size // words, page_size, in_page, block_n, block_v // words
-        )
+        if v is None:
+            v_offsets = offsets_of(
+                pages, start, row_size // words, page_size, in_page, block_n, block_d // words
+            )
+        else:
+            v_offsets = offsets_of(
+                pages, start, v_row_size // words, page_size, in_page, block_n, block_v // words
+            )
         # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
-        mask = in_cache(keys, end, head_dim // words, block_d // words)
-        v_mask = in_cache(keys, end, v_head_dim // words, block_v // words)
+        mask = in_cache(keys, end, key_dim // words, block_k // words)
         if fp8:
             tile, odd_tile = _even_and_odd(tl.load(k + offsets, mask, 0), query.dtype)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
@@ -267,14 +312,25 @@ def _decode_kernel(
         else:
             tile = tl.load(k + offsets, mask, 0.0)
             scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        if v is None:
+            tail_mask = in_cache(keys, end, (head_dim - key_dim) // words, block_d // words)
+            tail = tl.load(k + key_dim // words + v_offsets, tail_mask, 0)
+            if fp8:
+                tail, odd_tail = _even_and_odd(tail, query.dtype)
+                scores = tl.dot(odd_tail_query, tl.trans(odd_tail), scores, input_precision="ieee")
+            scores = tl.dot(tail_query, tl.trans(tail), scores, input_precision="ieee")
         weights, decay, peak = fold(scores, (keys < end)[None, :], scale, softcap, peak, fp8)
+        if v is not None:
+            v_mask = in_cache(keys, end, v_head_dim // words, block_v // words)
+            if fp8:
+                tile, odd_tile = _even_and_odd(tl.load(v + v_offsets, v_mask, 0), query.dtype)
+            else:
+                tile = tl.load(v + v_offsets, v_mask, 0.0)
         if fp8:
-            tile, odd_tile = _even_and_odd(tl.load(v + v_offsets, v_mask, 0), query.dtype)
             rounded = weights.to(query.dtype)
             acc = tl.dot(rounded, tile, acc * decay[:, None], input_precision="ieee")
             odd_acc = tl.dot(rounded, odd_tile, odd_acc * decay[:, None], input_precision="ieee")
         else:
-            tile = tl.load(v + v_offsets, v_mask, 0.0)
             acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
         lane_totals = lane_totals * decay[:, None] + weights
     if pdl:
@@ -295,6 +351,8 @@ def _decode_kernel(
     tl.store(accs + mine * v_head_dim + v_within, acc, mask=v_real)
     tl.store(peaks + mine + heads, peak, mask=heads < group)
     tl.store(totals + mine + heads, total, mask=heads < group)
+    if v is None:
+        return
     semaphores += row * num_kv_heads
     if arrive(semaphores, kv_head) == num_splits - 1:
         tl.store(semaphores + kv_head, 0)  # for the next launch
@@ -499,6 +557,51 @@ def _find_row(
     ends = tl.cumsum(items)
     before = ends <= item
     return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), split_size
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target_splits", "min_split", "window"],
+    do_not_specialize_on_alignment=["lengths"],
+)
+def _merge_kernel(
+    out,
+    lengths,
+    accs,
+    peaks,
+    totals,
+    num_rows,
+    target_splits,
+    min_split,
+    window,
+    num_heads: tl.constexpr,
+    v_head_dim: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_n: tl.constexpr,
+    block_v: tl.constexpr,
+    block_s: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program: a head of a row, if the row is split."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, block_rows)
+    numbers = _num_visible(tl.load(lengths + rows, rows < num_rows, 0), window)
+    split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
+    first_item = tl.sum(tl.where(rows < row, _num_splits(numbers, split_size), 0))
+    num_visible = _num_visible(tl.load(lengths + row), window)
+    num_splits = _num_splits(num_visible, split_size)
+    split_size = tl.maximum(tl.cdiv(tl.cdiv(num_visible, num_splits), block_n), 1) * block_n
+    num_splits = tl.cdiv(num_visible, split_size)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if num_splits > 1:
+        merged = _merge(
+            accs, peaks, totals, first_item, num_splits, head,
+            num_heads, 1, v_head_dim, 1, block_v, block_s,
+        )  # fmt: skip
+        dims = tl.arange(0, block_v)
+        result = out + (row.to(tl.int64) * num_heads + head) * v_head_dim
+        tl.store(result + dims[None, :], merged, mask=(dims < v_head_dim)[None, :])
 
 
 @triton.jit

@@ -14,9 +14,11 @@ from minisgl.kernels.attention.paged_common import (
     LOWEST,
     SplitWorkspace,
     add_sinks,
+    both_to_multiply,
     fold,
     in_cache,
     load_pages,
+    num_groups,
     offsets_of,
     to_multiply,
 )
@@ -48,7 +50,8 @@ def paged_prefill(
 
     q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, width]
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; sinks: [num_heads] float32, if
-    the spec has them; the others as in PrefillBatch. Returns a new tensor, [num_rows, num_heads,
+    the spec has them; the others as in PrefillBatch. v may be a view of the first numbers of k, if
+    the spec says so. Returns a new tensor, [num_rows, num_heads,
     width of v]; rows of no chunk are neither read nor written.
 
     With `target_splits`, for up to MOST_SPLIT_CHUNKS chunks, the keys of long ones are divided into
@@ -60,8 +63,10 @@ def paged_prefill(
     page_size, num_kv_heads = k.shape[1:3]
     v_head_dim = v.shape[3]
     num_chunks = ends.shape[0]
+    num_kv_heads = num_groups(num_heads, num_kv_heads, spec)
     group = num_heads // num_kv_heads
-    assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert k.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert spec.v_in_k or v.is_contiguous()
     assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
     assert spec.sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     block_chunks = max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks))
@@ -80,7 +85,7 @@ def paged_prefill(
         out,
         q,
         k,
-        v,
+        None if spec.v_in_k else v,
         page_table,
         row_starts,
         ends,
@@ -103,7 +108,8 @@ def paged_prefill(
         block_chunks=block_chunks,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
-        block_d=max(16, triton.next_power_of_2(head_dim)),
+        # Of the tail, where the values are the first numbers of the keys.
+        block_d=max(16, triton.next_power_of_2(head_dim - (v_head_dim if spec.v_in_k else 0))),
         block_v=max(16, triton.next_power_of_2(v_head_dim)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
@@ -221,21 +227,30 @@ def _prefill_kernel(
             return
 
     pairs = tl.arange(0, block_m)
-    dims, v_dims = tl.arange(0, block_d), tl.arange(0, block_v)
+    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
+    dims, v_dims = tl.arange(0, block_k), tl.arange(0, block_v)
     tokens = pairs // group
     heads = kv_head * group + pairs % group
     rows = (first_row + first_token).to(tl.int64) + tokens
-    real = (tokens < num_tokens)[:, None] & (dims < head_dim)[None, :]
-    within = heads[:, None] * head_dim + dims[None, :]
-    query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
+    key_dim: tl.constexpr = v_head_dim if v is None else head_dim  # without a tail
+    real = (tokens < num_tokens)[:, None] & (dims < key_dim)[None, :]
+    places = (rows * q_stride + heads * head_dim)[:, None]
+    query = tl.load(q + places + dims[None, :], real, 0.0)
     v_real = (tokens < num_tokens)[:, None] & (v_dims < v_head_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]
     fp8: tl.constexpr = v_scale is not None
-    query, scale = to_multiply(query, scale, fp8)
+    tail = None
+    if v is None:
+        tail_dims = tl.arange(0, block_d)
+        in_tail = (tokens < num_tokens)[:, None] & (tail_dims < head_dim - key_dim)[None, :]
+        tail = tl.load(q + places + key_dim + tail_dims[None, :], in_tail, 0.0)
+        query, tail, scale = both_to_multiply(query, tail, scale, fp8)
+    else:
+        query, scale = to_multiply(query, scale, fp8)
+        k += kv_head * head_dim
+        v += kv_head * v_head_dim
 
     table = page_table + chunk * table_stride
-    k += kv_head * head_dim
-    v += kv_head * v_head_dim
     acc = tl.zeros((block_m, block_v), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
@@ -251,23 +266,23 @@ def _prefill_kernel(
         last_begin = tl.maximum(position + num_tokens - window, 0)
         whole = begin + tl.cdiv(last_begin - begin, block_n) * block_n
         acc, peak, total = _attend_tiles(
-            acc, peak, total, query, position + tokens, k, v, table,
+            acc, peak, total, query, tail, position + tokens, k, v, table,
             first, tl.minimum(whole, stop), window, scale, softcap,
-            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
-            stages,
+            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
+            fp8,             stages,
         )  # fmt: skip
         first = tl.maximum(first, whole)
     acc, peak, total = _attend_tiles(
-        acc, peak, total, query, position + tokens, k, v, table,
+        acc, peak, total, query, tail, position + tokens, k, v, table,
         first, stop, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False, fp8,
-        stages,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False,
+        fp8,         stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
-        acc, peak, total, query, position + tokens, k, v, table,
+        acc, peak, total, query, tail, position + tokens, k, v, table,
         diagonal, position + num_tokens if accs is None else end, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
-        stages,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
+            fp8,         stages,
     )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + heads)
@@ -387,6 +402,7 @@ def _attend_tiles(
     peak,
     total,
     query,
+    tail,
     positions,
     k,
     v,
@@ -409,27 +425,40 @@ def _attend_tiles(
 ):
     """Adds keys first..end to acc [block_m, block_v], peak and total [block_m]. Unless `masked`,
     they are whole tiles, and every query sees all of them."""
-    row_size: tl.constexpr = num_kv_heads * head_dim
+    row_size: tl.constexpr = head_dim if v is None else num_kv_heads * head_dim
+    key_dim: tl.constexpr = v_head_dim if v is None else head_dim
+    block_k: tl.constexpr = block_v if v is None else block_d
     v_row_size: tl.constexpr = num_kv_heads * v_head_dim
     # With a window, tiles do not begin at multiples of their size.
     in_page: tl.constexpr = window is None and page_size % block_n == 0
     pages = load_pages(table, first, end, page_size, in_page, block_n)
     for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_d)
-        v_offsets = offsets_of(pages, start, v_row_size, page_size, in_page, block_n, block_v)
+        offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_k)
+        if v is None:
+            v_offsets = offsets_of(pages, start, row_size, page_size, in_page, block_n, block_d)
+        else:
+            v_offsets = offsets_of(pages, start, v_row_size, page_size, in_page, block_n, block_v)
         # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, in_page, block_n)
         keys = start + tl.arange(0, block_n)
-        if masked or head_dim != block_d:
-            tile = tl.load(k + offsets, in_cache(keys, end, head_dim, block_d), 0.0)
+        if masked or key_dim != block_k:
+            tile = tl.load(k + offsets, in_cache(keys, end, key_dim, block_k), 0.0)
         else:
             tile = tl.load(k + offsets)
-        if masked or v_head_dim != block_v:
-            values = tl.load(v + v_offsets, in_cache(keys, end, v_head_dim, block_v), 0.0)
+        tile = tile.to(query.dtype)
+        if v is None:
+            values = tile
+            in_tail = in_cache(keys, end, head_dim - key_dim, block_d)
+            tails = tl.load(k + key_dim + v_offsets, in_tail, 0.0).to(query.dtype)
+            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+            scores = tl.dot(tail, tl.trans(tails), scores, input_precision="ieee")
         else:
-            values = tl.load(v + v_offsets)
-        tile, values = tile.to(query.dtype), values.to(query.dtype)
-        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+            if masked or v_head_dim != block_v:
+                values = tl.load(v + v_offsets, in_cache(keys, end, v_head_dim, block_v), 0.0)
+            else:
+                values = tl.load(v + v_offsets)
+            values = values.to(query.dtype)
+            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         visible = None
         if masked:
             if window is None:

@@ -1,13 +1,18 @@
-"""Selects the product of a layer's experts for the device of their weights."""
+"""Selects the product of a layer's experts for the device of their weights, and what chooses among
+groups of them."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe import grouped
+from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import Clamped, ExpertBiases
+from minisgl.kernels.moe.reference import Chosen, Clamped, ExpertBiases
 
 
 def fp8_experts(
@@ -50,3 +55,16 @@ def mxfp4_experts(
 
         kind = WeightOnlyExperts
     return kind(gate_up, down, biases, clamped)
+
+
+def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
+    """The experts of each row, and their weights.
+
+    logits: [num_rows, num_experts] contiguous; bias: [num_experts] float32, added to the scores of
+    experts where they are compared, and not to their weights.
+    """
+    if runs_triton(logits.device):
+        from minisgl.kernels.moe import grouped_kernel
+
+        return grouped_kernel.choose_grouped(logits, routing, bias)
+    return grouped.choose_grouped(logits, routing, bias)

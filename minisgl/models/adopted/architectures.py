@@ -37,13 +37,9 @@ TOWERS = frozenset(
     """.split()
 )
 
-_MLA = "its attention keeps a latent instead of keys and values"
 _RECURRENT = "its layers keep a state instead of keys and values"
 _SPARSE = "its attention chooses the tokens that it reads"
 REFUSED = {
-    "DeepseekV2ForCausalLM": _MLA,
-    "DeepseekV3ForCausalLM": _MLA,
-    "Glm4MoeLiteForCausalLM": _MLA,
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "MambaForCausalLM": _RECURRENT,

@@ -1,0 +1,46 @@
+"""Routers that score experts by a sigmoid, or choose among groups of experts (DeepSeek-V2, arXiv
+2405.04434; DeepSeek-V3, arXiv 2412.19437)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.moe.reference import Chosen
+
+LEAST_SUM = 1e-20  # added to the sum of weights that divides them
+
+
+class GroupRouting(NamedTuple):
+    """How a row's experts follow from the router's logits.
+
+    With a sigmoid, a group counts as much as its two best experts together; else, where the softmax
+    over all experts is taken, as much as its best.
+    """
+
+    top_k: int
+    normalize: bool  # whether their weights are made to add up to 1
+    sigmoid: bool  # of each logit; else the softmax of all
+    factor: float = 1.0  # multiplies the weights, last of all
+    num_groups: int = 1  # of equal size, one after the other
+    num_kept: int = 1  # groups, of which the experts are chosen
+
+
+def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
+    """As in select_experts.py, in float32 until the weights are rounded to logits' dtype."""
+    wide = logits.float()
+    scores = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)
+    compared = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = compared.unflatten(-1, (routing.num_groups, -1))
+        best = groups.topk(2 if routing.sigmoid else 1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, best.topk(routing.num_kept).indices, True)
+        compared = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    chosen = compared.topk(routing.top_k).indices
+    weights = scores.gather(-1, chosen)
+    if routing.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    return Chosen(chosen.int(), (weights * routing.factor).to(logits.dtype))

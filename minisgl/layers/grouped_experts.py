@@ -1,0 +1,66 @@
+"""A mixture of experts whose router chooses among groups, beside experts that every row takes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from minisgl.distributed.communicator import Communicator
+from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.kernels.moe.select_experts import choose_grouped
+from minisgl.kernels.residual import Residual
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.linear import Linear, parameter
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.shards import whole
+
+
+class GroupedMoeBlock(nn.Module):
+    """The weighted sum of each row's experts, and the result of an MLP for every row, are added to
+    the stream.
+
+    `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
+    has one for each expert, `e_score_correction_bias`, which counts in the choice alone.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        format: WeightFormat,
+        comm: Communicator,
+        *,
+        routing: GroupRouting,
+        num_experts: int,
+        expert_size: int,
+        shared_size: int,
+        has_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if has_bias:
+            bias = torch.empty(num_experts, dtype=torch.float32)
+            self.e_score_correction_bias = parameter(bias)
+        self.experts = FusedExperts(
+            num_experts, hidden_size, expert_size, format.within("experts"), comm
+        )
+        self.shared_experts: GatedMLP | None = None
+        if shared_size:
+            shared = format.within("shared_experts")
+            self.shared_experts = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
+        self._routing, self._comm = routing, comm
+
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
+        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
+        choice = choose_grouped(logits, self._routing, self.e_score_correction_bias)
+        if self.shared_experts is None:
+            return self.experts.add_to(hidden, choice, rows)
+        summand = self.shared_experts.summand(hidden)
+        summand += self.experts.product(hidden, choice)
+        if self._comm.size == 1:
+            return Residual(rows, delta=summand)
+        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))

@@ -1,0 +1,308 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and models built alike: Moonlight and
+Kimi-K2 by the name of V3, and GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from minisgl.config import AttentionSpec, ModelFacts, Quantized
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
+from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.grouped_experts import GroupedMoeBlock
+from minisgl.layers.latent_attention import LatentAttention, LatentSizes
+from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.transformer import CausalLM, DecoderLayer
+
+V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
+
+# Those of losses and of where experts are have no effect.
+_FIELDS = DECODER_FIELDS | field_names(
+    """attention_bias mlp_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim
+    qk_head_dim v_head_dim rope_interleave first_k_dense_replace moe_layer_freq mlp_layer_types
+    n_routed_experts num_experts num_local_experts n_shared_experts num_experts_per_tok
+    moe_intermediate_size n_group topk_group topk_method scoring_func norm_topk_prob
+    routed_scaling_factor num_nextn_predict_layers num_mtp_layers
+    aux_loss_alpha seq_aux router_aux_loss_coef output_router_logits ep_size"""
+)
+_GREEDY, _IN_GROUPS, _BY_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
+_ROUTER_BIAS = "e_score_correction_bias"
+# What transformers takes where a config says nothing.
+_V3_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    V2: {
+        "q_lora_rank": 1536,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+    },
+    V3: _V3_DEFAULTS,
+    GLM: _V3_DEFAULTS
+    | {
+        "q_lora_rank": 768,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig(NativeConfig):
+    """A decoder that attends over latents, with experts in most layers."""
+
+    sizes: LatentSizes
+    scale: float  # of scores
+    routing: GroupRouting
+
+    def attention(self, layer: int) -> AttentionSpec:
+        """As in NativeConfig: over latents."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.sizes.rank + self.sizes.rope_dim,
+            scale=self.scale,
+            value_dim=self.sizes.rank,
+            v_in_k=True,
+        )
+
+    def rotation(self, layer: int) -> tuple[RopeConfig, int]:
+        """As in NativeConfig."""
+        return self.rope, self.sizes.rope_dim
+
+    def attention_maps(self, layer: int) -> list[tuple[int, int]]:
+        """As in NativeConfig."""
+        return self.sizes.maps(self.hidden_size, self.num_heads)
+
+    def facts(self) -> ModelFacts:
+        """As in NativeConfig. The map from latents to heads is none of the quantised."""
+        facts = NativeConfig.facts(self)
+        if (scheme := self.quantization) is None or facts.quantized is None:
+            return facts
+        expanding = self.sizes.expanding_map(self.num_heads)
+        left_out = Quantized.of(scheme, [expanding] * self.num_layers)
+        others = dataclasses.replace(
+            facts.quantized,
+            num_weights=facts.quantized.num_weights - left_out.num_weights,
+            num_bytes=facts.quantized.num_bytes - left_out.num_bytes,
+        )
+        return dataclasses.replace(facts, quantized=others)
+
+
+def read_config(given: Fields) -> LatentConfig:
+    """Raises as `read_decoder` does."""
+    architecture = str(given.values["architectures"][0])
+    defaults = _DEFAULTS[architecture]
+    # Of these null says something else than nothing.
+    kept = {
+        name: value
+        for name, value in given.values.items()
+        if value is not None or name in ("q_lora_rank", "n_shared_experts")
+    }
+    fields = Fields(defaults | kept, given.where)
+    fields.refuse_others(_FIELDS)
+    _refuse_others(fields)
+    sizes = LatentSizes(
+        rank=fields.count("kv_lora_rank", 512),
+        q_rank=None if fields.values["q_lora_rank"] is None else fields.count("q_lora_rank"),
+        nope_dim=fields.count("qk_nope_head_dim"),
+        rope_dim=fields.count("qk_rope_head_dim", 64),
+        value_dim=fields.count("v_head_dim"),
+    )
+    if sizes.rope_dim % 2:
+        raise fields.wrong("qk_rope_head_dim", "an even number")
+    plain = {**fields.values, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
+    experts = _read_experts(fields)
+    read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
+    num_drafting, notes = _num_drafting(fields), read.notes
+    if num_drafting:
+        notes += (f"layers that draft tokens, left out: {num_drafting}",)
+    return LatentConfig(
+        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
+        | {"notes": notes, "num_drafting_layers": num_drafting},
+        sizes=sizes,
+        scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * _of_context(fields, read.rope),
+        routing=_read_routing(fields, architecture, experts),
+    )
+
+
+def name_of(stored_name: str) -> str:
+    """What a tensor of a checkpoint is called in the model."""
+    return stored_name.removeprefix("model.").replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
+
+
+def _refuse_others(fields: Fields) -> None:
+    """Raise UnsupportedModelError for what the code of transformers has, and this has not."""
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.flag(name, False):
+            raise UnsupportedModelError(f"{CONFIG_FILE}: {name} true is not supported.")
+    if not fields.flag("rope_interleave", True):
+        raise UnsupportedModelError(f"{CONFIG_FILE}: rope_interleave false is not supported.")
+    if fields.count("moe_layer_freq", 1) != 1:
+        raise UnsupportedModelError(f"{CONFIG_FILE}: moe_layer_freq other than 1 is not supported.")
+
+
+def _num_drafting(fields: Fields) -> int:
+    for name in ("num_mtp_layers", "num_nextn_predict_layers"):
+        if fields.values.get(name):
+            return fields.count(name)
+    return 0
+
+
+def _of_context(fields: Fields, rope: RopeConfig) -> float:
+    """What multiplies scores in an extended context (YaRN, arXiv 2309.00071, section 3.4)."""
+    values = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
+    share = Fields(values, fields.where).number("mscale_all_dim", 0)
+    if rope.type == "default" or rope.factor <= 1 or not share:
+        return 1.0
+    return float((0.1 * share * math.log(rope.factor) + 1) ** 2)
+
+
+def _read_experts(fields: Fields) -> ExpertsConfig:
+    num_layers = fields.count("num_hidden_layers")
+    name = next(
+        (name for name in ("num_local_experts", "num_experts") if fields.values.get(name)),
+        "n_routed_experts",
+    )
+    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
+        )
+    size, num_shared = fields.count("moe_intermediate_size"), 0
+    if fields.values["n_shared_experts"]:
+        num_shared = fields.count("n_shared_experts")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=size,
+        normalize=False,  # see LatentConfig.routing
+        layers=_sparse_layers(fields, num_layers),
+        shared_size=num_shared * size,
+    )
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    kinds = fields.values.get("mlp_layer_types")
+    if kinds is None:
+        first = fields.values["first_k_dense_replace"]
+        num_dense = fields.count("first_k_dense_replace") if first else 0
+        return frozenset(range(min(num_dense, num_layers), num_layers))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {"dense", "sparse"}
+    ):
+        raise fields.wrong("mlp_layer_types", f"{num_layers} times dense or sparse")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
+def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> GroupRouting:
+    is_v2 = architecture == V2
+    method = str(fields.values.get("topk_method") or (_GREEDY if is_v2 else _BY_BIAS))
+    methods = (_GREEDY, _IN_GROUPS) if is_v2 else (_BY_BIAS,)
+    if method not in methods:
+        raise UnsupportedModelError(f"{CONFIG_FILE}: topk_method {method!r}; {one_of(methods)}")
+    scoring = "softmax" if is_v2 else "sigmoid"
+    if (found := fields.values.get("scoring_func")) not in (None, scoring):
+        raise UnsupportedModelError(
+            f"{CONFIG_FILE}: scoring_func {found!r} is not supported; allowed: {scoring}"
+        )
+    normalize = fields.flag("norm_topk_prob", False)
+    if is_v2 and normalize:
+        raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")
+    num_groups = num_kept = 1
+    if method != _GREEDY:
+        num_groups, num_kept = fields.count("n_group"), fields.count("topk_group")
+    least = 1 if is_v2 else 2  # experts that a group is measured by
+    each, rest = divmod(experts.num_experts, num_groups)
+    if rest or each < least or num_kept > num_groups or num_kept * each < experts.num_chosen:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {experts.num_experts} experts, n_group {num_groups}, topk_group "
+            f"{num_kept} and num_experts_per_tok {experts.num_chosen} do not fit: experts must "
+            "divide into groups, of which those that are kept have as many as are chosen."
+        )
+    return GroupRouting(
+        top_k=experts.num_chosen,
+        normalize=normalize,
+        sigmoid=not is_v2,
+        factor=fields.number("routed_scaling_factor"),
+        num_groups=num_groups,
+        num_kept=num_kept,
+    )
+
+
+class LatentDecoderLayer(DecoderLayer):
+    """Attention over latents, then an MLP or experts."""
+
+    def make_mixer(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        assert isinstance(config, LatentConfig)
+        return LatentAttention(
+            config.hidden_size, index, config.attention(index), config.sizes, format, comm
+        )
+
+    def make_mlp(
+        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        assert isinstance(config, LatentConfig) and config.experts is not None
+        experts = config.experts
+        if index not in experts.layers:
+            return super().make_mlp(config, index, format, comm)
+        return GroupedMoeBlock(
+            config.hidden_size,
+            format,
+            comm,
+            routing=config.routing,
+            num_experts=experts.num_experts,
+            expert_size=experts.size,
+            shared_size=experts.shared_size,
+            has_bias=config.routing.sigmoid,
+        )
+
+
+class LatentForCausalLM(CausalLM):
+    """DeepSeek-V2 and V3, and their relatives."""
+
+    layer_type = LatentDecoderLayer
+
+    def prepare(self, *, dense_copies: bool = False) -> None:
+        """As in CausalLM."""
+        for module in self.layers.modules():
+            if isinstance(module, LatentAttention):
+                module.prepare()
+        super().prepare(dense_copies=dense_copies)
