@@ -24,7 +24,7 @@ from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from minisgl.kernels.moe.reference import ByRouter, Choice, Clamped
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, rows_held
 from minisgl.kernels.moe.routing import (
     choose,
     clamp_options,
@@ -51,7 +51,8 @@ def fused_experts(
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if tiles is None:
-        tiles = choose_mxfp4_tiles(len(x), experts, choice.top_k, x.dtype, tuning_of(x.device))
+        num_rows = rows_held(len(x), choice, len(experts.down.data))
+        tiles = choose_mxfp4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
     num_pairs = len(x) * choice.top_k
     inner = x.new_empty((num_pairs, experts.down.data.shape[2] * 4))
     outputs = x.new_empty((num_pairs, x.shape[1]))
@@ -62,7 +63,7 @@ def fused_experts(
     up_bias, down_bias = experts.biases or (None, None)
     multiply(_Gemm(x, experts.gate_up, up_bias, inner, experts.clamped), tiles.inner)
     multiply(_Gemm(inner, experts.down, down_bias, outputs), tiles.outer)
-    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
 
 class _Gemm(NamedTuple):
@@ -103,7 +104,8 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
     if isinstance(choice, ByRouter):
         logits, normalize = choice.logits, choice.routing.normalize
     else:
-        chosen, weights = choice
+        chosen, weights, _ = choice
+    drops = choice.dropped is not None if isinstance(choice, Chosen) else False
 
     def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
         num_pairs, num_outputs = gemm.target.shape
@@ -120,6 +122,7 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
             top_k=choice.top_k,
             normalize=normalize,
             experts_block=triton.next_power_of_2(num_experts),
+            drops=drops,
             **gemm.numbers(tiles),
             **pdl_options(gemm.target.device, pdl),
         )
@@ -128,7 +131,7 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
 
 
 def _of_listed_pairs(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
-    chosen, weights = choose(choice, pdl=pdl)
+    chosen, weights, _ = choose(choice, pdl=pdl)
     counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
 
     def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
@@ -227,6 +230,7 @@ def _pair_product(
     top_k: tl.constexpr,
     normalize: tl.constexpr,
     experts_block: tl.constexpr,
+    drops: tl.constexpr,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
@@ -240,7 +244,8 @@ def _pair_product(
     packed: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One block of outputs of one pair, by a product whose rows of x are all that of the pair."""
+    """One block of outputs of one pair, by a product whose rows of x are all that of the pair.
+    drops: as in moe/few_rows.py."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -250,6 +255,9 @@ def _pair_product(
     kind: tl.constexpr = target.dtype.element_ty
     if chosen is not None:
         expert = tl.load(chosen + pair)
+        if drops:  # noqa: SIM102 - the compiler decides this one, the device the next
+            if expert < 0:
+                return
         if not gated:
             pair_weight = tl.load(weights + pair).to(tl.float32)
     else:
