@@ -89,6 +89,13 @@ class EngineConfig:
         names=("--pp", "--pipeline-parallel-size", "--pp-size"),
         group="Parallelism",
     )
+    ep: bool = option(
+        False,
+        "Divide the experts of a mixture among the ranks of --tp as whole ones, in place of a part "
+        "of each.",
+        names=("--ep", "--enable-expert-parallel"),
+        group="Parallelism",
+    )
     nnodes: int = option(1, "Number of machines that share the ranks evenly.", group="Parallelism")
     node_rank: int = option(
         0,

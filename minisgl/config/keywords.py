@@ -30,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | None
     tp: int
     pp: int
+    ep: bool
     nnodes: int
     node_rank: int
     master_addr: str

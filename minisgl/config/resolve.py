@@ -49,6 +49,7 @@ class ResolvedConfig:
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
     pp: int
+    ep: bool
     nnodes: int
     node_rank: int
     master_addr: str
@@ -134,6 +135,7 @@ def resolve(
         config = replace(config, device="cuda" if device.has_cuda else "cpu")
     elif config.device == "cuda" and not device.has_cuda:
         refuse(config, "device", "PyTorch finds no usable GPU here; allowed: auto or cpu")
+    _check_ep(config, model)
     _check_tp(config, model, device)
     _check_pp(config, model, device)
     dtype = _resolve_dtype(config, model, notes)
@@ -167,6 +169,23 @@ def resolve(
     return ResolvedConfig(**resolved, **{name: getattr(config, name) for name in others})
 
 
+def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
+    """Raise ConfigError if there is nothing that --ep could divide."""
+    if not config.ep:
+        return
+    experts = model.experts
+    if experts is None:
+        refuse(config, "ep", "this model has no experts; allowed: models with experts")
+    if experts.not_by_rank is not None:
+        refuse(config, "ep", f"{experts.not_by_rank}; allowed: --tp without it")
+    if config.tp == 1:
+        reason = "it divides the experts among the ranks of --tp, and there is one"
+        refuse(config, "ep", f"{reason}; allowed: with --tp 2 or more")
+    if config.tp > experts.num_experts:
+        reason = f"this model has {experts.num_experts} experts, fewer than --tp {config.tp} ranks"
+        refuse(config, "ep", f"{reason}; allowed: with --tp up to {experts.num_experts}")
+
+
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     nodes = config.nnodes
@@ -174,21 +193,23 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> N
     allowed = [
         size
         for size in range(1, nodes * here + 1)
-        if size * config.pp % nodes == 0 and model.can_divide(size)
+        if size * config.pp % nodes == 0 and model.can_divide(size, by_rank=config.ep)
     ]
     if config.tp in allowed:
         return
-    if model.can_divide(config.tp):
+    if model.can_divide(config.tp, by_rank=config.ep):
         reason = f"there are {found}"
     elif model.one_rank is not None:
         reason = model.one_rank
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
+        sizes = [f"MLP of {model.intermediate_size}"] if model.intermediate_size else []
+        if model.experts is not None and not config.ep:
+            sizes.append(f"experts of {model.experts.size}")
         reason = (
             f"cannot shard this model over {config.tp} ranks: its "
             + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
-            + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
-            "divisible"
+            + f", {', '.join(sizes)} or vocabulary of {model.vocab_size} is not divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 

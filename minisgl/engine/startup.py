@@ -217,7 +217,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
         model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
     # `resolve` refuses a model that cannot be divided, with a better message.
-    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
+    can_divide = facts.can_divide(config.tp, by_rank=config.ep)
+    on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     return _Prepared(folder, model_config, facts, resolved, embedding or default_rules(folder))
 

@@ -63,6 +63,7 @@ class ModelConfig(ABC):
     notes: tuple[str, ...]  # logged at start
     quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
+    experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
 
     @abstractmethod
     def facts(self) -> ModelFacts:
@@ -141,7 +142,6 @@ class NativeConfig(ModelConfig):
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts = None
         if self.experts is not None and num_sparse:
-            inner_sizes.append(self.experts.size)
             if self.experts.shared_size:
                 inner_sizes.append(self.experts.shared_size)
             num_layer_weights += num_sparse * hidden * self.experts.num_experts
@@ -151,6 +151,7 @@ class NativeConfig(ModelConfig):
                 num_experts=self.experts.num_experts,
                 num_chosen=self.experts.num_chosen,
                 num_weights=sum(n * k for n, k in expert),
+                size=self.experts.size,
                 quantized=None if scheme is None else Quantized.of(scheme, expert),
             )
         return ModelFacts(

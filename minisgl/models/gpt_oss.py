@@ -101,6 +101,7 @@ class GptOssDecoderLayer(DecoderLayer):
             bias=True,
             clamped=experts.clamped,
             interleaved=True,
+            by_rank=config.experts_by_rank,
         )
 
 

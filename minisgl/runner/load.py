@@ -190,7 +190,7 @@ def _load_model(
     report("loading weights", 0.0)
     try:
         return load_model(
-            model_config,
+            replace(model_config, experts_by_rank=config.ep),
             folder,
             dtype=getattr(torch, config.dtype),
             device=device,

@@ -1,7 +1,8 @@
-"""Checks of the kernels of experts of which each rank has some, for the interpreter and for a GPU."""
+"""Checks of the experts' kernels where a rank has some of them, for the interpreter and a GPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -42,9 +43,7 @@ def dense(device: torch.device, *, clamped: bool = False) -> Made:
     def of(part: slice) -> Compute:
         biases = experts.biases
         cut = None if biases is None else ExpertBiases(*(bias[part] for bias in biases))
-        own = experts._replace(
-            gate_up=experts.gate_up[part], down=experts.down[part], biases=cut
-        )
+        own = experts._replace(gate_up=experts.gate_up[part], down=experts.down[part], biases=cut)
         return lambda x, choice: fused_experts.fused_experts(x, choice, own, pdl=False)[0]
 
     return lambda x, choice: reference.fused_experts(x, experts, choice), of
@@ -135,7 +134,7 @@ def check_parts(made: Made, num_rows: int, *, device: torch.device, tolerance: f
     wanted = whole(x, choice)
     for bounds in DIVISIONS:
         total = torch.zeros_like(wanted)
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in itertools.pairwise(bounds):
             held = Shard(first, end - first, NUM_EXPERTS)
             with unwritten_is_nan():
                 own = of(slice(first, end))(x, routing.choose_of(choice, held, pdl=False))

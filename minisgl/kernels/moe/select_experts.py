@@ -1,13 +1,25 @@
-"""Selects the product of a layer's experts for the device of their weights."""
+"""Selects the product of a layer's experts for the device of their weights, and the choice among
+the experts of a rank."""
 
 from __future__ import annotations
 
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import Clamped, ExpertBiases
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, ExpertBiases
+from minisgl.shards import Shard
+
+
+def choose_of(choice: Choice, held: Shard) -> Chosen:
+    """The experts of each row as a rank sees them that has the experts `held`."""
+    if isinstance(choice, ByRouter) and runs_triton(choice.logits.device):
+        from minisgl.kernels.moe import routing
+
+        return routing.choose_of(choice, held)
+    return reference.choose_of(choice, held)
 
 
 def fp8_experts(

@@ -52,8 +52,13 @@ def facts_of(
 ) -> ModelFacts:
     """The facts of a model with these layers."""
     experts = found.experts
-    if experts is not None and scheme is not None:
-        experts = replace(experts, quantized=Quantized.of(scheme, found.expert_sizes))
+    if experts is not None:
+        experts = replace(
+            experts,
+            size=divides.expert_size,
+            quantized=None if scheme is None else Quantized.of(scheme, found.expert_sizes),
+            not_by_rank=divides.not_by_rank,
+        )
     return ModelFacts(
         dtype=dtype,
         max_seq_len=max_seq_len,
