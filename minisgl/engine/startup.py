@@ -21,6 +21,7 @@ from minisgl.config import (
 )
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
@@ -59,6 +60,7 @@ class Loaded(Generic[Handle]):
     model_name: str
     ranks: RemoteRanks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
+    tally: ExpertTally | None = None  # with --ep
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
@@ -150,6 +152,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         defaults,
         name,
         ranks,
+        tally=runner.tally,
         load_rule=runner.load_rule,
         disk=runner.disk,
         fingerprint=partial(model_fingerprint, resolved, model_config, folder),

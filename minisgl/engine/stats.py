@@ -204,6 +204,7 @@ class EngineStats:
     host: HostStats | None = None  # None: there is no host tier
     transfers: TransferStats | None = None  # None: there are no other engines
     snapshots: SnapshotStats | None = None  # None: the model keeps no state of a request
+    expert_tokens: tuple[int, ...] | None = None  # of each rank; None: without --ep
 
     @property
     def num_used_pages(self) -> int:

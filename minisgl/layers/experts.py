@@ -10,6 +10,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, Clamped, Routing
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
@@ -62,12 +63,13 @@ class FusedExperts(nn.Module):
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
         self._comm = comm
+        self.tally: ExpertTally | None = None  # counts the tokens of all experts, on one rank
 
     def summand(self, x: Tensor, choice: Choice) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
         hidden_size]; returns a new tensor like x."""
         if self.held.size < self.held.whole:
-            choice = select_experts.choose_of(choice, self.held)
+            choice = select_experts.choose_of(choice, self.held, self.tally)
         return self.product(x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:

@@ -11,6 +11,7 @@ from minisgl.attention.state import LayerState, StateBySlot
 from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
@@ -42,10 +43,11 @@ class Computation:
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
+        tally: ExpertTally | None = None,
         max_run: int = 1,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans."""
+        the stage. tally: of the model's experts. max_run: of all plans."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -54,6 +56,7 @@ class Computation:
         self._model = model
         self._attention = attention
         self._captured_attention = captured_attention
+        self.tally = tally
         self.sampler = Sampler(
             capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
         )
@@ -107,6 +110,8 @@ class Computation:
         inputs, samples = self.tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
+        if self.tally is not None:
+            self.tally.kv_slots = inputs.slot_mapping
         hidden = self._model(inputs, self.states, attention, received)
         return hidden, samples
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,10 @@ from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
+from minisgl.layers.experts import FusedExperts
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
@@ -94,7 +97,10 @@ def load_runner(
     times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
     dtype = getattr(torch, config.dtype)
     stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
-    build = _Builder(config, facts, model, lanes, ranks, stage)
+    tally = None
+    if config.ep and ranks.rank == 0 and stage.is_last:
+        tally = _tally(model, config.page_size, device)
+    build = _Builder(config, facts, model, lanes, ranks, stage, tally)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
@@ -213,6 +219,16 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
+def _tally(model: Decoder, page_size: int, device: torch.device) -> ExpertTally | None:
+    """Have the tokens of each expert counted; None if no layer of this stage has experts."""
+    module: Any = getattr(model, "module", model)  # an adopted model has one
+    layers = [each for each in module.modules() if isinstance(each, FusedExperts)]
+    tally = ExpertTally(layers[0].held.whole, page_size, device) if layers else None
+    for experts in layers:
+        experts.tally = tally
+    return tally
+
+
 class _Builder:
     """Makes runners of one model with different numbers of pages."""
 
@@ -224,12 +240,14 @@ class _Builder:
         lanes: Lanes,
         ranks: Communicator,
         stage: Stage,
+        tally: ExpertTally | None,
     ) -> None:
         """facts: for this rank of its stage."""
         self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
         self._stage = stage
+        self._tally = tally
         self._facts = facts
         self._model = model
         self._lanes = lanes
@@ -295,8 +313,11 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
+            tally=self._tally,
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
+        if self._tally is not None:
+            self._tally.reset()
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner

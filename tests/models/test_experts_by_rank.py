@@ -17,7 +17,7 @@ from support.adopted_cases import check as check_adopted
 from support.checkpoints import Spec, make_checkpoint, spec_named
 from support.gemma_checkpoints import WITH_TOWERS, prompts_of
 from support.mxfp4_checkpoints import quantised
-from support.parity import SAMPLED, batch, case_of, check, load_engine
+from support.parity import SAMPLED, batch, case_of, check, greedy, load_engine
 from support.quantized import FORMATS, quantize
 from support.ranks import Rank
 from support.resolving import MODEL, resolved
@@ -291,3 +291,56 @@ def test_ep_divides_experts_that_cannot_be_cut() -> None:
     assert resolved(MIXTURE, tp=4, ep=True).ep
     with pytest.raises(ConfigError, match=r"--tp 4: cannot shard .* experts of 6 or vocabulary"):
         resolved(MIXTURE, tp=4)
+
+
+# -- the tokens of each rank's experts ------------------------------------------------------------
+
+
+def counted(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, prompt: list[int], num_tokens: int
+) -> Tensor:
+    """The tokens of each expert in all layers of an engine of one rank."""
+    counts = torch.zeros(5, dtype=torch.int64)
+    as_it_is = reference.choose
+
+    def choose(choice: Choice) -> Chosen:
+        chosen = as_it_is(choice)
+        counts.add_(chosen.experts.flatten().bincount(minlength=5))
+        return chosen
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(folder)) as engine:
+            counts.zero_()
+            await batch(engine, [prompt], [greedy(num_tokens)])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "choose", choose)
+        asyncio.run(run())
+    return counts
+
+
+@pytest.mark.parametrize("options", [{}, {"padded": 8}, {"max_prefill_length": 7}], ids=str)
+def test_the_tokens_of_each_ranks_experts_are_counted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without padding, and without the steps at the start."""
+    case = case_of("moe-5")
+    prompt, num_tokens = case.prompts[1], 6
+
+    async def run() -> tuple[int, ...] | None:
+        async with AsyncEngine(load_engine(case.folder, tp=2, ep=True, **options)) as engine:
+            assert engine.stats().expert_tokens == (0, 0)
+            await batch(engine, [prompt], [greedy(num_tokens)])
+            return engine.stats().expert_tokens
+
+    counts = counted(monkeypatch, case.folder, prompt, num_tokens)
+    assert int(counts.sum()) == (len(prompt) + num_tokens - 1) * 2 * case.spec.num_layers
+    assert asyncio.run(run()) == (int(counts[:2].sum()), int(counts[2:].sum()))
+
+
+def test_nothing_is_counted_without_ep() -> None:
+    async def run() -> tuple[int, ...] | None:
+        async with AsyncEngine(load_engine(case_of("moe-5").folder, tp=2)) as engine:
+            return engine.stats().expert_tokens
+
+    assert asyncio.run(run()) is None

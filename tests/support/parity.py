@@ -112,6 +112,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     return Loaded(
         *(runner, config, runner.capacity, facts, None, defaults, "test"),
         ranks=runner.others,
+        tally=runner.tally,
         disk=runner.disk,
     )
 

@@ -24,6 +24,7 @@ from minisgl.kernels.moe import (
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertBiases, Routing
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 128, 64
@@ -157,3 +158,26 @@ def check_choose_of(num_rows: int, *, device: torch.device) -> None:
         assert torch.equal(got.experts, wanted.experts)
         torch.testing.assert_close(got.weights, wanted.weights)
         assert got.num_experts == 60 and int(got.experts.max()) < held.size
+
+
+def check_tally(*, device: torch.device) -> None:
+    """The kernel counts what the reference does, and neither of them counts padding."""
+    logits = expert_cases.random_logits(9, 60, torch.float32, device)
+    choice = ByRouter(logits, Routing(4, normalize=True))
+    held, given = Shard(7, 20, 60), Chosen(*reference.topk_softmax(*choice))
+    page_size = 4
+    kv_slots = torch.tensor([4, 17, 2, 0, 90, 5, 3, 33, 1], device=device)
+    found: list[list[int]] = []
+    ways: list[Callable[[ExpertTally], object]] = [
+        lambda tally: routing.choose_of(choice, held, tally, pdl=False),
+        lambda tally: routing.choose_of(given, held, tally, pdl=False),
+        lambda tally: reference.choose_of(choice, held, tally),
+    ]
+    for way in ways:
+        tally = ExpertTally(60, page_size, device)
+        tally.kv_slots = kv_slots
+        way(tally)
+        way(tally)
+        found.append(tally.counts.tolist())
+    real = given.experts[kv_slots >= page_size].flatten().long()
+    assert found == [(2 * real.bincount(minlength=60)).tolist()] * 3

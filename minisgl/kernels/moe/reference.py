@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import gated_mul
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
 ELSEWHERE = -1  # stands for an expert that another rank has
@@ -138,9 +139,12 @@ def choose(choice: Choice) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice))
 
 
-def choose_of(choice: Choice, held: Shard) -> Chosen:
-    """The experts of each row as a rank sees them that has the experts `held`."""
+def choose_of(choice: Choice, held: Shard, tally: ExpertTally | None = None) -> Chosen:
+    """The experts of each row as a rank sees them that has the experts `held`. tally: counts the
+    tokens of all experts."""
     experts, weights, _ = choose(choice)
+    if tally is not None:
+        tally.add(experts)
     own = experts - held.first
     own = torch.where((own >= 0) & (own < held.size), own, ELSEWHERE)
     return Chosen(own, weights, held.whole)

@@ -11,6 +11,7 @@ from minisgl.kernels.inlined import clamped_mul, gated_mul
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, Routing
 from minisgl.kernels.moe.reference import choose_of as choose_given_of
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
 
@@ -29,11 +30,12 @@ def topk_softmax(
     scales: Tensor | None = None,
     *,
     held: Shard | None = None,
+    tally: ExpertTally | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. held: the experts of this rank, by which
-    they are as in `choose_of`; None: all. pdl: overlap launches where the device can, by the rule
-    of kernels/launch_options.py."""
+    """As topk_softmax of reference.py; both contiguous. held, tally: as in `choose_of`; None: all
+    experts are here. pdl: overlap launches where the device can, by the rule of
+    kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
@@ -42,6 +44,9 @@ def topk_softmax(
         scales,
         chosen,
         weights,
+        None if tally is None else tally.counts,
+        None if tally is None else tally.kv_slots,
+        0 if tally is None else tally.first_slot,
         num_experts=num_experts,
         top_k=routing.top_k,
         normalize=routing.normalize,
@@ -60,11 +65,13 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
 
 
-def choose_of(choice: Choice, held: Shard, *, pdl: bool = True) -> Chosen:
+def choose_of(
+    choice: Choice, held: Shard, tally: ExpertTally | None = None, *, pdl: bool = True
+) -> Chosen:
     """As choose_of of reference.py. pdl: as in topk_softmax."""
     if not isinstance(choice, ByRouter):
-        return choose_given_of(choice, held)
-    return Chosen(*topk_softmax(*choice, held=held, pdl=pdl), held.whole)
+        return choose_given_of(choice, held, tally)
+    return Chosen(*topk_softmax(*choice, held=held, tally=tally, pdl=pdl), held.whole)
 
 
 def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
@@ -137,6 +144,9 @@ def _topk_softmax_row(
     scales,
     chosen,
     weights,
+    counts,
+    kv_slots,
+    first_slot: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     normalize: tl.constexpr,
@@ -153,6 +163,9 @@ def _topk_softmax_row(
     weight = weights_of(probability, place, scales, num_experts, top_k, normalize)
     target = row * top_k + place
     expert = tl.arange(0, experts_block)
+    if counts is not None:
+        is_real = tl.load(kv_slots + row) >= first_slot
+        tl.atomic_add(counts + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
     if first is not None:
         expert -= first
         expert = tl.where((expert >= 0) & (expert < num_held), expert, -1)  # ELSEWHERE

@@ -10,16 +10,17 @@ from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, ExpertBiases
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
 
-def choose_of(choice: Choice, held: Shard) -> Chosen:
-    """The experts of each row as a rank sees them that has the experts `held`."""
+def choose_of(choice: Choice, held: Shard, tally: ExpertTally | None = None) -> Chosen:
+    """As choose_of of reference.py."""
     if isinstance(choice, ByRouter) and runs_triton(choice.logits.device):
         from minisgl.kernels.moe import routing
 
-        return routing.choose_of(choice, held)
-    return reference.choose_of(choice, held)
+        return routing.choose_of(choice, held, tally)
+    return reference.choose_of(choice, held, tally)
 
 
 def fp8_experts(
