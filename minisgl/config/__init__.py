@@ -55,5 +55,6 @@ from minisgl.config.resolve import (
     ResolvedConfig,
     overlap_enabled,
     resolve,
+    with_layout,
 )
 from minisgl.config.torchrun import with_torchrun

@@ -176,6 +176,7 @@ class ExpertFacts:
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
     size: int  # inner dimension of one expert
+    inner_block: int = 1  # a rank's part of it is whole blocks of so many, the last ones padded
     quantized: Quantized | None = None  # of these
     not_by_rank: str | None = None  # why ranks cannot have whole experts; None: they can
 
@@ -197,6 +198,10 @@ class ModelFacts:
     intermediate_size: int
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
+    num_attention_weights: int = 0  # of those of the layers: of attention, and of states
+    num_whole_weights: int = 0  # of those of the layers: on every rank, as of routers
+    tied: bool = False  # the head is the embedding
+    divides_embedding: bool = True  # each rank has a part of it; else the whole, beside its head
     experts: ExpertFacts | None = None
     quantized: Quantized | None = None  # of the layers' matrices, without experts
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
@@ -341,6 +346,7 @@ class DeviceFacts:
 
     has_cuda: bool
     free_cpu_bytes: int
+    gpu_bytes: int = 0  # the memory of a GPU
     cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none

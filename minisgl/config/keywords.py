@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     tp: int
     pp: int
     ep: bool
+    parallel: Literal["given", "auto"]
     nnodes: int
     node_rank: int
     master_addr: str

@@ -18,6 +18,7 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
     slot_bytes,
+    with_layout,
 )
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
@@ -220,6 +221,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
         model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
     # `resolve` refuses a model that cannot be divided, with a better message.
+    if config.parallel == "auto":  # which backends there are may depend on it
+        config = with_layout(config, facts, device_facts(facts))
     can_divide = facts.can_divide(config.tp, by_rank=config.ep)
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
