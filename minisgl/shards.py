@@ -50,6 +50,12 @@ def block_shard(size: int, block: int, rank: int, num_ranks: int) -> Shard:
     return Shard(rank * part, part, size)
 
 
+def uneven_shard(size: int, rank: int, num_ranks: int) -> Shard:
+    """Parts that differ by one at most. There must be no more ranks than entries."""
+    first, end = (size * each // num_ranks for each in (rank, rank + 1))
+    return Shard(first, end - first, size)
+
+
 def kv_head_shard(num_kv_heads: int, rank: int, num_ranks: int) -> Shard:
     """Where there are fewer than ranks, several hold the same one."""
     if num_ranks <= num_kv_heads:

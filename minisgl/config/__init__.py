@@ -55,6 +55,7 @@ from minisgl.config.resolve import (
     ResolvedConfig,
     overlap_enabled,
     resolve,
+    with_layout,
 )
 from minisgl.config.torchrun import with_torchrun
 from minisgl.config.windows import LONGEST_RUN, WindowSizes, divide

@@ -90,6 +90,20 @@ class EngineConfig:
         names=("--pp", "--pipeline-parallel-size", "--pp-size"),
         group="Parallelism",
     )
+    ep: bool = option(
+        False,
+        "Divide the experts of a mixture among the ranks of --tp as whole ones, in place of a part "
+        "of each.",
+        names=("--ep", "--enable-expert-parallel"),
+        group="Parallelism",
+    )
+    parallel: str = option(
+        "given",
+        "given: --tp and --ep say how the GPUs share the model. auto: all GPUs of this machine, or "
+        "as many as --tp says, in the way that the arithmetic in the log prefers.",
+        group="Parallelism",
+        choices=("given", "auto"),
+    )
     nnodes: int = option(1, "Number of machines that share the ranks evenly.", group="Parallelism")
     node_rank: int = option(
         0,
@@ -238,6 +252,8 @@ class EngineConfig:
             check_at_least(self, name, 1)
         if (self.max_seq_len_override or 0) > MAX_SEQ_LEN:
             refuse(self, "max_seq_len_override", f"allowed: 1 to {MAX_SEQ_LEN}")
+        if self.parallel == "auto" and self.ep:
+            refuse(self, "parallel", "it decides about --ep itself; allowed: auto without --ep")
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):

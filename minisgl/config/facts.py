@@ -220,7 +220,10 @@ class ExpertFacts:
     num_experts: int  # per layer
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
+    size: int  # inner dimension of one expert
+    inner_block: int = 1  # a rank's part of it is whole blocks of so many, the last ones padded
     quantized: Quantized | None = None  # of these
+    not_by_rank: str | None = None  # why ranks cannot have whole experts; None: they can
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of one expert, in a model that computes in `dtype`."""
@@ -236,9 +239,14 @@ class ModelFacts:
     max_seq_len_reason: str | None  # why a longer --max-seq-len-override is refused; None: allowed
     vocab_size: int
     layers: tuple[AttentionSpec | StateSpec, ...]  # what each attends to, or keeps instead
-    intermediate_size: int  # greatest common divisor of the inner sizes of MLPs and experts
+    # The greatest common divisor of the inner sizes of MLPs and of experts that all rows take.
+    intermediate_size: int
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
+    num_attention_weights: int = 0  # of those of the layers: of attention, and of states
+    num_whole_weights: int = 0  # of those of the layers: on every rank, as of routers
+    tied: bool = False  # the head is the embedding
+    divides_embedding: bool = True  # each rank has a part of it; else the whole, beside its head
     experts: ExpertFacts | None = None
     quantized: Quantized | None = None  # of the layers' matrices, without experts
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
@@ -300,9 +308,12 @@ class ModelFacts:
         head = self.num_head_weights * DTYPE_BYTES[dtype]
         return head + _matrix_bytes(self.num_layer_weights, dtype, self.quantized)
 
-    def can_divide(self, num_ranks: int) -> bool:
-        """True if the model can be sharded over `num_ranks` ranks."""
+    def can_divide(self, num_ranks: int, *, by_rank: bool = False) -> bool:
+        """True if the model can be sharded over `num_ranks` ranks. by_rank: each has whole
+        experts."""
         heads = self.divides_heads
+        if not by_rank and self.experts is not None and self.experts.size % num_ranks:
+            return False
         if any(spec.num_heads % num_ranks for spec in self.states):
             return False
         return (self.one_rank is None or num_ranks == 1) and all(
@@ -390,6 +401,7 @@ class DeviceFacts:
 
     has_cuda: bool
     free_cpu_bytes: int
+    gpu_bytes: int = 0  # the memory of a GPU
     cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none

@@ -30,6 +30,8 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | None
     tp: int
     pp: int
+    ep: bool
+    parallel: Literal["given", "auto"]
     nnodes: int
     node_rank: int
     master_addr: str

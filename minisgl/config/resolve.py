@@ -13,6 +13,7 @@ from typing import Any
 from minisgl.config.engine import EngineConfig
 from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first, slot_bytes
 from minisgl.config.options import refuse
+from minisgl.config.parallel import Advice, Layout, advise
 from minisgl.config.windows import WindowSizes
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
@@ -51,6 +52,7 @@ class ResolvedConfig:
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
     pp: int
+    ep: bool
     nnodes: int
     node_rank: int
     master_addr: str
@@ -155,10 +157,14 @@ def resolve(
         config = replace(config, device="cuda" if device.has_cuda else "cpu")
     elif config.device == "cuda" and not device.has_cuda:
         refuse(config, "device", "PyTorch finds no usable GPU here; allowed: auto or cpu")
+    config = with_layout(config, model, device)
+    _check_ep(config, model)
     _check_tp(config, model, device)
     _check_pp(config, model, device)
     dtype = _resolve_dtype(config, model, notes)
     kv_dtype = _resolve_kv_dtype(config, model, device, dtype, notes)
+    if config.tp > 1 and (advice := _advice(config, model, device, config.tp)) is not None:
+        notes += (f"layouts: {line}" for line in advice.lines)
     prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
     num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
@@ -193,6 +199,67 @@ def resolve(
     return ResolvedConfig(**resolved, **{name: getattr(config, name) for name in others})
 
 
+def with_layout(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
+    """The options with the layout that the arithmetic prefers, if --parallel is auto: of the ranks
+    of --tp, or of as many GPUs of this machine as the model can be divided over."""
+    if config.parallel != "auto":
+        return config
+    most = config.tp
+    uses_gpus = config.device != "cpu" and device.has_cuda
+    if most == 1 and uses_gpus and config.nnodes == 1:
+        most = max(1, device.num_gpus // config.pp)
+    sizes = [config.tp] if config.tp > 1 else range(most, 1, -1)
+    advised = (_advice(config, model, device, size) for size in sizes)
+    advice = next((each for each in advised if each is not None), None)
+    best = Layout(config.tp) if advice is None else advice.best
+    return replace(config, parallel="given", tp=best.tp, ep=best.ep)
+
+
+def _advice(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, num_ranks: int
+) -> Advice | None:
+    """Of the layouts of so many ranks; None if none of them can be started."""
+    given = Layout(num_ranks), Layout(num_ranks, ep=True)
+    startable = [layout for layout in given if layout.can_divide(model)]
+    # For the reader alone: no option divides requests over the ranks.
+    by_requests = [replace(layout, dp_attention=True) for layout in startable[-1:]]
+    if not startable or config.pp > len(model.layers):
+        return None
+    if config.device == "auto":
+        config = replace(config, device="cuda" if device.has_cuda else "cpu")
+    memory_bytes = device.gpu_bytes
+    if config.device == "cpu":
+        memory_bytes = device.free_cpu_bytes // (num_ranks * config.pp)
+    dtype = _resolve_dtype(config, model, [])
+    return advise(
+        model,
+        [*startable, *by_requests],
+        dtype=dtype,
+        kv_dtype=_resolve_kv_dtype(config, model, device, dtype, []),
+        memory_bytes=int(memory_bytes * config.memory_ratio),
+        max_rows=config.max_running_requests,
+        num_stages=config.pp,
+        startable=startable,
+    )
+
+
+def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
+    """Raise ConfigError if there is nothing that --ep could divide."""
+    if not config.ep:
+        return
+    experts = model.experts
+    if experts is None:
+        refuse(config, "ep", "this model has no experts; allowed: models with experts")
+    if experts.not_by_rank is not None:
+        refuse(config, "ep", f"{experts.not_by_rank}; allowed: --tp without it")
+    if config.tp == 1:
+        reason = "it divides the experts among the ranks of --tp, and there is one"
+        refuse(config, "ep", f"{reason}; allowed: with --tp 2 or more")
+    if config.tp > experts.num_experts:
+        reason = f"this model has {experts.num_experts} experts, fewer than --tp {config.tp} ranks"
+        refuse(config, "ep", f"{reason}; allowed: with --tp up to {experts.num_experts}")
+
+
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     nodes = config.nnodes
@@ -200,21 +267,23 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> N
     allowed = [
         size
         for size in range(1, nodes * here + 1)
-        if size * config.pp % nodes == 0 and model.can_divide(size)
+        if size * config.pp % nodes == 0 and model.can_divide(size, by_rank=config.ep)
     ]
     if config.tp in allowed:
         return
-    if model.can_divide(config.tp):
+    if model.can_divide(config.tp, by_rank=config.ep):
         reason = f"there are {found}"
     elif model.one_rank is not None:
         reason = model.one_rank
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
+        sizes = [f"MLP of {model.intermediate_size}"] if model.intermediate_size else []
+        if model.experts is not None and not config.ep:
+            sizes.append(f"experts of {model.experts.size}")
         reason = (
             f"cannot shard this model over {config.tp} ranks: its "
             + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
-            + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
-            "divisible"
+            + f", {', '.join(sizes)} or vocabulary of {model.vocab_size} is not divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 

@@ -63,6 +63,7 @@ class AsyncEngine:
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
         self.vectors = Vectors(loaded, self.encode, self.submit)
         self._ranks = loaded.ranks
+        self._tally = loaded.tally
         self._refusal: str | None = None  # why new requests are refused
         self._closing: asyncio.Future[None] | None = None
 
@@ -335,7 +336,7 @@ class AsyncEngine:
         await self.close()
 
     def stats(self) -> EngineStats:
-        kv = self._scheduler.kv
+        kv, tally = self._scheduler.kv, self._tally
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_queued=self._scheduler.num_waiting,
@@ -348,6 +349,7 @@ class AsyncEngine:
             drafts=drafts_of(self._scheduler.speculation),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
+            expert_tokens=None if tally is None else tally.by_rank(self.config.tp),
         )
 
     def audit(self) -> None:

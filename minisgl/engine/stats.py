@@ -212,6 +212,7 @@ class EngineStats:
     transfers: TransferStats | None = None  # None: there are no other engines
     snapshots: SnapshotStats | None = None  # None: the model keeps no state of a request
     drafts: DraftCounters | None = None  # None: there is no speculation
+    expert_tokens: tuple[int, ...] | None = None  # of each rank; None: without --ep
 
     @property
     def num_used_pages(self) -> int:

@@ -8,19 +8,24 @@ from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear.quantized import CHUNK
+from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, Clamped, Routing
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.shards import block_shard, even_shard, whole
+from minisgl.shards import block_shard, even_shard, uneven_shard, whole
 
 
 class FusedExperts(nn.Module):
-    """The gated MLPs of all experts, stacked. A rank holds a part of each one's inner dimension,
-    `inner`, and computes a summand of their results. Biases of the results are part of rank 0's;
-    the other ranks' are zero.
+    """The gated MLPs of the experts, stacked. A rank computes a summand of the sum over a row's
+    experts.
+
+    It holds a part of the inner dimension of each expert, `inner`; biases of the results are then
+    part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `held`,
+    and drops the pairs of a row and an expert that another rank has.
 
     `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
@@ -39,26 +44,37 @@ class FusedExperts(nn.Module):
         clamped: Clamped | None = None,
         gelu: bool = False,
         interleaved: bool = False,
+        by_rank: bool = False,
     ) -> None:
         super().__init__()
-        self.inner = even_shard(expert_size, comm.rank, comm.size)
+        rank, size = (0, 1) if by_rank else (comm.rank, comm.size)  # of the inner dimension
+        self.inner = even_shard(expert_size, rank, size)
         if interleaved:
-            self.inner = block_shard(expert_size, CHUNK, comm.rank, comm.size)
+            self.inner = block_shard(expert_size, CHUNK, rank, size)
         self.hidden = whole(hidden_size)
-        self.num_experts = num_experts
+        self.held = whole(num_experts)
+        if by_rank:
+            self.held = uneven_shard(num_experts, comm.rank, comm.size)
         self.interleaved = interleaved
-        self.holds_bias = comm.rank == 0
+        self.holds_bias = rank == 0
         self.product = format.experts(
-            num_experts, hidden_size, self.inner, bias=bias, clamped=clamped, gelu=gelu
+            self.held, hidden_size, self.inner, bias=bias, clamped=clamped, gelu=gelu
         )
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
         self._comm = comm
+        self.tally: ExpertTally | None = None  # counts the tokens of all experts, on one rank
+
+    def summand(self, x: Tensor, choice: Choice) -> Tensor:
+        """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
+        hidden_size]; returns a new tensor like x."""
+        if self.held.size < self.held.whole:
+            choice = select_experts.choose_of(choice, self.held, self.tally)
+        return self.product(x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:
-        """The weighted sum over each row's chosen experts. x: [num_rows, hidden_size]; returns a
-        new tensor like x."""
-        summand = self.product(x, choice)
+        """The weighted sum over each row's chosen experts: a new tensor like x."""
+        summand = self.summand(x, choice)
         return summand if self._comm.size == 1 else self._comm.all_reduce(summand)
 
     def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
@@ -68,7 +84,7 @@ class FusedExperts(nn.Module):
         """
         if self._comm.size == 1:
             return self.product.add_to(x, choice, rows)
-        summand = self.product(x, choice)
+        summand = self.summand(x, choice)
         return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
 
 
@@ -77,7 +93,7 @@ class SparseMoeBlock(nn.Module):
 
     `normalize`: the weights of a row's experts are made to add up to 1. `router`: its name in a
     checkpoint. `bias`: of the router and of the experts, whose activation `clamped` is, and which
-    are `interleaved` in a checkpoint.
+    are `interleaved` in a checkpoint. `by_rank`: as in FusedExperts.
     """
 
     def __init__(
@@ -94,6 +110,7 @@ class SparseMoeBlock(nn.Module):
         bias: bool = False,
         clamped: Clamped | None = None,
         interleaved: bool = False,
+        by_rank: bool = False,
     ) -> None:
         super().__init__()
         self.gate = Linear(whole(hidden_size), {router: whole(num_experts)}, format, bias=bias)
@@ -106,6 +123,7 @@ class SparseMoeBlock(nn.Module):
             bias=bias,
             clamped=clamped,
             interleaved=interleaved,
+            by_rank=by_rank,
         )
         self._routing = Routing(top_k, normalize)
 
@@ -129,6 +147,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         expert_size: int,
         normalize: bool,
         shared_size: int,
+        by_rank: bool = False,
     ) -> None:
         super().__init__(
             hidden_size,
@@ -138,6 +157,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
             top_k=top_k,
             expert_size=expert_size,
             normalize=normalize,
+            by_rank=by_rank,
         )
         shared = format.within("shared_expert")
         self.shared_expert = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
@@ -149,7 +169,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
         share = self.shared_expert_gate.product(hidden).sigmoid()
         summand = self.shared_expert.summand(hidden).mul_(share)
-        summand += self.experts.product(hidden, ByRouter(logits, self._routing))
+        summand += self.experts.summand(hidden, ByRouter(logits, self._routing))
         if self._comm.size == 1:
             return Residual(rows, delta=summand)
         return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))

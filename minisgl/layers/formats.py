@@ -55,7 +55,7 @@ class WeightFormat(Protocol):
 
     def experts(
         self,
-        num_experts: int,
+        held: Shard,
         hidden_size: int,
         inner: Shard,
         *,
@@ -63,7 +63,7 @@ class WeightFormat(Protocol):
         clamped: Clamped | None = None,
         gelu: bool = False,
     ) -> ExpertsProduct:
-        """The products of the experts of which this module is the list."""
+        """The products of the experts of which this module is the list, or of those `held`."""
         ...
 
 
@@ -83,7 +83,7 @@ class DenseFormat:
 
     def experts(
         self,
-        num_experts: int,
+        held: Shard,
         hidden_size: int,
         inner: Shard,
         *,
@@ -92,7 +92,7 @@ class DenseFormat:
         gelu: bool = False,
     ) -> ExpertsProduct:
         return DenseExperts.allocate(
-            num_experts,
+            held.size,
             hidden_size,
             inner.size,
             dtype=self.dtype,
@@ -139,7 +139,7 @@ class QuantizedFormat:
 
     def experts(
         self,
-        num_experts: int,
+        held: Shard,
         hidden_size: int,
         inner: Shard,
         *,
@@ -147,12 +147,13 @@ class QuantizedFormat:
         clamped: Clamped | None = None,
         gelu: bool = False,
     ) -> ExpertsProduct:
-        names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
+        num_experts = held.size
+        names = [f"{self.path}{e}.{name}" for e in range(held.whole) for name in EXPERT_MAPS]
         if self.scheme.only_experts:
             names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
             return DenseFormat(self.dtype).experts(
-                num_experts, hidden_size, inner, bias=bias, clamped=clamped, gelu=gelu
+                held, hidden_size, inner, bias=bias, clamped=clamped, gelu=gelu
             )
         if self.scheme.only_experts:
             biases = None

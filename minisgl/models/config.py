@@ -47,6 +47,7 @@ class ExpertsConfig:
     layers: frozenset[int]  # indices of the layers with experts
     shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
     clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
+    inner_block: int = 1  # a rank's part of `size` is whole blocks of so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class ModelConfig(ABC):
     notes: tuple[str, ...]  # logged at start
     quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
+    experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
 
     @abstractmethod
     def facts(self) -> ModelFacts:
@@ -132,6 +134,7 @@ class NativeConfig(ModelConfig):
         for layer, spec in enumerate(layers):
             has_state = isinstance(spec, StateSpec)
             maps += self.state_maps() if has_state else self.attention_maps(layer)
+        num_attention_weights = sum(n * k for n, k in maps)
         maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
         if self.experts is not None and self.experts.shared_size:
             maps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)
@@ -140,18 +143,19 @@ class NativeConfig(ModelConfig):
         if scheme is not None and not scheme.only_experts:
             quantized = Quantized.of(scheme, maps)
         inner_sizes = [self.intermediate_size] if num_dense else []
-        expert_facts = None
+        expert_facts, num_router_weights = None, 0
         if self.experts is not None and num_sparse:
-            inner_sizes.append(self.experts.size)
             if self.experts.shared_size:
                 inner_sizes.append(self.experts.shared_size)
-            num_layer_weights += num_sparse * hidden * self.experts.num_experts
+            num_router_weights = num_sparse * hidden * self.experts.num_experts
             expert = _gated_mlp(hidden, self.experts.size)
             expert_facts = ExpertFacts(
                 num_layers=num_sparse,
                 num_experts=self.experts.num_experts,
                 num_chosen=self.experts.num_chosen,
                 num_weights=sum(n * k for n, k in expert),
+                size=self.experts.size,
+                inner_block=self.experts.inner_block,
                 quantized=None if scheme is None else Quantized.of(scheme, expert),
             )
         return ModelFacts(
@@ -161,8 +165,11 @@ class NativeConfig(ModelConfig):
             vocab_size=self.vocab_size,
             layers=layers,
             intermediate_size=math.gcd(*inner_sizes),
-            num_layer_weights=num_layer_weights,
+            num_layer_weights=num_layer_weights + num_router_weights,
             num_head_weights=self.hidden_size * self.vocab_size,
+            num_attention_weights=num_attention_weights,
+            num_whole_weights=num_router_weights,
+            tied=self.tie_word_embeddings,
             experts=expert_facts,
             quantized=quantized,
             kv_scales=self.kv_scales,

@@ -346,6 +346,7 @@ class GemmaLayer(DecoderLayer):
                 format.within("experts"),
                 comm,
                 gelu=True,
+                by_rank=config.experts_by_rank,
             )
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
             self.pre_feedforward_layernorm_2 = norm()

@@ -7,6 +7,7 @@ from torch import nn
 
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError
+from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe.reference import Clamped
 from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import WeightFormat
@@ -78,6 +79,7 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
             limit=fields.number_above(0, "swiglu_limit", 7.0),
             alpha=fields.number("swiglu_alpha", 1.702),
         ),
+        inner_block=CHUNK,
     )
 
 
@@ -101,6 +103,7 @@ class GptOssDecoderLayer(DecoderLayer):
             bias=True,
             clamped=experts.clamped,
             interleaved=True,
+            by_rank=config.experts_by_rank,
         )
 
 

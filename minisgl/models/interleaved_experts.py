@@ -29,7 +29,7 @@ from minisgl.shards import Shard, whole
 
 def expert_targets(path: str, module: FusedExperts) -> dict[str, Target]:
     """Where the tensors of `module` go, by their names."""
-    experts, hidden, inner = whole(module.num_experts), module.hidden, module.inner
+    experts, hidden, inner = module.held, module.hidden, module.inner
     product, weights, gate_up = module.product, module.product.weights, module.inner.times(2)
     summed = hidden if module.holds_bias else Shard(hidden.size, hidden.size, hidden.size)
     found = {

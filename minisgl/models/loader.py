@@ -43,6 +43,7 @@ from minisgl.models.targets import (
     TiedHead,
     checkpoint_stacks,
     checkpoint_targets,
+    of_other_ranks,
 )
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard
@@ -125,7 +126,7 @@ def log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
     num_maps = num_quantized = num_bytes = 0
     for path, module in model.named_modules():
         if "layers." in path and isinstance(module, Linear | FusedExperts):
-            size = len(module.parts) if isinstance(module, Linear) else 3 * module.num_experts
+            size = len(module.parts) if isinstance(module, Linear) else 3 * module.held.size
             num_maps += size
             if quantized_weights(module):
                 num_quantized += size
@@ -188,11 +189,12 @@ def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
 def _destinations(model: CausalLM) -> Destinations:
     targets = checkpoint_targets(model, model.quantization)
     is_tied = model.embed_tokens is not None and model.is_tied
+    of_others = of_other_ranks(model)
     return Destinations(
         targets=targets,
         stacks=checkpoint_stacks(model, model.quantization),
         scheme=model.quantization,
-        is_left_out=partial(_is_elsewhere, model),
+        is_left_out=lambda name: _is_elsewhere(model, name) or of_others(name),
         tied_head=TiedHead(_HEAD, targets[_EMBEDDING]) if is_tied else None,
     )
 

@@ -260,6 +260,7 @@ class HybridLayer(DecoderLayer):
             expert_size=experts.size,
             normalize=experts.normalize,
             shared_size=experts.shared_size,
+            by_rank=config.experts_by_rank,
         )
 
 

@@ -80,6 +80,7 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
             top_k=experts.num_chosen,
             expert_size=experts.size,
             normalize=experts.normalize,
+            by_rank=config.experts_by_rank,
         )
 
 

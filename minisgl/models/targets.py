@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from minisgl.models.target import Target, copy
 from minisgl.shards import Shard, whole
 
 Store = Callable[[Tensor, Tensor], None]
+_OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.[a-z_]+$")  # module, number, map and tensor
 _OPTIONAL = frozenset(("layer_scalar",))  # a parameter that stays as it is without a tensor
 
 
@@ -93,6 +95,25 @@ def checkpoint_targets(
                         weight, cut, store=store, is_required=kind not in _OPTIONAL
                     )
     return targets
+
+
+def of_other_ranks(model: nn.Module, prefix: str = "") -> Callable[[str], bool]:
+    """Whether a tensor, by its name as in `checkpoint_targets`, is of an expert that another rank
+    has."""
+    held = {
+        f"{path.removeprefix(prefix)}.": module.held
+        for path, module in model.named_modules()
+        if isinstance(module, FusedExperts) and module.held.size < module.held.whole
+    }
+
+    def is_of_others(name: str) -> bool:
+        found = _OF_EXPERT.match(name)
+        if found is None or (experts := held.get(found[1])) is None:
+            return False
+        expert = int(found[2])
+        return expert < experts.whole and not 0 <= expert - experts.first < experts.size
+
+    return is_of_others
 
 
 def _store_one_more(weight: Tensor, part: Tensor) -> None:
@@ -213,14 +234,14 @@ def part_size(part: slice) -> int:
 def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantScheme | None
 ) -> dict[str, Target]:
-    """The tensors of each matrix of each expert, or those of all of them."""
+    """The tensors of each matrix of each expert of this rank, or those of all of them."""
     if module.interleaved:
         return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
     inner, hidden, product = module.inner, module.hidden, module.product
     assert not isinstance(product, Mxfp4Experts), "stacks of others are no MXFP4"
-    for expert in range(module.num_experts):
-        names = [f"{path}.{expert}.{part}" for part in EXPERT_MAPS]
+    for expert in range(module.held.size):
+        names = [f"{path}.{module.held.first + expert}.{part}" for part in EXPERT_MAPS]
         cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
         if scheme is not None and isinstance(product, Fp8Experts | Int4Experts):
             gate_up, down = product.gate_up.expert(expert), product.down.expert(expert)
@@ -272,8 +293,8 @@ def checkpoint_stacks(
             continue
         if scheme is not None and scheme.storage != Storage.FLOAT:
             continue
-        names = [f"{path}.{expert}" for expert in range(module.num_experts)]
-        experts, hidden, inner = whole(module.num_experts), module.hidden, module.inner
+        experts, hidden, inner = module.held, module.hidden, module.inner
+        names = [f"{path}.{experts.first + expert}" for expert in range(experts.size)]
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
         ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
         gate_up, down = _stacked(module)

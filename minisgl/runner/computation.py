@@ -14,6 +14,7 @@ from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.models.decoder import Decoder, Taps
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
@@ -45,13 +46,14 @@ class Computation:
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
+        tally: ExpertTally | None = None,
         max_run: int = 1,
         drafter: Drafter | None = None,
         window: int = 0,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
-        window: as in SlotTables."""
+        the stage. tally: of the model's experts. max_run: of all plans. drafter: on the last stage,
+        if that is more than 1. window: as in SlotTables."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -62,6 +64,7 @@ class Computation:
         self._num_layers = len(states) - (len(drafter.layer_specs("float32")) if drafter else 0)
         self._attention = attention
         self._captured_attention = captured_attention
+        self.tally = tally
         self.sampler = Sampler(
             capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
         )
@@ -119,6 +122,8 @@ class Computation:
         inputs, samples = self.tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
+        if self.tally is not None:
+            self.tally.kv_slots = inputs.slot_mapping
         states, taps = self.states[: self._num_layers], dict[str, Taps]()
         if self._drafter is not None and self._drafter.taps:
             taps["taps"] = self.stage.taps(self._drafter.taps, len(inputs.token_ids))

@@ -38,6 +38,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     return DeviceFacts(
         has_cuda=True,
         num_gpus=torch.cuda.device_count(),
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
         compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
         cpu_bytes=cpu_bytes,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,8 +32,10 @@ from minisgl.drafting.networks.loading import find_network, load_network
 from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.drafting.ngram import NgramDrafter
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
+from minisgl.layers.experts import FusedExperts
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
@@ -130,7 +133,10 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
+    tally = None
+    if config.ep and ranks.rank == 0 and stage.is_last:
+        tally = _tally(model, config.page_size, device)
+    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage, tally)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config), num_window_pages=pages_for_largest_step(config))
     try:
@@ -259,7 +265,7 @@ def _load_model(
     report("loading weights", 0.0)
     try:
         return load_model(
-            model_config,
+            replace(model_config, experts_by_rank=config.ep),
             folder,
             dtype=getattr(torch, config.dtype),
             device=device,
@@ -282,6 +288,16 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
+def _tally(model: Decoder, page_size: int, device: torch.device) -> ExpertTally | None:
+    """Have the tokens of each expert counted; None if no layer of this stage has experts."""
+    module: Any = getattr(model, "module", model)  # an adopted model has one
+    layers = [each for each in module.modules() if isinstance(each, FusedExperts)]
+    tally = ExpertTally(layers[0].held.whole, page_size, device) if layers else None
+    for experts in layers:
+        experts.tally = tally
+    return tally
+
+
 class _Builder:
     """Makes runners of one model with different numbers of pages."""
 
@@ -295,12 +311,14 @@ class _Builder:
         lanes: Lanes,
         ranks: Communicator,
         stage: Stage,
+        tally: ExpertTally | None,
     ) -> None:
         """facts: for this rank of its stage. network: that drafts, if it is one."""
         self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
         self._stage = stage
+        self._tally = tally
         self._facts = facts
         self._model = model
         self._layer_specs = layer_specs
@@ -387,8 +405,11 @@ class _Builder:
             max_run=config.max_run,
             drafter=self._drafter(capacity),
             window=0 if windows is None else windows.window,
+            tally=self._tally,
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
+        if self._tally is not None:
+            self._tally.reset()
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner

@@ -31,5 +31,6 @@ def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder:
         config.page_size,
         config.tp,
         config.pp,
+        config.ep,
     )
     return blake2b(repr(parts).encode(), digest_size=32).digest()

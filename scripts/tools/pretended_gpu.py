@@ -152,7 +152,9 @@ def _cuda_of(device: Device) -> dict[str, Callable[..., Any]]:
         "device_count": lambda: 8,
         "current_device": lambda: 0,
         "get_device_capability": lambda *_: device.capability,
-        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=device.num_sms),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            multi_processor_count=device.num_sms, total_memory=FREE_BYTES
+        ),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,

@@ -60,6 +60,7 @@ class Served:
     model: str
     quantization: str | None = None
     tp: int = 1
+    ep: bool = False
     kv_cache_dtype: str = "auto"
     dense_copies: str = "auto"
     multiplies_fp8: bool = False  # it has no kernels for devices that cannot
@@ -86,9 +87,12 @@ SERVED = (
     Served("Qwen3-30B-A3B", "fp8-channel", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "int4"),
+    Served("Qwen3-30B-A3B", tp=2, ep=True),
+    Served("Qwen3-30B-A3B", "fp8-block", tp=2, ep=True, multiplies_fp8=True),
     Served("gpt-oss-20b"),
     Served("gpt-oss-20b", "none"),
     Served("gpt-oss-20b", tp=2),
+    Served("gpt-oss-20b", tp=2, ep=True),
     Served("gpt-oss-120b"),
     Served("gemma-4-31B"),
     Served("gemma-4-26B-A4B"),
@@ -306,6 +310,7 @@ def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
         load_format="dummy",
         attn="triton",
         tp=served.tp,
+        ep=served.ep,
         kv_cache_dtype=served.kv_cache_dtype,
         dense_copies=served.dense_copies,
     )

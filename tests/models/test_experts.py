@@ -85,7 +85,7 @@ def test_the_config_decides_which_layers_have_experts(tmp_path: Path) -> None:
     facts = config.facts()
     assert facts.experts is not None and facts.experts.num_layers == 1
     # Of dense layers 256, of experts 32: ranks must divide both.
-    assert facts.intermediate_size == 32
+    assert facts.intermediate_size == 256 and facts.experts.size == 32
     assert facts.can_divide(4) and not facts.can_divide(3)
 
 

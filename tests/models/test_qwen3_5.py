@@ -126,8 +126,12 @@ def test_tokens_depend_on_no_option(name: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", [NEXT, WITH_TOWER[1]])
-@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
-def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "split",
+    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "pp": 2, "ep": True}],
+    ids=str,
+)
+def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str, Any]) -> None:
     check(case_of(architecture), max_prefill_length=20, **split)
 
 

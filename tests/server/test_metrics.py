@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
@@ -17,6 +18,7 @@ from support.http_server import http_client
 from support.waiting import until
 
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
+from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -243,6 +245,7 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     async with engine_on(runner, host_cache=0.1) as engine, http_client(engine) as client:
         await engine.share_pages(str(tmp_path / "pages"), always_load=False)
         engine._scheduler.kv.snapshots = Snapshots(3)  # as of a model with states
+        engine._tally = ExpertTally(4, 1, torch.device("cpu"))  # as of one with --ep
         await client.get("/version")
         found = await scrape(client)
     expected = []

@@ -134,6 +134,18 @@ EXPERT_SPECS = [
     ),
 ]
 
+# Not of every test: experts that no number of ranks has in equal parts.
+MOE_5 = Spec(
+    "moe-5",
+    "Qwen3MoeForCausalLM",
+    extra={
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 92,
+        "norm_topk_prob": True,
+    },
+)
+
 # Windows end within every prompt, gates and ups exceed the limit, and the last chunk of an expert's
 # inner dimension is half padding.
 GPT_OSS = Spec(
@@ -222,7 +234,7 @@ QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden
 def spec_named(name: str) -> Spec:
     return next(
         spec
-        for spec in (*SPECS, *EXPERT_SPECS, *LATENT_SPECS, GPT_OSS, QWEN2_12_HEADS)
+        for spec in (*SPECS, *EXPERT_SPECS, *LATENT_SPECS, MOE_5, GPT_OSS, QWEN2_12_HEADS)
         if spec.name == name
     )
 

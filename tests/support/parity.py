@@ -128,6 +128,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     return Loaded(
         *(runner, config, runner.capacity, facts, None, defaults, "test"),
         ranks=runner.others,
+        tally=runner.tally,
         disk=runner.disk,
         draft_policy=policy,
     )

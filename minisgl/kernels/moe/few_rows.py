@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import from_here
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import (
     activated,
     clamp_options,
@@ -36,7 +36,8 @@ def few_rows_experts(
     if isinstance(choice, ByRouter):
         logits, (_, normalize), scales = choice
     else:
-        chosen, weights = choice
+        chosen, weights, _ = choice
+    drops = choice.dropped is not None if isinstance(choice, Chosen) else False
     up_bias, down_bias = experts.biases or (None, None)
     numbers = {
         "hidden_size": hidden_size,
@@ -44,6 +45,7 @@ def few_rows_experts(
         "num_experts": num_experts,
         "top_k": choice.top_k,
         "experts_block": triton.next_power_of_2(num_experts),
+        "drops": drops,
         **pdl_options(x.device, pdl),
     }
     inner = x.new_empty((num_rows * choice.top_k, size))
@@ -100,6 +102,7 @@ def _few_inner(
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     experts_block: tl.constexpr,
+    drops: tl.constexpr,
     exact: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
@@ -109,7 +112,7 @@ def _few_inner(
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One block of a pair's activations."""
+    """One block of a pair's activations. drops: whether other ranks have some of the experts."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,6 +120,9 @@ def _few_inner(
     row = pair // top_k
     if chosen is not None:
         expert = tl.load(chosen + pair)
+        if drops:  # noqa: SIM102 - the compiler decides this one, the device the next
+            if expert < 0:
+                return
     else:
         _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
         is_mine = order == pair % top_k
@@ -153,6 +159,7 @@ def _few_outer(
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     experts_block: tl.constexpr,
+    drops: tl.constexpr,
     normalize: tl.constexpr,
     places: tl.constexpr,
     block_n: tl.constexpr,
@@ -164,20 +171,23 @@ def _few_outer(
     row = tl.program_id(1)
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
+    is_here = place < top_k
     # What is chosen is older than the previous kernel, as the weights are.
     if chosen is not None:
         pair = row * top_k + place
         expert = tl.load(chosen + pair, mask=place < top_k, other=0)
         expert_weight = tl.load(weights + pair, mask=place < top_k, other=0.0)
+        if drops:
+            is_here = is_here & (expert >= 0)
     else:
         probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
         expert_weight = weights_of(probability, order, scales, num_experts, top_k, normalize)
-        is_here = order[:, None] == place[None, :]
-        expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
-        expert_weight = tl.sum(tl.where(is_here, expert_weight[:, None], 0.0), 0)
+        at_place = order[:, None] == place[None, :]
+        expert = tl.sum(tl.where(at_place, tl.arange(0, experts_block)[:, None], 0), 0)
+        expert_weight = tl.sum(tl.where(at_place, expert_weight[:, None], 0.0), 0)
     w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
     w_at += output[None, :, None] * size
-    is_output = (place < top_k)[:, None, None] & (output < hidden_size)[None, :, None]
+    is_output = is_here[:, None, None] & (output < hidden_size)[None, :, None]
     w, rows = (), ()
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]
@@ -188,7 +198,7 @@ def _few_outer(
     inner += (row * top_k + place)[:, None, None] * size
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]
-        mask = (place < top_k)[:, None, None] & (k < size)
+        mask = is_here[:, None, None] & (k < size)
         rows += (tl.load(inner + k, mask=mask, other=0.0),)
     out += row * hidden_size + output
     if squares is not None:
@@ -202,7 +212,7 @@ def _few_outer(
     result = tl.sum(product, 2)
     if bias is not None:
         b_at = bias + expert[:, None] * hidden_size + output[None, :]
-        b_mask = (place < top_k)[:, None] & (output < hidden_size)[None, :]
+        b_mask = is_here[:, None] & (output < hidden_size)[None, :]
         result += tl.load(b_at, mask=b_mask, other=0.0).to(tl.float32)
     result = result.to(kind).to(tl.float32) * expert_weight.to(kind).to(tl.float32)[:, None]
     result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)

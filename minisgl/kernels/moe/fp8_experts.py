@@ -18,7 +18,7 @@ from minisgl.kernels.linear.quantized import Fp8Weights
 from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.moe.reference import Choice, rows_held
 from minisgl.kernels.moe.routing import choose, place_for_sum
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
@@ -39,7 +39,8 @@ def fused_experts(
     tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
     assert all(tensor.is_contiguous() for tensor in tensors)
     if tiles is None:
-        tiles = choose_fp8_tiles(len(x), experts, choice.top_k, tuning_of(x.device))
+        num_rows = rows_held(len(x), choice, len(experts.down.data))
+        tiles = choose_fp8_tiles(num_rows, experts, choice.top_k, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     return _many_rows_experts(x, choice, experts, residual, tiles, pdl)
@@ -55,7 +56,8 @@ def _many_rows_experts(
 ) -> tuple[Tensor, Tensor | None]:
     hidden_size = x.shape[1]
     num_experts, _, size = experts.down.data.shape
-    chosen, weights = choose(choice, pdl=pdl)
+    choice = choose(choice, pdl=pdl)
+    chosen, weights, _ = choice
     pairs = list_pairs(chosen, num_experts, pdl=pdl)
     scales = experts.input_scales
     inner = x.new_empty((chosen.numel(), size))
@@ -73,7 +75,7 @@ def _many_rows_experts(
         gated = source is x
         gelu = gated and experts.gelu
         _multiply(rounded, weight, target, pairs, weights, product, gated=gated, gelu=gelu, pdl=pdl)
-    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
 
 def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
@@ -172,7 +174,8 @@ def _round_pair(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    scale = tl.load(static + tl.load(chosen + pair))
+    # A pair that is dropped is rounded, too, by any scale; no product reads it.
+    scale = tl.load(static + tl.maximum(tl.load(chosen + pair), 0))
     x = tl.load(source + pair // shared * size + column, mask=column < size, other=0.0)
     tl.store(
         out + pair * size + column, round_to_fp8(x.to(tl.float32), scale, True), mask=column < size

@@ -24,7 +24,7 @@ from torch import Tensor
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.few_rows import few_rows_experts
 from minisgl.kernels.moe.many_rows import many_rows_experts
-from minisgl.kernels.moe.reference import Choice, ExpertWeights
+from minisgl.kernels.moe.reference import Choice, ExpertWeights, rows_held
 from minisgl.kernels.moe.routing import place_for_sum
 from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
 
@@ -51,7 +51,8 @@ def fused_experts(
     tensors = (x, *experts.tensors, *(() if residual is None else (residual,)))
     assert all(tensor.is_contiguous() for tensor in tensors)
     if tiles is None:
-        tiles = choose_tiles(len(x), experts, choice.top_k, tuning_of(x.device))
+        num_rows = rows_held(len(x), choice, len(experts.down))
+        tiles = choose_tiles(num_rows, experts, choice.top_k, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if isinstance(tiles, FewTiles):

@@ -16,7 +16,7 @@ from minisgl.kernels.linear.quantized import Int4Weights
 from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
 from minisgl.kernels.moe.quantized_experts import Int4Experts
-from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.moe.reference import Choice, rows_held
 from minisgl.kernels.moe.routing import choose, place_for_sum
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
@@ -37,15 +37,17 @@ def fused_experts(
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if tiles is None:
-        tiles = choose_int4_tiles(len(x), experts, choice.top_k, x.dtype, tuning_of(x.device))
-    chosen, weights = choose(choice, pdl=pdl)
+        num_rows = rows_held(len(x), choice, len(experts.down.data))
+        tiles = choose_int4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
+    choice = choose(choice, pdl=pdl)
+    chosen, weights, _ = choice
     pairs = list_pairs(chosen, len(experts.down.data), pdl=pdl)
     inner = x.new_empty((chosen.numel(), experts.down.data.shape[2] * 4))
     outputs = x.new_empty((chosen.numel(), x.shape[1]))
     first = {"gated": True, "gelu": experts.gelu, "pdl": pdl}
     _multiply(x, experts.gate_up, inner, pairs, weights, tiles.inner, **first)
     _multiply(inner, experts.down, outputs, pairs, weights, tiles.outer, pdl=pdl)
-    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
 
 def _multiply(

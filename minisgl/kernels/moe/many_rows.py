@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options, warps_for
-from minisgl.kernels.moe.reference import Choice, ExpertWeights
+from minisgl.kernels.moe.reference import Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import (
     activated,
     choose,
@@ -32,7 +32,8 @@ def many_rows_experts(
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
     top_k, options = choice.top_k, pdl_options(x.device, pdl)
-    chosen, weights = choose(choice, pdl=pdl)
+    choice = choose(choice, pdl=pdl)
+    chosen, weights, _ = choice
     counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
     inner = x.new_empty((chosen.numel(), size))
     outputs = x.new_empty((chosen.numel(), hidden_size))
@@ -67,7 +68,7 @@ def many_rows_experts(
             num_stages=product.num_stages,
             **options,
         )
-    return add_outputs(outputs, x, residual, top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
 
 def list_pairs(chosen: Tensor, num_experts: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -92,10 +93,10 @@ def list_pairs(chosen: Tensor, num_experts: int, *, pdl: bool) -> tuple[Tensor, 
 
 
 def add_outputs(
-    outputs: Tensor, x: Tensor, residual: Tensor | None, top_k: int, *, pdl: bool
+    outputs: Tensor, x: Tensor, residual: Tensor | None, choice: Choice, *, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Adds up the weighted outputs of each row's pairs [num_rows · top_k, hidden_size]; returns
-    what fused_experts does."""
+    """Adds up the weighted outputs of each row's pairs [num_rows · top_k, hidden_size], but those
+    that the choice has dropped, which are not written; returns what fused_experts does."""
     num_rows, hidden_size = x.shape
     block = min(triton.next_power_of_2(hidden_size), 1024)
     num_blocks = triton.cdiv(hidden_size, block)
@@ -105,8 +106,9 @@ def add_outputs(
         out,
         squares,
         outputs,
+        choice.dropped if isinstance(choice, Chosen) else None,
         hidden_size=hidden_size,
-        top_k=top_k,
+        top_k=choice.top_k,
         block=block,
         num_warps=warps_for(block, 8),
         **pdl_options(x.device, pdl),
@@ -252,6 +254,7 @@ def _add_outputs(
     out,
     squares,
     outputs,
+    dropped,
     hidden_size: tl.constexpr,
     top_k: tl.constexpr,
     block: tl.constexpr,
@@ -267,7 +270,10 @@ def _add_outputs(
     total = tl.zeros([block], tl.float32)
     for place in tl.static_range(top_k):
         output = outputs + (row * top_k + place) * hidden_size + column
-        total += tl.load(output, mask=inside, other=0.0).to(tl.float32)
+        present = inside
+        if dropped is not None:
+            present = inside & (tl.load(dropped + row * top_k + place) >= 0)
+        total += tl.load(output, mask=present, other=0.0).to(tl.float32)
     out += row * hidden_size + column
     result = total.to(out.dtype.element_ty)
     if squares is not None:

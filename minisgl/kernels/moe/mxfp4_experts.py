@@ -25,7 +25,7 @@ from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
 from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from minisgl.kernels.moe.reference import ByRouter, Choice, Clamped
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, rows_held
 from minisgl.kernels.moe.routing import (
     choose,
     clamp_options,
@@ -52,7 +52,8 @@ def fused_experts(
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if tiles is None:
-        tiles = choose_mxfp4_tiles(len(x), experts, choice.top_k, x.dtype, tuning_of(x.device))
+        num_rows = rows_held(len(x), choice, len(experts.down.data))
+        tiles = choose_mxfp4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
     num_pairs = len(x) * choice.top_k
     inner = x.new_empty((num_pairs, experts.down.data.shape[2] * 4))
     outputs = x.new_empty((num_pairs, x.shape[1]))
@@ -63,7 +64,7 @@ def fused_experts(
     up_bias, down_bias = experts.biases or (None, None)
     multiply(_Gemm(x, experts.gate_up, up_bias, inner, experts.clamped), tiles.inner)
     multiply(_Gemm(inner, experts.down, down_bias, outputs), tiles.outer)
-    return add_outputs(outputs, x, residual, choice.top_k, pdl=pdl)
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
 
 class _Gemm(NamedTuple):
@@ -110,7 +111,8 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
     if isinstance(choice, ByRouter):
         logits, normalize = choice.logits, choice.routing.normalize
     else:
-        chosen, weights = choice
+        chosen, weights, _ = choice
+    drops = choice.dropped is not None if isinstance(choice, Chosen) else False
 
     def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
         num_pairs, num_outputs = gemm.target.shape
@@ -127,6 +129,7 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
             top_k=choice.top_k,
             normalize=normalize,
             experts_block=triton.next_power_of_2(num_experts),
+            drops=drops,
             **gemm.numbers(tiles),
             **pdl_options(gemm.target.device, pdl),
         )
@@ -135,7 +138,7 @@ def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
 
 
 def _of_listed_pairs(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
-    chosen, weights = choose(choice, pdl=pdl)
+    chosen, weights, _ = choose(choice, pdl=pdl)
     counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
 
     def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
@@ -235,6 +238,7 @@ def _pair_product(
     top_k: tl.constexpr,
     normalize: tl.constexpr,
     experts_block: tl.constexpr,
+    drops: tl.constexpr,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
@@ -249,7 +253,8 @@ def _pair_product(
     packed: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One block of outputs of one pair, by a product of which one row of x is that of the pair."""
+    """One block of outputs of one pair, by a product of which one row of x is that of the pair.
+    drops: as in moe/few_rows.py."""
     tile, pair = tl.program_id(0), tl.program_id(1)
     if pdl and gated:  # the second product comes after the first, which has waited for the router
         tl.extra.cuda.gdc_wait()
@@ -271,11 +276,14 @@ def _pair_product(
             pair_weight = tl.sum(tl.where(is_mine, share, 0.0)).to(kind).to(tl.float32)
     if pdl and not gated:
         if num_outputs % block_n == 0:
-            first = expert.to(tl.int64) * num_outputs + tile * block_n
+            first = tl.maximum(expert, 0).to(tl.int64) * num_outputs + tile * block_n
             size: tl.constexpr = 4 * num_inputs  # words of GROUP rows
             fetch(words + first * (num_inputs // 4), size, size, size, block_n // 16, block_n)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if drops:  # noqa: SIM102 - the compiler decides this one, the device the next
+        if expert < 0:
+            return
     if bias is not None:
         bias += expert * (2 * num_outputs if gated else num_outputs)
     row = pair // shared + tl.zeros([block_m], tl.int32)

@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import gated_mul
+from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.shards import Shard
+
+ELSEWHERE = -1  # stands for an expert that another rank has
 
 
 class Routing(NamedTuple):
@@ -32,17 +36,35 @@ class ByRouter(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Which experts each row takes, as something else has chosen them. Each is there once."""
+    """Which experts each row takes, as something else has chosen them. Each is there once.
+
+    On a rank that has some of the experts these count from 0 on, and those of other ranks are
+    ELSEWHERE: such pairs of a row and an expert add nothing to its sum.
+    """
 
     experts: Tensor  # [num_rows, top_k] int32
     weights: Tensor  # [num_rows, top_k], of the dtype of the rows
+    num_experts: int | None = None  # of all ranks; None: this one has them all
 
     @property
     def top_k(self) -> int:
         return self.experts.shape[1]
 
+    @property
+    def dropped(self) -> Tensor | None:
+        """`experts`, if some may be ELSEWHERE."""
+        return None if self.num_experts is None else self.experts
+
 
 Choice = ByRouter | Chosen
+
+
+def rows_held(num_rows: int, choice: Choice, num_held: int) -> int:
+    """Number of rows with as many pairs as `num_rows` rows have of the `num_held` experts here, if
+    they spread evenly over those of all ranks."""
+    if isinstance(choice, ByRouter) or choice.num_experts is None:
+        return num_rows
+    return -(-num_rows * num_held // choice.num_experts)
 
 
 class Clamped(NamedTuple):
@@ -117,6 +139,17 @@ def choose(choice: Choice) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice))
 
 
+def choose_of(choice: Choice, held: Shard, tally: ExpertTally | None = None) -> Chosen:
+    """The experts of each row as a rank sees them that has the experts `held`. tally: counts the
+    tokens of all experts."""
+    experts, weights, _ = choose(choice)
+    if tally is not None:
+        tally.add(experts)
+    own = experts - held.first
+    own = torch.where((own >= 0) & (own < held.size), own, ELSEWHERE)
+    return Chosen(own, weights, held.whole)
+
+
 def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
     """The weighted sum over each row's chosen experts e of down[e] · gated_mul(gate_up[e] · x),
     with their biases and activation where they have others.
@@ -138,9 +171,9 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
 def weighted_sum(x: Tensor, output: Callable[[int, Tensor], Tensor], choice: Choice) -> Tensor:
     """As fused_experts, for any experts: output(e, rows of x) is what e makes of these rows. It is
     rounded, and so is its weighted output; these are added in float32."""
-    chosen, weights = choose(choice)
+    chosen, weights, _ = choose(choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen != ELSEWHERE].unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         weighted = output(expert, x[rows]) * weights[rows, places, None]
         out.index_add_(0, rows, weighted.float())

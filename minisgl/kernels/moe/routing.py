@@ -9,7 +9,10 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import clamped_mul, gated_mul
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import Choice, Chosen, Clamped, Routing
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, Routing
+from minisgl.kernels.moe.reference import choose_of as choose_given_of
+from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.shards import Shard
 
 
 def place_for_sum(
@@ -22,10 +25,17 @@ def place_for_sum(
 
 
 def topk_softmax(
-    logits: Tensor, routing: Routing, scales: Tensor | None = None, *, pdl: bool = True
+    logits: Tensor,
+    routing: Routing,
+    scales: Tensor | None = None,
+    *,
+    held: Shard | None = None,
+    tally: ExpertTally | None = None,
+    pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. pdl: overlap launches where the device
-    can, by the rule of kernels/launch_options.py."""
+    """As topk_softmax of reference.py; both contiguous. held, tally: as in `choose_of`; None: all
+    experts are here. pdl: overlap launches where the device can, by the rule of
+    kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
@@ -34,10 +44,15 @@ def topk_softmax(
         scales,
         chosen,
         weights,
+        None if tally is None else tally.counts,
+        None if tally is None else tally.kv_slots,
+        0 if tally is None else tally.first_slot,
         num_experts=num_experts,
         top_k=routing.top_k,
         normalize=routing.normalize,
         experts_block=triton.next_power_of_2(num_experts),
+        first=None if held is None else held.first,
+        num_held=num_experts if held is None else held.size,
         num_warps=4,
         **pdl_options(logits.device, pdl),
     )
@@ -48,6 +63,15 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     """As choose of reference.py; the tensors of a choice contiguous. pdl: as in topk_softmax."""
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
+
+
+def choose_of(
+    choice: Choice, held: Shard, tally: ExpertTally | None = None, *, pdl: bool = True
+) -> Chosen:
+    """As choose_of of reference.py. pdl: as in topk_softmax."""
+    if not isinstance(choice, ByRouter):
+        return choose_given_of(choice, held, tally)
+    return Chosen(*topk_softmax(*choice, held=held, tally=tally, pdl=pdl), held.whole)
 
 
 def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
@@ -120,10 +144,15 @@ def _topk_softmax_row(
     scales,
     chosen,
     weights,
+    counts,
+    kv_slots,
+    first_slot: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     normalize: tl.constexpr,
     experts_block: tl.constexpr,
+    first: tl.constexpr,
+    num_held: tl.constexpr,
     pdl: tl.constexpr,
 ):
     if pdl:
@@ -133,7 +162,14 @@ def _topk_softmax_row(
     probability, place = expert_places(logits + row * num_experts, num_experts, experts_block)
     weight = weights_of(probability, place, scales, num_experts, top_k, normalize)
     target = row * top_k + place
-    tl.store(chosen + target, tl.arange(0, experts_block), mask=place < top_k)
+    expert = tl.arange(0, experts_block)
+    if counts is not None:
+        is_real = tl.load(kv_slots + row) >= first_slot
+        tl.atomic_add(counts + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
+    if first is not None:
+        expert -= first
+        expert = tl.where((expert >= 0) & (expert < num_held), expert, -1)  # ELSEWHERE
+    tl.store(chosen + target, expert, mask=place < top_k)
     tl.store(weights + target, weight.to(weights.dtype.element_ty), mask=place < top_k)
 
 

@@ -1,5 +1,5 @@
 """Selects the product of a layer's experts for the device of their weights, and what chooses among
-groups of them."""
+groups of them, or among those of a rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
-from minisgl.kernels.moe import grouped
+from minisgl.kernels.moe import grouped, reference
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import Chosen, Clamped, ExpertBiases
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, ExpertBiases
+from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.shards import Shard
+
+
+def choose_of(choice: Choice, held: Shard, tally: ExpertTally | None = None) -> Chosen:
+    """As choose_of of reference.py."""
+    if isinstance(choice, ByRouter) and runs_triton(choice.logits.device):
+        from minisgl.kernels.moe import routing
+
+        return routing.choose_of(choice, held, tally)
+    return reference.choose_of(choice, held, tally)
 
 
 def fp8_experts(

@@ -48,11 +48,12 @@ def assemble(
     device: torch.device,
     comm: Communicator,
     layers: range,
+    experts_by_rank: bool = False,
 ) -> AdoptedModel:
     """Put minisgl's modules into a skeleton, and make room for its other weights.
 
-    facts: of the whole model. comm and layers: of the stage. Raises UnsupportedModelError if it
-    cannot be a stage.
+    facts: of the whole model. comm and layers: of the stage. experts_by_rank: as in ModelConfig.
+    Raises UnsupportedModelError if it cannot be a stage.
     """
     is_first, is_last = layers.start == 0, layers.stop == len(found.layers)
     division = division_of(model, found) if comm.size > 1 else WHOLE
@@ -69,6 +70,7 @@ def assemble(
         way=way,
         format=format,
         comm=comm,
+        experts_by_rank=experts_by_rank,
         heads=heads,
     )
     vocab = vocab_shard(model.config.vocab_size, comm.rank, comm.size)

@@ -52,8 +52,13 @@ def facts_of(
 ) -> ModelFacts:
     """The facts of a model with these layers."""
     experts = found.experts
-    if experts is not None and scheme is not None:
-        experts = replace(experts, quantized=Quantized.of(scheme, found.expert_sizes))
+    if experts is not None:
+        experts = replace(
+            experts,
+            size=divides.expert_size,
+            quantized=None if scheme is None else Quantized.of(scheme, found.expert_sizes),
+            not_by_rank=divides.not_by_rank,
+        )
     return ModelFacts(
         dtype=dtype,
         max_seq_len=max_seq_len,
@@ -63,6 +68,10 @@ def facts_of(
         intermediate_size=divides.common_size,
         num_layer_weights=found.num_weights,
         num_head_weights=found.num_head_weights,
+        num_attention_weights=divides.num_attention_weights,
+        num_whole_weights=divides.num_whole_weights,
+        tied=divides.tied,
+        divides_embedding=False,
         experts=experts,
         quantized=None if scheme is None else Quantized.of(scheme, found.map_sizes),
         kv_scales=kv_scales,

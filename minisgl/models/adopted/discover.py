@@ -201,6 +201,7 @@ def _experts(
         num_experts=num_experts,
         num_chosen=chosen[0],
         num_weights=sum(weight.numel() for _, weight in stacks) // (len(sparse) * num_experts),
+        size=0,  # follows from what the ranks divide
     )
 
 

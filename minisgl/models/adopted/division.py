@@ -66,7 +66,12 @@ class Divisibility:
     one_rank: str | None  # why over no more than one rank; None: over several
     one_stage: str | None  # the same of stages
     divides_heads: bool  # each rank attends for its own heads; else for all
-    common_size: int  # the greatest common divisor of the sizes that are split, heads aside
+    common_size: int  # the greatest common divisor of what is split beside heads and experts, or 0
+    expert_size: int  # of the inner dimension of experts that are split; 0: none are
+    not_by_rank: str | None  # why ranks cannot have whole experts; None: they can
+    num_attention_weights: int  # in the matrices of attention
+    num_whole_weights: int  # in the matrices of layers that are not split
+    tied: bool  # the head is the embedding
 
 
 def divisibility(model: Any, found: Discovered) -> Divisibility:
@@ -79,12 +84,33 @@ def divisibility(model: Any, found: Discovered) -> Divisibility:
             linear = model.get_submodule(name)
             outputs = linear.out_features // (2 if kind == Kind.HALVES else 1)
             sizes.append(linear.in_features if kind == Kind.INPUTS else outputs)
-    sizes += [model.get_submodule(name).down_proj.shape[2] for name in division.experts]
+    experts = [model.get_submodule(name).down_proj.shape[2] for name in division.experts]
+    stacks = {name.rpartition(".")[0] for name, w in model.named_parameters() if w.dim() == 3}
+    layers = tuple(f"{name}." for name in found.layers)
+    matrices = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() == 2 and name.startswith(layers)
+    }
+    not_by_rank = None
+    if not all(has_plain_experts(model.get_submodule(name)) for name in stacks):
+        not_by_rank = f"minisgl does not divide the experts of {type(model).__name__}"
     return Divisibility(
         one_rank=division.why_not,
         one_stage=why_one_stage(model, found),
         divides_heads=any(name.startswith(inside) for name in division.kinds),
-        common_size=math.gcd(*sizes) if sizes else 1,
+        common_size=math.gcd(*sizes),
+        expert_size=math.gcd(*experts),
+        not_by_rank=not_by_rank,
+        num_attention_weights=sum(
+            weight.numel() for name, weight in matrices.items() if name.startswith(inside)
+        ),
+        num_whole_weights=sum(
+            weight.numel()
+            for name, weight in matrices.items()
+            if not {name, name.rpartition(".")[0]} & {*division.kinds, *division.parameters}
+        ),
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 
 

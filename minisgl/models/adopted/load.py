@@ -42,7 +42,12 @@ class Blueprint:
         if any(is_part):
             ranks, stages = is_part
             made = self._config()
-            prove_parts(architecture, made, config.found, config.way, ranks=ranks, stages=stages)
+            prove_parts(
+                *(architecture, made, config.found, config.way),
+                ranks=ranks,
+                stages=stages,
+                experts_by_rank=config.experts_by_rank,
+            )
         dtype = str(self.dtype).removeprefix("torch.")
         return assemble(
             skeleton(architecture, self._config(), self.dtype, self.device),
@@ -54,6 +59,7 @@ class Blueprint:
             device=self.device,
             comm=comm,
             layers=layers,
+            experts_by_rank=config.experts_by_rank,
         )
 
     def names(self) -> Names:

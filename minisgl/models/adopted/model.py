@@ -34,6 +34,7 @@ from minisgl.models.targets import (
     TiedHead,
     checkpoint_stacks,
     checkpoint_targets,
+    of_other_ranks,
 )
 from minisgl.shards import Shard
 
@@ -163,6 +164,7 @@ class AdoptedModel:
             if ends:
                 tied_head = TiedHead(head, targets[ends[0]])
         elsewhere = () if self._stages is None else self._stages.left_out
+        of_others = of_other_ranks(self.module, prefix)
         left_out = tuple(f"{name}.".removeprefix(prefix) for name in elsewhere)
         # What transformers leaves aside itself, such as layers that draft.
         ignored = [
@@ -173,7 +175,9 @@ class AdoptedModel:
             stacks=stacks,
             scheme=scheme,
             is_left_out=lambda name: (
-                name.startswith(left_out) or any(each.search(prefix + name) for each in ignored)
+                name.startswith(left_out)
+                or of_others(name)
+                or any(each.search(prefix + name) for each in ignored)
             ),
             tied_head=tied_head,
         )

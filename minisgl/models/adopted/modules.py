@@ -140,12 +140,12 @@ class Picked(Later):
     """The experts that a router chooses, or their weights: [num_rows, top_k]."""
 
     def __init__(self, choice: ByRouter, place: int) -> None:
-        """place: in Chosen."""
+        """place: 0 of the experts, 1 of the weights."""
         self.choice, self._place = choice, place
 
     def tensor(self) -> Tensor:
-        picked = choose(self.choice)[self._place]
-        return picked if picked.is_floating_point() else picked.long()
+        experts, weights, _ = choose(self.choice)
+        return weights if self._place else experts.long()
 
 
 class RouterOf(Linear):

@@ -67,10 +67,17 @@ def prove(architecture: type[Any], config: Any, found: Discovered) -> tuple[Know
 
 
 def prove_parts(
-    architecture: type[Any], config: Any, found: Discovered, way: Way, *, ranks: bool, stages: bool
+    architecture: type[Any],
+    config: Any,
+    found: Discovered,
+    way: Way,
+    *,
+    ranks: bool,
+    stages: bool,
+    experts_by_rank: bool = False,
 ) -> None:
     """Raise UnsupportedModelError if the numbers change where a model is divided over ranks, or
-    over stages."""
+    over stages. experts_by_rank: as in ModelConfig."""
     small = Small.of(architecture, config, found)
     if stages and len(small.found.layers) > 1:
         middle = len(small.found.layers) // 2
@@ -78,7 +85,9 @@ def prove_parts(
         parts = [small.part(way, layers=each) for each in layers]
         _check_parts(small, "stages", lambda: small.logits(parts))
     if ranks:
-        _check_parts(small, "ranks", lambda: small.logits_of_ranks(way))
+        _check_parts(
+            small, "ranks", lambda: small.logits_of_ranks(way, experts_by_rank=experts_by_rank)
+        )
 
 
 def _check_parts(small: Small, kind: str, logits: Callable[[], Tensor]) -> None:
@@ -134,7 +143,12 @@ class Small:
         )
 
     def part(
-        self, way: Way, *, comm: Communicator = SINGLE_RANK, layers: range | None = None
+        self,
+        way: Way,
+        *,
+        comm: Communicator = SINGLE_RANK,
+        layers: range | None = None,
+        experts_by_rank: bool = False,
     ) -> AdoptedModel:
         """The copy with minisgl's modules in it, or the part of a rank or a stage."""
         device = torch.device("cpu")
@@ -158,6 +172,7 @@ class Small:
             device=device,
             comm=comm,
             layers=layers or range(len(self.found.layers)),
+            experts_by_rank=experts_by_rank,
         )
         prefix = f"{model.base_model_prefix}."
         _fill(
@@ -171,13 +186,14 @@ class Small:
         """The logits of all rows, in their order, as minisgl computes them."""
         return _as_minisgl(stages, self.sequences)
 
-    def logits_of_ranks(self, way: Way) -> Tensor:
+    def logits_of_ranks(self, way: Way, *, experts_by_rank: bool) -> Tensor:
         """The same of several ranks, a thread each."""
         meeting = _Meeting()
 
         def run(rank: int) -> Tensor:
             try:
-                part = self.part(way, comm=_ThreadRank(rank, meeting))
+                comm = _ThreadRank(rank, meeting)
+                part = self.part(way, comm=comm, experts_by_rank=experts_by_rank)
                 return self.logits([part])
             except BaseException:
                 meeting.barrier.abort()

@@ -56,6 +56,7 @@ class Swap:
     way: Way
     format: WeightFormat
     comm: Communicator
+    experts_by_rank: bool  # as in ModelConfig
     heads: Heads
     products: list[Product] = field(default_factory=list)  # that were made
     split: dict[str, Shard] = field(default_factory=dict)  # parameters, in their first dimension
@@ -138,7 +139,10 @@ class Swap:
 
     def _experts(self, name: str, experts: Any) -> None:
         num_experts, hidden_size, size = experts.down_proj.shape
-        made = ExpertsOf(num_experts, hidden_size, size, self._format_of(name), self.comm)
+        format = self._format_of(name)
+        made = ExpertsOf(
+            num_experts, hidden_size, size, format, self.comm, by_rank=self.experts_by_rank
+        )
         made.fuses = self.way.fuses
         self.put(name, made)
 

@@ -1,0 +1,56 @@
+"""Whole experts on each rank: their kernels on a GPU, and the tokens of ranks on GPUs of their own
+against transformers on the CPU, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from support.parity import batch, case_of, greedy, load_engine
+from support.rank_expert_cases import FORMATS, check_choose_of, check_parts, check_tally
+from support.tensor_parallel import check_with_aborts, short_case_of
+
+from minisgl.engine import AsyncEngine
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5, "ep": True}
+SIZES = [tp for tp in (2, 4) if tp <= torch.cuda.device_count()]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 24, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_parts_of_all_ranks_add_up_to_the_whole(name: str, num_rows: int) -> None:
+    tolerance = 3e-2 if name.startswith("fp8") else 1e-3
+    check_parts(FORMATS[name](GPU), num_rows, device=GPU, tolerance=tolerance)
+
+
+def test_a_rank_chooses_its_own_experts_and_counts_all() -> None:
+    check_choose_of(9, device=GPU)
+    check_tally(device=GPU)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("name", ["moe", "moe-5", "moe-60", "gpt-oss"])
+def test_greedy_tokens_equal_those_of_transformers(name: str, tp: int) -> None:
+    check_with_aborts(short_case_of(name), tp=tp, **ON_GPU)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_captured_steps_count_no_padding(tp: int) -> None:
+    case = case_of("moe-5")
+
+    async def run() -> tuple[int, ...] | None:
+        async with AsyncEngine(load_engine(case.folder, tp=tp, **ON_GPU)) as engine:
+            await batch(engine, case.prompts[:3], [greedy(6)] * 3)
+            return engine.stats().expert_tokens
+
+    counted = asyncio.run(run())
+    num_rows = sum(len(prompt) + 6 - 1 for prompt in case.prompts[:3])
+    assert counted is not None and sum(counted) == num_rows * 2 * case.spec.num_layers

@@ -1,0 +1,183 @@
+"""Checks of the experts' kernels where a rank has some of them, for the interpreter and a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from support import expert_cases, fp8_expert_cases, int4_expert_cases, mxfp4_expert_cases
+from support.fp8_expert_cases import Blocks
+from torch import Tensor
+
+from minisgl.config import Activations
+from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe import (
+    fp8_experts,
+    fused_experts,
+    int4_experts,
+    mxfp4_experts,
+    reference,
+    routing,
+)
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertBiases, Routing
+from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.shards import Shard
+
+NUM_EXPERTS, HIDDEN, INNER = 5, 128, 64
+# Of three experts and of two; and of one, two, one and one.
+DIVISIONS = ((0, 3, 5), (0, 1, 3, 4, 5))
+
+Compute = Callable[[Tensor, Choice], Tensor]
+# The sum over all experts; the kernels' over those of a part.
+Made = tuple[Compute, Callable[[slice], Compute]]
+
+
+def dense(device: torch.device, *, clamped: bool = False) -> Made:
+    experts = expert_cases.random_experts(
+        NUM_EXPERTS, HIDDEN, INNER, torch.float32, device, clamped=clamped
+    )
+
+    def of(part: slice) -> Compute:
+        biases = experts.biases
+        cut = None if biases is None else ExpertBiases(*(bias[part] for bias in biases))
+        own = experts._replace(gate_up=experts.gate_up[part], down=experts.down[part], biases=cut)
+        return lambda x, choice: fused_experts.fused_experts(x, choice, own, pdl=False)[0]
+
+    return lambda x, choice: reference.fused_experts(x, experts, choice), of
+
+
+def fp8(device: torch.device, blocks: Blocks, activations: Activations) -> Made:
+    experts = fp8_expert_cases.random_experts(
+        NUM_EXPERTS, HIDDEN, INNER, blocks, activations, device
+    )
+
+    def of(part: slice) -> Compute:
+        def cut(weights: Fp8Weights) -> Fp8Weights:
+            return Fp8Weights(weights.data[part], weights.scale[part], weights.block)
+
+        scales = experts.input_scales
+        own = Fp8Experts(
+            cut(experts.gate_up),
+            cut(experts.down),
+            activations=activations,
+            input_scales=scales and InputScales(*(scale[part] for scale in scales)),
+        )
+        return lambda x, choice: fp8_experts.fused_experts(x, choice, own, pdl=False)[0]
+
+    return experts, of
+
+
+def int4(device: torch.device) -> Made:
+    experts = int4_expert_cases.random_experts(
+        NUM_EXPERTS, HIDDEN, INNER, (64, 32), symmetric=False, device=device
+    )
+
+    def of(part: slice) -> Compute:
+        def cut(weights: Int4Weights) -> Int4Weights:
+            assert weights.zero is not None
+            return Int4Weights(weights.data[part], weights.scale[part], weights.zero[part])
+
+        own = Int4Experts(cut(experts.gate_up), cut(experts.down))
+        return lambda x, choice: int4_experts.fused_experts(x, choice, own, pdl=False)[0]
+
+    return experts, of
+
+
+def mxfp4(device: torch.device) -> Made:
+    experts = mxfp4_expert_cases.random_experts(
+        NUM_EXPERTS, HIDDEN, INNER, dtype=torch.float32, device=device
+    )
+
+    def of(part: slice) -> Compute:
+        def cut(weights: Mxfp4Weights) -> Mxfp4Weights:
+            return Mxfp4Weights(weights.data[part], weights.scale[part])
+
+        assert experts.biases is not None
+        biases = ExpertBiases(*(bias[part] for bias in experts.biases))
+        own = Mxfp4Experts(cut(experts.gate_up), cut(experts.down), biases, experts.clamped)
+        return lambda x, choice: mxfp4_experts.fused_experts(x, choice, own, pdl=False)[0]
+
+    return experts, of
+
+
+FORMATS: dict[str, Callable[[torch.device], Made]] = {
+    "dense": dense,
+    "dense, clamped": lambda device: dense(device, clamped=True),
+    "fp8, static": lambda device: fp8(device, None, Activations.STATIC),
+    "fp8, blocks": lambda device: fp8(device, ((64, 128), (128, 64)), Activations.GROUP),
+    "int4": int4,
+    "mxfp4": mxfp4,
+}
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fill what torch.empty makes with NaN, which shows in the result where it is read."""
+    torch.use_deterministic_algorithms(True)  # which torch.utils.deterministic says more of
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_parts(made: Made, num_rows: int, *, device: torch.device, tolerance: float) -> None:
+    """The sum over the parts is that over all experts, whoever chooses; a part of which no row has
+    chosen an expert gives zeros."""
+    whole, of = made
+    x = torch.randn(num_rows, HIDDEN, device=device)
+    logits = expert_cases.random_logits(num_rows, NUM_EXPERTS, torch.float32, device)
+    choice = ByRouter(logits, Routing(2, normalize=True))
+    given = Chosen(*routing.topk_softmax(*choice, pdl=False))
+    wanted = whole(x, choice)
+    for bounds in DIVISIONS:
+        total = torch.zeros_like(wanted)
+        for first, end in itertools.pairwise(bounds):
+            held = Shard(first, end - first, NUM_EXPERTS)
+            with unwritten_is_nan():
+                own = of(slice(first, end))(x, routing.choose_of(choice, held, pdl=False))
+                again = of(slice(first, end))(x, routing.choose_of(given, held, pdl=False))
+            assert torch.equal(own, again)
+            mine = (given.experts >= first) & (given.experts < end)
+            assert torch.equal(own.any(dim=1), mine.any(dim=1))
+            total += own
+        error = (total - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)
+        assert float(error.max()) <= tolerance
+
+
+def check_choose_of(num_rows: int, *, device: torch.device) -> None:
+    """The kernel chooses what the reference does."""
+    logits = expert_cases.random_logits(num_rows, 60, torch.float32, device)
+    choice = ByRouter(logits, Routing(4, normalize=True))
+    for held in (Shard(0, 7, 60), Shard(7, 20, 60), Shard(59, 1, 60)):
+        got = routing.choose_of(choice, held, pdl=False)
+        wanted = reference.choose_of(choice, held)
+        assert torch.equal(got.experts, wanted.experts)
+        torch.testing.assert_close(got.weights, wanted.weights)
+        assert got.num_experts == 60 and int(got.experts.max()) < held.size
+
+
+def check_tally(*, device: torch.device) -> None:
+    """The kernel counts what the reference does, and neither of them counts padding."""
+    logits = expert_cases.random_logits(9, 60, torch.float32, device)
+    choice = ByRouter(logits, Routing(4, normalize=True))
+    held, given = Shard(7, 20, 60), Chosen(*reference.topk_softmax(*choice))
+    page_size = 4
+    kv_slots = torch.tensor([4, 17, 2, 0, 90, 5, 3, 33, 1], device=device)
+    found: list[list[int]] = []
+    ways: list[Callable[[ExpertTally], object]] = [
+        lambda tally: routing.choose_of(choice, held, tally, pdl=False),
+        lambda tally: routing.choose_of(given, held, tally, pdl=False),
+        lambda tally: reference.choose_of(choice, held, tally),
+    ]
+    for way in ways:
+        tally = ExpertTally(60, page_size, device)
+        tally.kv_slots = kv_slots
+        way(tally)
+        way(tally)
+        found.append(tally.counts.tolist())
+    real = given.experts[kv_slots >= page_size].flatten().long()
+    assert found == [(2 * real.bincount(minlength=60)).tolist()] * 3
