@@ -199,7 +199,8 @@ class ModelFacts:
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
     one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
     one_stage: str | None = None  # why it cannot be split into stages; None: it can
-    divides_heads: bool = True  # each rank attends for its own heads; else each for all
+    # Each rank attends for its own heads; else each for all, perhaps of requests of its own.
+    divides_heads: bool = True
 
     @property
     def fp8_activations(self) -> bool:
@@ -252,7 +253,7 @@ class ModelFacts:
     def can_divide(self, num_ranks: int) -> bool:
         """True if the model can be sharded over `num_ranks` ranks."""
         heads = self.divides_heads
-        if any(spec.num_heads % num_ranks for spec in self.states):
+        if heads and any(spec.num_heads % num_ranks for spec in self.states):
             return False
         return (self.one_rank is None or num_ranks == 1) and all(
             can_divide(

@@ -48,6 +48,7 @@ class ResolvedConfig:
     task: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
+    dp_attention: bool
     pp: int
     nnodes: int
     node_rank: int
@@ -82,6 +83,11 @@ class ResolvedConfig:
         """The ranks of all stages."""
         return self.tp * self.pp
 
+    @property
+    def num_attending(self) -> int:
+        """The number of ranks of a stage that divide the requests among them."""
+        return self.tp if self.dp_attention else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -89,10 +95,11 @@ class Capacity:
 
     num_pages: int  # including page 0, the scratch page
     page_size: int
-    num_slots: int
+    num_slots: int  # of all ranks together
     max_seq_len: int
     max_graph_batch: int = 0  # largest decode batch that is captured
     num_snapshots: int = 0  # of the states of requests
+    num_attending: int = 1  # ranks that divide the requests: each has so many pages and snapshots
 
     @staticmethod
     def of(config: ResolvedConfig, num_pages: int, num_snapshots: int = 0) -> Capacity:
@@ -103,6 +110,7 @@ class Capacity:
             num_slots=config.max_running_requests,
             max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
             num_snapshots=num_snapshots,
+            num_attending=config.num_attending,
         )
 
     @property
@@ -140,6 +148,7 @@ def resolve(
     kv_dtype = _resolve_kv_dtype(config, model, device, dtype, notes)
     prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
+    config = _with_even_slots(config, notes)
     num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
     num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
     if num_snapshots == 0 and model.states and config.cache_type != "naive":
@@ -165,6 +174,22 @@ def resolve(
     }
     others = {spec.name for spec in fields(ResolvedConfig)} - resolved.keys()
     return ResolvedConfig(**resolved, **{name: getattr(config, name) for name in others})
+
+
+def _with_even_slots(config: EngineConfig, notes: list[str]) -> EngineConfig:
+    """With --dp-attention, the ranks run equally many requests."""
+    if not config.dp_attention or not config.max_running_requests % config.tp:
+        return config
+    even = config.max_running_requests // config.tp * config.tp
+    notes.append(
+        f"{even} requests at once instead of {config.max_running_requests}: so many are "
+        f"the same number on each of {config.tp} ranks"
+    )
+    return replace(config, max_running_requests=even)
+
+
+def _num_attending(config: EngineConfig) -> int:
+    return config.tp if config.dp_attention else 1
 
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
@@ -353,7 +378,9 @@ def _resolve_graphs(
         return 0
     if wanted is None:
         wanted = LARGEST_AUTO_GRAPH
-    return min(wanted, config.max_running_requests)
+    # In captured steps the ranks that divide the requests have equally many rows.
+    ranks = _num_attending(config)
+    return min(-(-wanted // ranks) * ranks, config.max_running_requests)
 
 
 def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:
@@ -373,14 +400,17 @@ def _resolve_num_pages(
 ) -> int:
     if config.num_pages is not None or config.device == "cuda":
         return config.num_pages or 0
-    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
+    bytes_each = model.kv_bytes_per_token(kv_dtype) * _num_attending(config)
+    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // bytes_each
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
 
 
 def _resolve_snapshots(
     config: EngineConfig, model: ModelFacts, num_kv_tokens: int, kv_dtype: str
 ) -> int | None:
-    """Number of snapshots of states; None if memory decides. num_kv_tokens: 0 if memory decides."""
+    """Number of snapshots of states; None if memory decides. num_kv_tokens: 0 if memory decides.
+
+    With --dp-attention, both are of one rank."""
     if not model.states:
         if config.state_cache:
             refuse(config, "state_cache", "this model keeps no state for each request; allowed: 0")
@@ -395,9 +425,10 @@ def _resolve_snapshots(
             refuse(config, "state_cache", "it is for --cache-type radix; allowed: 0")
         return 0
     if config.state_cache is not None:
-        num_snapshots = int(config.state_cache * GB) // num_bytes
+        on_all = num_bytes * _num_attending(config)
+        num_snapshots = int(config.state_cache * GB) // on_all
         if config.state_cache and not num_snapshots:
-            least = f"{num_bytes / GB:.3g}"
+            least = f"{on_all / GB:.3g}"
             refuse(config, "state_cache", f"a snapshot takes {least} GB; allowed: 0, or more")
         return num_snapshots
     if not num_kv_tokens:

@@ -24,6 +24,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
@@ -110,13 +111,16 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
+    num_tokens, num_ranks = (capacity.num_pages - 1) * capacity.page_size, capacity.num_attending
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s, in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %s tokens in %s, in pages of %d, context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
-        (capacity.num_pages - 1) * capacity.page_size,
+        f"{num_ranks} times {num_tokens} = {num_ranks * num_tokens}"
+        if num_ranks > 1
+        else num_tokens,
         resolved.kv_dtype,
         capacity.page_size,
         capacity.max_seq_len,
@@ -164,8 +168,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
-    return Scheduler(
-        kv=KVCacheManager(
+    caches = [
+        KVCacheManager(
             num_pages=capacity.num_pages,
             page_size=page_size,
             cache_type=config.cache_type,
@@ -176,7 +180,12 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
-        ),
+        )
+        for _ in range(capacity.num_attending)
+    ]
+    slots_each = capacity.num_slots // capacity.num_attending
+    return Scheduler(
+        kv=caches[0] if len(caches) == 1 else RankCaches(caches, slots_each),
         num_slots=capacity.num_slots,
         max_seq_len=capacity.max_seq_len,
         max_prefill_length=config.max_prefill_length,
@@ -215,6 +224,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
     )
     if config.kv_cache_dtype != "model" and config.load_format != "dummy":
         model_config = with_kv_scales(model_config, folder)
+    if config.dp_attention:
+        model_config = model_config.by_request()
     facts = model_config.facts()
     # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
@@ -246,8 +257,8 @@ def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacit
         len(model.layers),
         megabytes,
         capacity.num_slots,
-        f", and for {capacity.num_snapshots} snapshots, one at the end of each prompt, from which "
-        "the prefix cache goes on"
+        f", and for {capacity.num_snapshots * capacity.num_attending} snapshots, one at the end of each "
+        "prompt, from which the prefix cache goes on"
         if capacity.num_snapshots
         else "",
     )

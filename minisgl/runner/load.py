@@ -153,7 +153,7 @@ def _with_fitting_slots(
     if device.type != "cuda":
         return config
     room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
-    num_slots = pipeline.host_min(fit_slots(config, layers, room))
+    num_slots = pipeline.host_min(fit_slots(config, layers, room)) * config.num_attending
     return replace(
         config,
         max_running_requests=num_slots,
@@ -163,12 +163,13 @@ def _with_fitting_slots(
 
 def _graph_keys(config: ResolvedConfig) -> list[GraphKey]:
     """The steps to capture. Stages agree on them, also those without states."""
-    return graph_keys(
+    keys = graph_keys(
         config.cuda_graph_max_bs,
         config.max_prefill_length,
         config.tp,
         max_snapshots=MAX_SNAPSHOTS if config.num_snapshots != 0 else 0,
     )
+    return list(dict.fromkeys(key.divided(config.num_attending) for key in keys))
 
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
@@ -260,7 +261,7 @@ class _Builder:
             self._model.layer_specs(config.kv_dtype),
             num_pages=num_pages,
             page_size=config.page_size,
-            num_slots=config.max_running_requests,
+            num_slots=config.max_running_requests // config.num_attending,
             num_snapshots=num_snapshots,
             device=self._lanes.device,
         )

@@ -13,6 +13,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.row_order import RowOrder
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -26,7 +27,7 @@ class SampleRows:
     output_index: Tensor  # [num_samples] int64, of the token to sample
 
 
-class SlotTables:
+class SlotTables(RowOrder):
     """Device tables indexed by slot. They change only on the compute lane, in launch order.
 
     The length and the last token of each slot are updated on the device, so in steady decode, with
@@ -66,6 +67,7 @@ class SlotTables:
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
         self._max_run = max_run
+        self.scratch_state = num_slots  # where layers keep the state of padded rows
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
         self.counts_lengths = max_run == 1
@@ -116,11 +118,12 @@ class SlotTables:
         return [lengths[slot] for slot in plan.decode_slots]
 
     def inputs(
-        self, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
+        self, plan: StepPlan | None, shape: StepShape, packed_chunks: Tensor | None
     ) -> tuple[ForwardBatch, SampleRows]:
         """Build the inputs of a step and advance the lengths. Runs on the compute lane.
 
-        plan: for the host-side arguments of backends; None for a captured step.
+        plan: for the host-side arguments of backends; None for a captured step. packed_chunks: of
+        `upload_chunks`.
         """
         longest, width = self._max_pages * self.state.page_size, self._max_pages
         lengths_host: list[int] | None = None
@@ -136,7 +139,7 @@ class SlotTables:
         read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
         decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
         decode_slots = rows.slots[:: shape.run]
-        if chunks is None:
+        if packed_chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
             slots = BatchSlots(decode_slots, Segments(rows.slots[:0], rows.slots[:0], nothing))
@@ -145,7 +148,7 @@ class SlotTables:
             )
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
-        state = self.state
+        state, chunks = self.state, ChunkTensors.split(packed_chunks, shape)
         state.lengths[chunks.slots] = chunks.ends.int()
         row_starts = chunks.row_starts.int()
         segments = Segments(chunks.slots, chunks.slots, row_starts)

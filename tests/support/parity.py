@@ -93,6 +93,8 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     )
     if options.get("kv_cache_dtype") != "model":
         model_config = with_kv_scales(model_config, folder)
+    if options.get("dp_attention"):
+        model_config = model_config.by_request()
     facts = model_config.facts()
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
