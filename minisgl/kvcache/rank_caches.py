@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
 
+# Of two requests with one prefix, the first has it in use, and the second would compute it again
+# elsewhere: each is worth its tokens.
+PREFIX_WEIGHT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsOfRanks:
@@ -25,9 +29,10 @@ class SnapshotsOfRanks:
 class RankCaches:
     """The caches of all ranks, with the methods of one. Without a host tier, a disk and transits.
 
-    A request goes where the tokens that it has to compute and those in use make the smallest sum:
-    to the rank that has its longest prefix, as long as that is not busier than another by more
-    tokens than the prefix has. Among equals, it is the first.
+    A request goes to the rank that has its longest prefix, else to the emptiest. But where the rank
+    with a prefix has more tokens in use than another by over PREFIX_WEIGHT times those of the
+    prefix, it goes to the other: so requests that have only their beginning in common are on all
+    ranks, each of which computes it once. Among equals, it is the first.
     """
 
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
@@ -90,7 +95,7 @@ class RankCaches:
             cache = self.of_ranks[rank]
             in_use = cache.num_pages - 1 - cache.num_available
             found = cache.match(key, num_tokens, namespace) if reuse else 0
-            return in_use * self.page_size - found
+            return in_use * self.page_size - PREFIX_WEIGHT * found
 
         ranks = [rank for rank, num in enumerate(self._num_leases) if num < self._num_slots]
         rank = min(ranks, key=cost)

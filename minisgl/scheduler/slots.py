@@ -69,7 +69,7 @@ class Slots:
             return 0
         return (1 - self._client_share) * num_tokens
 
-    def victim(self, page_size: int, rank: int) -> Running:
+    def victim(self, page_size: int, rank: int = 0) -> Running:
         """The running request of a rank to retract: the newest of the client with the most running
         requests.
 

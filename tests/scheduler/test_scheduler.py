@@ -24,6 +24,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -92,23 +93,29 @@ class Harness:
     disk: FakeDisk | None = None
     longest: int | None = None  # of its sequences
     num_snapshots: int | None = None
+    num_ranks: int = 1  # that divide the requests
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         max_seq_len = self.longest or (self.num_pages - 1) * self.page_size
         capacity = Capacity(self.num_pages, self.page_size, self.num_slots, max_seq_len)
-        kv = KVCacheManager(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_in_transit=capacity.max_in_transit,
-            cache_type=self.cache_type,
-            num_host_pages=self.num_host_pages,
-            offloads_per_plan=self.offloads_per_plan,
-            max_loading=self.max_loading,
-            load_rule=self.load_rule,
-            disk=None if self.disk is None else Disk(self.disk, b"model"),
-            num_snapshots=self.num_snapshots,
-        )
+        caches = [
+            KVCacheManager(
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                max_in_transit=capacity.max_in_transit,
+                cache_type=self.cache_type,
+                num_host_pages=self.num_host_pages,
+                offloads_per_plan=self.offloads_per_plan,
+                max_loading=self.max_loading,
+                load_rule=self.load_rule,
+                disk=None if self.disk is None else Disk(self.disk, b"model"),
+                num_snapshots=self.num_snapshots,
+            )
+            for _ in range(self.num_ranks)
+        ]
+        slots_each = self.num_slots // self.num_ranks
+        kv = caches[0] if self.num_ranks == 1 else RankCaches(caches, slots_each)
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
@@ -136,6 +143,7 @@ class Harness:
             page_size=self.page_size,
             runs=random.Random(self.run_seed),
             keeps_states=self.num_snapshots is not None,
+            slots_each=slots_each,
         )
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
@@ -145,7 +153,8 @@ class Harness:
         self.masks = MaskFiller(50, (EOS,), clock=lambda: 0.0)
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
-        self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
+        # Of the requests that wrote them last, by page and rank.
+        self.page_namespaces: dict[tuple[int, int], bytes] = {}
         self.sampled: dict[int, int] = {}  # the last step that sampled each slot
         self.host_namespaces: dict[int, bytes] = {}
 
@@ -185,18 +194,18 @@ class Harness:
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
         if plan.copies is not None:
             for page, host_page in plan.copies.offloads:
-                self.host_namespaces[host_page] = self.page_namespaces[page]
+                self.host_namespaces[host_page] = self.page_namespaces[page, 0]
             for load in plan.copies.loads:
                 for host_page, page in zip(load.host_pages, load.pages, strict=True):
-                    self.page_namespaces[page] = self.host_namespaces[host_page]
+                    self.page_namespaces[page, 0] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
         for grant in plan.grants:
-            namespace = self.slot_namespaces[grant.slot]
+            namespace, rank = self.slot_namespaces[grant.slot], self.runner.rank_of(grant.slot)
             num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
             for page in grant.pages[:num_cached]:
-                assert self.page_namespaces[page] == namespace
+                assert self.page_namespaces[page, rank] == namespace
             for page in grant.pages[num_cached:]:
-                self.page_namespaces[page] = namespace
+                self.page_namespaces[page, rank] = namespace
 
     def check_lag(self, plan: StepPlan) -> None:
         """No row needs a token that may still be in the stages behind the first."""
@@ -1082,7 +1091,7 @@ def cramped_harness(
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
-        num_slots=rng.randint(1, 6),
+        num_slots=options.pop("num_slots", None) or rng.randint(1, 6),
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
@@ -1722,3 +1731,108 @@ def test_the_snapshots_used_least_recently_make_way() -> None:
         harness.run(request)
         found.append(request.num_cached_tokens)
     assert found == [0, 0, 0, 12, 0, 12, 0]
+
+
+# -- ranks that divide the requests ----------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: int) -> None:
+    """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
+    at each cache by itself, and at whose slots and pages a request has."""
+    rng = random.Random(seed)
+    num_ranks = rng.choice([2, 2, 3, 4])
+    keeps_states = rng.random() < 0.4
+    harness = cramped_harness(
+        rng,
+        seed,
+        cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
+        num_slots=num_ranks * rng.randint(1, 4),
+        client_share=rng.choice([1.0, 0.9, 0.5]),
+        num_snapshots=rng.choice([0, 1, 2, 5, 100]) if keeps_states else None,
+        num_ranks=num_ranks,
+    )
+    if keeps_states:
+        harness.max_run = harness.scheduler._rows.max_run = 1
+    waiting = random_requests(
+        rng,
+        30,
+        longest=15,
+        num_clients=rng.choice([0, 0, 2]),
+        num_prefixes=rng.randint(2, 5),
+        masked=rng.choice([0, 0, 0.3]),
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def ranks_of(harness: Harness) -> dict[str, int]:
+    """The rank of each running request."""
+    return {id: running.lease.rank for id, running in harness.scheduler._slots.by_id.items()}
+
+
+def test_requests_go_to_the_emptiest_rank_and_back_to_their_prefix() -> None:
+    harness = Harness(num_ranks=2, num_slots=8, max_prefill_length=1000)
+    first, second = ([n] * 16 for n in (1, 2))
+    for id, prompt in (("a", first), ("b", second)):
+        harness.scheduler.submit(make_request(id, prompt, 2, ignore_eos=True))
+    harness.launch()
+    assert ranks_of(harness) == {"a": 0, "b": 1}
+    harness.run()
+    for id, prompt in (("c", second), ("d", second), ("e", first)):
+        harness.scheduler.submit(make_request(id, [*prompt, 3], 2, ignore_eos=True))
+    harness.launch()
+    assert ranks_of(harness) == {"c": 1, "d": 1, "e": 0}
+    found = [running.request.num_cached_tokens for running in harness.scheduler._slots.running]
+    assert found == [16, 16, 16]
+
+
+def test_requests_with_one_beginning_are_on_all_ranks() -> None:
+    """As soon as the rank that has it is busier by more than twice its tokens."""
+    harness = Harness(num_ranks=2, num_slots=40, num_pages=400, max_prefill_length=10_000)
+    harness.run(make_request("0", [1] * 40, 1))
+    for index in range(20):
+        prompt = [1] * 40 + [index + 2] * 20
+        harness.scheduler.submit(make_request(str(index + 1), prompt, 30, ignore_eos=True))
+        harness.launch()
+    ranks = [*ranks_of(harness).values()]
+    assert ranks[:3] == [0, 0, 1]
+    assert min(Counter(ranks).values()) >= 9
+    assert harness.scheduler.counters.num_cached_tokens == 19 * 40, "one has computed it again"
+
+
+def test_a_rank_without_pages_takes_them_from_its_own_requests() -> None:
+    harness = Harness(num_ranks=2, num_pages=13, num_slots=6, conservativeness=0.01)
+    requests = [make_request(str(n), [n] * 12, 12, ignore_eos=True) for n in range(5)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    while harness.scheduler.num_waiting:
+        harness.launch()
+    assert Counter(ranks_of(harness).values()) == {0: 3, 1: 2}
+    before = ranks_of(harness)
+    while not harness.scheduler.counters.num_retractions:
+        before = ranks_of(harness)
+        harness.launch()
+        harness.settle()
+    lost = {rank for id, rank in before.items() if id not in ranks_of(harness)}
+    assert lost == {0}, "the other rank has pages enough"
+    harness.run()
+    for request in requests:
+        check_output(request)
+
+
+def test_a_slot_that_is_free_on_one_rank_only_gets_the_next_request() -> None:
+    harness = Harness(num_ranks=2, num_slots=2)
+    long, short = (make_request(str(n), [n] * 12, 32 // n**4, ignore_eos=True) for n in (1, 2))
+    harness.scheduler.submit(long)
+    harness.scheduler.submit(short)
+    while not short.finished:
+        harness.launch()
+        harness.settle()
+    # The prefix is on the other rank, which has no slot.
+    again = make_request("3", [1] * 12, 3, ignore_eos=True)
+    harness.scheduler.submit(again)
+    harness.launch()
+    assert ranks_of(harness) == {"1": 0, "3": 1}
+    harness.run()
+    check_output(again)
