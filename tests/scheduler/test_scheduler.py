@@ -153,8 +153,7 @@ class Harness:
         self.masks = MaskFiller(50, (EOS,), clock=lambda: 0.0)
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
-        # Of the requests that wrote them last, by page and rank.
-        self.page_namespaces: dict[tuple[int, int], bytes] = {}
+        self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
         self.sampled: dict[int, int] = {}  # the last step that sampled each slot
         self.host_namespaces: dict[int, bytes] = {}
 
@@ -194,18 +193,19 @@ class Harness:
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
         if plan.copies is not None:
             for page, host_page in plan.copies.offloads:
-                self.host_namespaces[host_page] = self.page_namespaces[page, 0]
+                self.host_namespaces[host_page] = self.page_namespaces[page]
             for load in plan.copies.loads:
                 for host_page, page in zip(load.host_pages, load.pages, strict=True):
-                    self.page_namespaces[page, 0] = self.host_namespaces[host_page]
+                    self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
         for grant in plan.grants:
-            namespace, rank = self.slot_namespaces[grant.slot], self.runner.rank_of(grant.slot)
+            namespace = self.slot_namespaces[grant.slot]
+            pages = [page + self.runner.first_page(grant.slot) for page in grant.pages]
             num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
-            for page in grant.pages[:num_cached]:
-                assert self.page_namespaces[page, rank] == namespace
-            for page in grant.pages[num_cached:]:
-                self.page_namespaces[page, rank] = namespace
+            for page in pages[:num_cached]:
+                assert self.page_namespaces[page] == namespace
+            for page in pages[num_cached:]:
+                self.page_namespaces[page] = namespace
 
     def check_lag(self, plan: StepPlan) -> None:
         """No row needs a token that may still be in the stages behind the first."""

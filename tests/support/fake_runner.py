@@ -344,7 +344,11 @@ class FakeRunner:
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
         page = slot.pages[position // self.page_size]
         assert page > 0, "the scratch page was handed out"
-        return page + RANK_PAGES * self.rank_of(slot.join.slot), position % self.page_size
+        return page + self.first_page(slot.join.slot), position % self.page_size
+
+    def first_page(self, slot: int) -> int:
+        """What makes the pages of a slot's rank different from those of others."""
+        return RANK_PAGES * self.rank_of(slot)
 
     def rank_of(self, slot: int) -> int:
         """The rank that has the request in a slot."""
