@@ -125,9 +125,14 @@ def test_tokens_depend_on_no_option(name: str) -> None:
     check(case_of(TEXT[0]), **OPTIONS[name])
 
 
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
+
+
 @pytest.mark.parametrize("architecture", [NEXT, WITH_TOWER[1]])
-@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
-def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str, int]) -> None:
+@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}, DP], ids=["tp", "pp", "dp"])
+def test_ranks_divide_heads_or_requests_and_stages_layers(
+    architecture: str, split: dict[str, Any]
+) -> None:
     check(case_of(architecture), max_prefill_length=20, **split)
 
 
@@ -146,7 +151,11 @@ def check_hits(case: StateCase, **options: Any) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}, DP, {**DP, "padded": 8}],
+    ids=str,
+)
 def test_a_hit_changes_no_token(options: dict[str, Any]) -> None:
     check_hits(case_of(TEXT[0]), **options)
 
