@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from demo_model.conversation import remembering
 from demo_model.evaluation import HeldOutCase, cases
 from demo_model.world import World
-from torch import Tensor
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
