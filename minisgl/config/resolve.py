@@ -209,10 +209,11 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> N
         reason = model.one_rank
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
+        sizes = [f"{num_heads} heads, {num_kv} KV heads, " for num_heads, num_kv in heads]
         reason = (
             f"cannot shard this model over {config.tp} ranks: its "
-            + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
-            + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
+            + "".join(sizes if model.divides_heads else [])
+            + f"MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
             "divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -152,11 +153,13 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     return reason
 
 
-@pytest.mark.parametrize("option", ["tp", "pp"])
-async def test_a_killed_rank_ends_every_answer_and_is_named(option: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{"tp": 2}, {"pp": 2}, {"tp": 2, "dp_attention": True}], ids=str
+)
+async def test_a_killed_rank_ends_every_answer_and_is_named(options: dict[str, Any]) -> None:
     hook = sys.excepthook
     # Nothing but the end of the process tells: no step is ever late.
-    async with await demo_engine(step_timeout=math.inf, **{option: 2}) as engine:
+    async with await demo_engine(step_timeout=math.inf, **options) as engine:
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
         reason = await fail_two_answers(engine, signal.SIGKILL)
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
