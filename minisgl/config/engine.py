@@ -85,8 +85,8 @@ class EngineConfig:
     )
     dp_attention: bool = option(
         False,
-        "Let each tensor-parallel rank attend for requests of its own, with all heads, in place of "
-        "a share of the heads for all requests: no rank stores keys that another has.",
+        "Let each tensor-parallel rank attend for its own requests with all heads, in place of for "
+        "all requests with some heads.",
         names=("--dp-attention", "--enable-dp-attention"),
         group="Parallelism",
     )

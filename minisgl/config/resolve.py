@@ -114,6 +114,11 @@ class Capacity:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """That the KV cache holds, of all ranks."""
+        return self.num_attending * (self.num_pages - 1) * self.page_size
+
+    @property
     def max_in_transit(self) -> int:
         """Number of pages that other engines may keep: half of them, if the longest sequence fits
         beside them."""

@@ -111,16 +111,17 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
-    num_tokens, num_ranks = (capacity.num_pages - 1) * capacity.page_size, capacity.num_attending
+    num_ranks = capacity.num_attending
+    own = f" ({capacity.num_tokens // num_ranks} on each of {num_ranks} ranks)"
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %s tokens in %s, in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens%s in %s, in pages of %d, "
+        "context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
-        f"{num_ranks} times {num_tokens} = {num_ranks * num_tokens}"
-        if num_ranks > 1
-        else num_tokens,
+        capacity.num_tokens,
+        own if num_ranks > 1 else "",
         resolved.kv_dtype,
         capacity.page_size,
         capacity.max_seq_len,
@@ -257,8 +258,8 @@ def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacit
         len(model.layers),
         megabytes,
         capacity.num_slots,
-        f", and for {capacity.num_snapshots * capacity.num_attending} snapshots, one at the end of each "
-        "prompt, from which the prefix cache goes on"
+        f", and for {capacity.num_snapshots * capacity.num_attending} snapshots, one at the end of "
+        "each prompt, from which the prefix cache goes on"
         if capacity.num_snapshots
         else "",
     )

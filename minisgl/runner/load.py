@@ -323,7 +323,9 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        result = runner.collect(runner.launch(longest_step(config, runner.vocab_size)))
+        for rank in range(config.num_attending):
+            plan = longest_step(config, runner.vocab_size, rank=rank)
+            result = runner.collect(runner.launch(plan))
         if on_gpu:
             runner.collect(runner.launch(widest_step(config)))
     except StepError as error:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from support.forked_ranks import forked_ranks
 from support.parity import FEW_PAGES, Case, batch, case_of, greedy, load_engine
 from support.pipelines import Outcome, mixed_outcomes
 from support.tensor_parallel import NUM_TOKENS, check_with_aborts, short_case_of
 from torch import Tensor
 
-from minisgl.config import page_bytes
+from minisgl.config import EngineConfig, page_bytes
 from minisgl.distributed.communicator import Communicator
 from minisgl.engine import AsyncEngine
-from minisgl.engine.startup import scheduler_of
+from minisgl.engine.startup import load, scheduler_of
+from minisgl.errors import ConfigError
 from minisgl.layers import by_request
 
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
@@ -123,6 +126,23 @@ def test_a_rank_stores_all_heads_of_its_own_tokens(tp: int, num_heads: int) -> N
     assert (capacity.num_pages, capacity.num_attending) == (50, tp)
     kv = scheduler_of(by_request).kv
     assert kv.num_pages - 1 == tp * 49 and kv.num_ranks == tp
+
+
+def test_the_start_says_how_many_tokens_there_are_on_each_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with forked_ranks():
+        loaded = load(EngineConfig(device="cpu", num_pages=11, page_size=4, **DP))
+    loaded.runner.close()
+    assert "KV cache of 80 tokens (40 on each of 2 ranks) in float32" in caplog.text
+    assert loaded.capacity.num_tokens == 80
+
+
+def test_adopted_models_are_refused() -> None:
+    config = EngineConfig(model=str(case_of("qwen3").folder), model_impl="adopted", **DP)
+    with pytest.raises(ConfigError, match="--dp-attention: it needs minisgl's own code"):
+        load(config)
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ PAGE = 4
 MAX_PAGES = 8
 
 
-def options(num_slots: int) -> dict[str, Any]:
+def options(num_slots: int, max_run: int = 1) -> dict[str, Any]:
     return {
+        "max_run": max_run,
         "num_slots": num_slots,
         "max_pages": MAX_PAGES,
         "page_size": PAGE,
@@ -40,15 +41,16 @@ def options(num_slots: int) -> dict[str, Any]:
 class Plans:
     """Random plans, of requests that each have a slot and pages of their own."""
 
-    def __init__(self, rng: random.Random, num_slots: int) -> None:
-        self.rng, self.step = rng, 0
+    def __init__(self, rng: random.Random, num_slots: int, max_run: int) -> None:
+        self.rng, self.step, self.max_run = rng, 0, max_run
         self.lengths: dict[int, int] = {}  # of the slots that are in use
         self.decoding: set[int] = set()
         self.free = [*range(num_slots)]
 
     def next(self) -> StepPlan:
         rng, self.step = self.rng, self.step + 1
-        decoding = [slot for slot in sorted(self.decoding) if self.lengths[slot] < 4 * MAX_PAGES]
+        most = 4 * MAX_PAGES - self.max_run
+        decoding = [slot for slot in sorted(self.decoding) if self.lengths[slot] <= most]
         decodes = tuple(slot for slot in decoding if rng.random() < 0.8)
         grants, chunks = list[PageGrant](), list[Chunk]()
         for _ in range(rng.choice([0, 0, 1, 2, 3])):
@@ -72,16 +74,19 @@ class Plans:
                 self.decoding.add(slot)
         for slot in decodes:
             self.lengths[slot] += 1
-        longest = max((self.lengths[slot] for slot in decodes), default=0)
-        return StepPlan(self.step, decodes, longest, tuple(chunks), grants=tuple(grants))
+        longest = max((self.lengths[slot] for slot in decodes), default=0) + self.max_run - 1
+        return StepPlan(
+            self.step, decodes, longest, tuple(chunks), grants=tuple(grants), max_run=self.max_run
+        )
 
 
 def rows_by_rank(plan: StepPlan, each: int, num_ranks: int) -> list[list[int]]:
     """The rows of each rank, by their number in the order of the plan."""
     found: list[list[int]] = [[] for _ in range(num_ranks)]
-    for row, slot in enumerate(plan.decode_slots):
-        found[slot // each].append(row)
-    row = len(plan.decode_slots)
+    for place, slot in enumerate(plan.decode_slots):
+        first = place * plan.max_run
+        found[slot // each] += range(first, first + plan.max_run)
+    row = len(plan.decode_slots) * plan.max_run
     for chunk in plan.chunks:
         found[chunk.slot // each] += range(row, row + len(chunk.token_ids))
         row += len(chunk.token_ids)
@@ -95,13 +100,13 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     rng = random.Random(seed)
     num_ranks, each = rng.randint(2, 4), rng.randint(1, 4)
     num_slots = num_ranks * each
-    whole = SlotTables(**options(num_slots))
-    padded = rng.random() < 0.5
+    padded, max_run = rng.random() < 0.5, rng.choice([1, 1, 3])
+    whole = SlotTables(**options(num_slots, max_run))
     ranks = [
-        RankTables(num_ranks, rank, keeps_states=True, **options(num_slots))
+        RankTables(num_ranks, rank, keeps_states=True, **options(num_slots, max_run))
         for rank in range(num_ranks)
     ]
-    plans = Plans(rng, num_slots)
+    plans = Plans(rng, num_slots, max_run)
     for _ in range(12):
         plan = plans.next()
         for tables in (whole, *ranks):
@@ -146,19 +151,22 @@ def check(
     shape: StepShape,
 ) -> None:
     """Compare what `rank` makes of a plan with the rows of all."""
-    num_decodes = len(plan.decode_slots)
+    run = plan.max_run
+    num_decodes = len(plan.decode_slots) * run
     starts = [*accumulate(batch.shares, initial=0)]
     assert starts[-1] == len(batch.token_ids) == shape.num_rows
     places: dict[int, int] = {}  # of each row of the plan
     for start, rows, share in zip(starts, own, batch.shares, strict=False):
         of_rank = [row for row in rows if row < num_decodes]
-        room = shape.num_decodes // len(own) if shape != StepShape.of(plan) else len(of_rank)
+        room = len(of_rank)
+        if shape != StepShape.of(plan):
+            room = shape.num_decode_rows // len(own)
         for at, row in enumerate(of_rank):
             places[row] = start + at
         for at, row in enumerate(row for row in rows if row >= num_decodes):
             places[row] = start + room + at
         assert len(rows) <= share
-    order = torch.tensor([places[row] for row in range(plan.num_tokens)])
+    order = torch.tensor([places[row] for row in range(len(wanted.token_ids))])
     assert torch.equal(batch.token_ids[order], wanted.token_ids)
     rows = torch.tensor(own[rank], dtype=torch.int64)
     here = order[rows] - starts[rank]
