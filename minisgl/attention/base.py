@@ -93,7 +93,11 @@ class BatchSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of one step: those of `decodes`, then those of `chunks`."""
+    """The rows of one step: those of `decodes`, then those of `chunks`.
+
+    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` has
+    those of all ranks, one after the other; rank r has shares[r] of them.
+    """
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
@@ -101,6 +105,7 @@ class ForwardBatch:
     decodes: DecodeBatch
     chunks: PrefillBatch
     slots: BatchSlots
+    shares: tuple[int, ...] = ()
     windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
 
     def of(self, kv: PagedKV) -> ForwardBatch:

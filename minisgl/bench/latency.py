@@ -106,7 +106,7 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
     if size > capacity.num_slots:
         allowed = f"more than --max-running-requests; allowed: {capacity.num_slots} or less"
         raise ConfigError("--batch-size", size, allowed)
-    room = (capacity.num_pages - 1) // -(-length // capacity.page_size)
+    room = (capacity.num_pages - 1) // -(-length // capacity.page_size) * capacity.num_attending
     if size > room:
         allowed = f"the KV cache holds {room} requests of {length} tokens; allowed: {room} or less"
         raise ConfigError("--batch-size", size, allowed)

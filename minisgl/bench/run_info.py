@@ -84,7 +84,7 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
     yield (
         f"attention {', '.join(backends)}, {graphs}, "
         f"{'steps planned ahead' if config.overlap else 'no look-ahead'}, "
-        f"KV cache of {(capacity.num_pages - 1) * capacity.page_size:,} tokens in pages of "
+        f"KV cache of {capacity.num_tokens:,} tokens in pages of "
         f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
         f"{capacity.num_slots:,} requests and {config.max_prefill_length:,} prompt tokens a step"
     )

@@ -84,6 +84,13 @@ class EngineConfig:
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
         group="Parallelism",
     )
+    dp_attention: bool = option(
+        False,
+        "Let each tensor-parallel rank attend for its own requests with all heads, in place of for "
+        "all requests with some heads.",
+        names=("--dp-attention", "--enable-dp-attention"),
+        group="Parallelism",
+    )
     pp: int = option(
         1,
         "Number of pipeline stages, each of --tp ranks and with a part of the layers.",
@@ -255,6 +262,8 @@ class EngineConfig:
         if self.parallel == "auto" and self.ep:
             refuse(self, "parallel", "it decides about --ep itself; allowed: auto without --ep")
         self._check_nodes()
+        if self.dp_attention:
+            self._check_dp_attention()
         check_at_least(self, "num_pages", 2)
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):
             check_at_least(self, name, 1)
@@ -301,6 +310,16 @@ class EngineConfig:
             refuse(self, "draft_acceptance", reason)
         if self.speculative is None:
             refuse(self, "draft_acceptance", "nothing is guessed without --speculative")
+
+    def _check_dp_attention(self) -> None:
+        if self.tp == 1:
+            refuse(self, "dp_attention", "--tp 1 is one rank, which attends for all; allowed: off")
+        if self.max_running_requests < self.tp:
+            reason = f"each of {self.tp} ranks attends for its own (--dp-attention)"
+            refuse(self, "max_running_requests", f"{reason}; allowed: {self.tp} or more")
+        if self.host_cache:
+            reason = "each rank has other pages (--dp-attention), which go to no other memory"
+            refuse(self, "host_cache", f"{reason}; allowed: 0")
 
     def _check_nodes(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

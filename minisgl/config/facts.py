@@ -252,7 +252,8 @@ class ModelFacts:
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
     one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
     one_stage: str | None = None  # why it cannot be split into stages; None: it can
-    divides_heads: bool = True  # each rank attends for its own heads; else each for all
+    # Each rank attends for its own heads; else each for all, perhaps of requests of its own.
+    divides_heads: bool = True
     # Of the network that drafts, whose KV lies in the same pages.
     draft_layers: tuple[AttentionSpec, ...] = ()
     drafts_look_ahead: bool = False  # its KV of a token depends on the next one
@@ -314,7 +315,7 @@ class ModelFacts:
         heads = self.divides_heads
         if not by_rank and self.experts is not None and self.experts.size % num_ranks:
             return False
-        if any(spec.num_heads % num_ranks for spec in self.states):
+        if heads and any(spec.num_heads % num_ranks for spec in self.states):
             return False
         return (self.one_rank is None or num_ranks == 1) and all(
             can_divide(

@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     max_seq_len_override: int | None
     chat_template: str | None
     tp: int
+    dp_attention: bool
     pp: int
     ep: bool
     parallel: Literal["given", "auto"]

@@ -51,6 +51,7 @@ class ResolvedConfig:
     task: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
+    dp_attention: bool
     pp: int
     ep: bool
     nnodes: int
@@ -101,6 +102,11 @@ class ResolvedConfig:
         """The ranks of all stages."""
         return self.tp * self.pp
 
+    @property
+    def num_attending(self) -> int:
+        """The number of ranks of a stage that divide the requests among them."""
+        return self.tp if self.dp_attention else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -108,11 +114,12 @@ class Capacity:
 
     num_pages: int  # including page 0, the scratch page
     page_size: int
-    num_slots: int
+    num_slots: int  # of all ranks together
     max_seq_len: int
     max_graph_batch: int = 0  # largest decode batch that is captured
     num_snapshots: int = 0  # of the states of requests
     num_window_pages: int = 0  # of windowed layers, if these have their own
+    num_attending: int = 1  # ranks that divide the requests: each has so many pages and snapshots
 
     @staticmethod
     def of(
@@ -126,7 +133,13 @@ class Capacity:
             max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
             num_snapshots=num_snapshots,
             num_window_pages=num_window_pages,
+            num_attending=config.num_attending,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """That the KV cache holds, of all ranks."""
+        return self.num_attending * (self.num_pages - 1) * self.page_size
 
     @property
     def max_in_transit(self) -> int:
@@ -167,6 +180,7 @@ def resolve(
         notes += (f"layouts: {line}" for line in advice.lines)
     prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
+    config = _with_even_slots(config, notes)
     num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
     num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
     if num_snapshots == 0 and model.states and config.cache_type != "naive":
@@ -187,7 +201,7 @@ def resolve(
         "disk_cache": config.disk_cache or "",
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
-        "num_drafts": _resolve_drafts(config, model, notes),
+        "num_drafts": _resolve_drafts(config, model),
         "draft_acceptance": config.draft_acceptance,
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
@@ -221,7 +235,7 @@ def _advice(
     """Of the layouts of so many ranks; None if none of them can be started."""
     given = Layout(num_ranks), Layout(num_ranks, ep=True)
     startable = [layout for layout in given if layout.can_divide(model)]
-    # For the reader alone: no option divides requests over the ranks.
+    # For the reader alone: whether requests come in such a number is not known at start.
     by_requests = [replace(layout, dp_attention=True) for layout in startable[-1:]]
     if not startable or config.pp > len(model.layers):
         return None
@@ -260,6 +274,22 @@ def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
         refuse(config, "ep", f"{reason}; allowed: with --tp up to {experts.num_experts}")
 
 
+def _with_even_slots(config: EngineConfig, notes: list[str]) -> EngineConfig:
+    """With --dp-attention, the ranks run equally many requests."""
+    if not config.dp_attention or not config.max_running_requests % config.tp:
+        return config
+    even = config.max_running_requests // config.tp * config.tp
+    notes.append(
+        f"{even} requests at once instead of {config.max_running_requests}: so many are "
+        f"the same number on each of {config.tp} ranks"
+    )
+    return replace(config, max_running_requests=even)
+
+
+def _num_attending(config: EngineConfig) -> int:
+    return config.tp if config.dp_attention else 1
+
+
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     nodes = config.nnodes
@@ -277,13 +307,17 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> N
         reason = model.one_rank
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
-        sizes = [f"MLP of {model.intermediate_size}"] if model.intermediate_size else []
+        sizes = []
+        if model.divides_heads:
+            sizes += [f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads]
+        if model.intermediate_size:
+            sizes.append(f"MLP of {model.intermediate_size}")
         if model.experts is not None and not config.ep:
             sizes.append(f"experts of {model.experts.size}")
         reason = (
             f"cannot shard this model over {config.tp} ranks: its "
-            + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
-            + f", {', '.join(sizes)} or vocabulary of {model.vocab_size} is not divisible"
+            + ", ".join(sizes)
+            + f" or vocabulary of {model.vocab_size} is not divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
@@ -448,13 +482,17 @@ def _resolve_graphs(
         return 0
     if wanted is None:
         wanted = LARGEST_AUTO_GRAPH
-    return min(wanted, config.max_running_requests)
+    # In captured steps the ranks that divide the requests have equally many rows.
+    ranks = _num_attending(config)
+    return min(-(-wanted // ranks) * ranks, config.max_running_requests)
 
 
 def _resolve_drafts(config: EngineConfig, model: ModelFacts) -> int:
     """Number of drafts of a step; 0: none."""
     if config.speculative is None:
         return 0
+    if config.dp_attention:
+        refuse(config, "speculative", "with --dp-attention no rows are guessed; allowed: none")
     if config.task in ("embed", "rerank"):
         refuse(config, "speculative", f"--task {config.task} samples no tokens; allowed: none")
     if model.draft_layers and config.pp > 1:
@@ -479,14 +517,17 @@ def _resolve_num_pages(
 ) -> int:
     if config.num_pages is not None or config.device == "cuda":
         return config.num_pages or 0
-    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
+    bytes_each = model.kv_bytes_per_token(kv_dtype) * _num_attending(config)
+    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // bytes_each
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
 
 
 def _resolve_snapshots(
     config: EngineConfig, model: ModelFacts, num_kv_tokens: int, kv_dtype: str
 ) -> int | None:
-    """Number of snapshots of states; None if memory decides. num_kv_tokens: 0 if memory decides."""
+    """Number of snapshots of states; None if memory decides. num_kv_tokens: 0 if memory decides.
+
+    With --dp-attention, both are of one rank."""
     if not model.states:
         if config.state_cache:
             refuse(config, "state_cache", "this model keeps no state for each request; allowed: 0")
@@ -501,9 +542,10 @@ def _resolve_snapshots(
             refuse(config, "state_cache", "it is for --cache-type radix; allowed: 0")
         return 0
     if config.state_cache is not None:
-        num_snapshots = int(config.state_cache * GB) // num_bytes
+        on_all = num_bytes * _num_attending(config)
+        num_snapshots = int(config.state_cache * GB) // on_all
         if config.state_cache and not num_snapshots:
-            least = f"{num_bytes / GB:.3g}"
+            least = f"{on_all / GB:.3g}"
             refuse(config, "state_cache", f"a snapshot takes {least} GB; allowed: 0, or more")
         return num_snapshots
     if not num_kv_tokens:
@@ -528,6 +570,8 @@ def _resolve_windows(
         notes.append("pages behind sliding windows are kept: --host-cache keeps whole pages")
     elif model.states:
         notes.append("pages behind sliding windows are kept: the model keeps states, too")
+    elif config.dp_attention:
+        notes.append("pages behind sliding windows are kept: --dp-attention has one page table")
     elif config.speculative not in (None, "", "ngram"):
         notes.append("pages behind sliding windows are kept: the drafter keeps all pages")
     elif num_pages and sizes.pages_for(config.max_running_requests) >= num_pages:

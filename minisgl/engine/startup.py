@@ -28,6 +28,7 @@ from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
@@ -118,13 +119,17 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
+    num_ranks = capacity.num_attending
+    own = f" ({capacity.num_tokens // num_ranks} on each of {num_ranks} ranks)"
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s, in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens%s in %s, in pages of %d, "
+        "context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
-        (capacity.num_pages - 1) * capacity.page_size,
+        capacity.num_tokens,
+        own if num_ranks > 1 else "",
         resolved.kv_dtype,
         capacity.page_size,
         capacity.max_seq_len,
@@ -170,11 +175,36 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
 def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     """The scheduler for what was loaded."""
     config, capacity = loaded.config, loaded.capacity
+    return Scheduler(
+        kv=_cache_of(loaded),
+        num_slots=capacity.num_slots,
+        max_seq_len=capacity.max_seq_len,
+        max_prefill_length=config.max_prefill_length,
+        max_queued_requests=config.max_queued_requests,
+        policy=config.schedule_policy,
+        conservativeness=config.schedule_conservativeness,
+        client_share=config.key_share,
+        speculation=_speculation_of(loaded),
+        num_stages=config.pp,
+        look_ahead=config.overlap,
+    )
+
+
+def _cache_of(loaded: Loaded[Any]) -> KVCacheManager | RankCaches:
+    config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
+    if config.windows is not None and capacity.num_window_pages:
+        assert loaded.config.max_run <= LONGEST_RUN
+        return WindowedCacheManager(
+            num_window_pages=capacity.num_window_pages,
+            sizes=config.windows,
+            num_pages=capacity.num_pages,
+            cache_type=config.cache_type,
+        )
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
-    if config.windows is None or not capacity.num_window_pages:
-        kv = KVCacheManager(
+    caches = [
+        KVCacheManager(
             num_pages=capacity.num_pages,
             page_size=page_size,
             cache_type=config.cache_type,
@@ -187,27 +217,11 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
             looks_ahead=loaded.model.drafts_look_ahead,
         )
-    else:
-        assert loaded.max_run <= LONGEST_RUN
-        kv = WindowedCacheManager(
-            num_window_pages=capacity.num_window_pages,
-            sizes=config.windows,
-            num_pages=capacity.num_pages,
-            cache_type=config.cache_type,
-        )
-    return Scheduler(
-        kv=kv,
-        num_slots=capacity.num_slots,
-        max_seq_len=capacity.max_seq_len,
-        max_prefill_length=config.max_prefill_length,
-        max_queued_requests=config.max_queued_requests,
-        policy=config.schedule_policy,
-        conservativeness=config.schedule_conservativeness,
-        client_share=config.key_share,
-        speculation=_speculation_of(loaded),
-        num_stages=config.pp,
-        look_ahead=config.overlap,
-    )
+        for _ in range(capacity.num_attending)
+    ]
+    if len(caches) == 1:
+        return caches[0]
+    return RankCaches(caches, capacity.num_slots // capacity.num_attending)
 
 
 def _speculation_of(loaded: Loaded[Any]) -> Speculation | None:
@@ -243,6 +257,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
     )
     if config.kv_cache_dtype != "model" and config.load_format != "dummy":
         model_config = with_kv_scales(model_config, folder)
+    if config.dp_attention:
+        model_config = model_config.by_request()
     facts, drafts = model_config.facts(), config.speculative or ""
     if network := find_network(
         drafts, model_config, folder, load_format=config.load_format, num_ranks=config.tp
@@ -301,8 +317,8 @@ def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacit
         len(model.layers),
         megabytes,
         capacity.num_slots,
-        f", and for {capacity.num_snapshots} snapshots, one at the end of each prompt, from which "
-        "the prefix cache goes on"
+        f", and for {capacity.num_snapshots * capacity.num_attending} snapshots, one at the end of "
+        "each prompt, from which the prefix cache goes on"
         if capacity.num_snapshots
         else "",
     )

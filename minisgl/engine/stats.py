@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.rank_caches import SnapshotsOfRanks
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.runs import DraftCounters, Speculation
@@ -164,7 +165,7 @@ class SnapshotStats:
     num_cached: int
 
     @staticmethod
-    def of(snapshots: Snapshots | None) -> SnapshotStats | None:
+    def of(snapshots: Snapshots | SnapshotsOfRanks | None) -> SnapshotStats | None:
         return None if snapshots is None else SnapshotStats(snapshots.num, snapshots.num_cached)
 
 

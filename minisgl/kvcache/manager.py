@@ -70,6 +70,7 @@ class Lease:
     boundaries: tuple[int, ...] = ()
     snapshots: dict[int, int] = field(default_factory=dict)
     windows: WindowPages | None = None  # pages of windowed layers, if these have their own
+    rank: int = 0  # which has the pages, of several that divide the requests
 
     @property
     def owned(self) -> list[int]:
@@ -82,6 +83,8 @@ class Lease:
 
 
 class KVCacheManager:
+    num_ranks = 1  # that have pages of their own, see `RankCaches`
+
     def __init__(
         self,
         *,
@@ -126,6 +129,10 @@ class KVCacheManager:
         self._leases: set[Lease] = set()
         self.loads = Loads(self._cache, self._device, max_loading)
         self.transits = Transits(self._cache, self._device, self._host, self.loads, max_in_transit)
+
+    def of(self, lease: Lease) -> KVCacheManager:
+        """The cache that the lease is on."""
+        return self
 
     @property
     def num_free(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from minisgl.config import (
     AttentionSpec,
@@ -15,6 +16,7 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
+from minisgl.errors import ConfigError
 from minisgl.kernels.moe.reference import Clamped
 
 
@@ -70,6 +72,12 @@ class ModelConfig(ABC):
     def facts(self) -> ModelFacts:
         """The properties of the model that option resolution needs."""
 
+    def by_request(self) -> Self:
+        """The model whose ranks divide requests in attention, in place of heads. Raises
+        ConfigError."""
+        reason = "it needs minisgl's own code, and this model is adopted from transformers"
+        raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConfig(ModelConfig):
@@ -94,6 +102,7 @@ class NativeConfig(ModelConfig):
     rotary_dim: int | None = None  # numbers of a head that are rotated, the first; None: all
     sinks: bool = False  # whether each head has a logit of attention to nothing
     num_drafting_layers: int = 0  # behind the others in a checkpoint; left aside
+    divides_heads: bool = True  # among ranks, or else requests: each rank has all heads for its own
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
         """What layer `layer` attends to, or keeps instead."""
@@ -123,6 +132,10 @@ class NativeConfig(ModelConfig):
     def state_maps(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices of what a layer with a state has in its place."""
         return []
+
+    def by_request(self) -> Self:
+        """As in ModelConfig."""
+        return replace(self, divides_heads=False)
 
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""
@@ -173,6 +186,7 @@ class NativeConfig(ModelConfig):
             experts=expert_facts,
             quantized=quantized,
             kv_scales=self.kv_scales,
+            divides_heads=self.divides_heads,
         )
 
 

@@ -17,6 +17,7 @@ from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import PostNorm
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.residual import Residual
+from minisgl.layers.by_request import mixed_apart
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
@@ -374,7 +375,7 @@ class GemmaLayer(DecoderLayer):
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         attention = self.get_submodule(self._mixer)
-        result, rows = attention(residual, self.input_layernorm, step)
+        result, rows = mixed_apart(attention, residual, self.input_layernorm, step, self._ranks)
         attended = PostNormed((result,), _post(self.post_attention_layernorm))
         post = _post(self.post_feedforward_layernorm, scale=self.layer_scalar)
         mlp = self.mlp

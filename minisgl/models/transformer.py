@@ -22,6 +22,7 @@ from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
+from minisgl.layers.by_request import mixed
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
@@ -42,7 +43,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.input_layernorm = _norm(config, format.dtype)
         self._mixer = self.mixer_name(config, index)
-        mixer = self.make_mixer(config, index, format.within(self._mixer), comm)
+        self._ranks, of_mixer = comm, comm if config.divides_heads else SINGLE_RANK
+        mixer = self.make_mixer(config, index, format.within(self._mixer), of_mixer)
         self.add_module(self._mixer, mixer)
         self.post_attention_layernorm = _norm(config, format.dtype)
         self.mlp: nn.Module = self.make_mlp(config, index, format.within("mlp"), comm)
@@ -55,7 +57,7 @@ class DecoderLayer(nn.Module):
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         """That module: called with the residual stream, the norm of its input, and the step, it
-        returns the stream with its output added."""
+        returns the stream with its output added. comm: of the ranks that divide its heads."""
         return SelfAttention(
             config.hidden_size,
             index,
@@ -80,7 +82,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         mixer = self.get_submodule(self._mixer)
-        residual = mixer(residual, self.input_layernorm, step)
+        residual = mixed(mixer, residual, self.input_layernorm, step, self._ranks)
         added: Residual = self.mlp(residual, self.post_attention_layernorm)
         return added
 

@@ -18,10 +18,11 @@ from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.models.decoder import Decoder, Taps
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
+from minisgl.runner.rank_tables import slot_tables
 from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.step_inputs import SampleRows
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
@@ -68,14 +69,11 @@ class Computation:
         self.sampler = Sampler(
             capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
         )
-        self.tables = SlotTables(
-            num_slots=capacity.num_slots,
-            max_pages=-(-capacity.max_seq_len // capacity.page_size),
-            page_size=capacity.page_size,
-            prompt_lengths=self.sampler.num_prompt_tokens,
-            lanes=lanes,
+        self.tables = slot_tables(
+            *(capacity, self.sampler.num_prompt_tokens, lanes),
             max_run=max_run,
-            has_states=any(isinstance(state, StateBySlot) for state in states),
+            rank=ranks.rank,
+            keeps_states=any(isinstance(state, StateBySlot) for state in states),
             window=window,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
@@ -93,11 +91,11 @@ class Computation:
         if not states:
             return
         begun = [
-            (join.slot, snapshot_slot(join.snapshot, self.tables.scratch_slot))
-            for join in joins
-            if join.snapshot is not None
+            (slot, snapshot_slot(snapshot, self.tables.scratch_state))
+            for slot, snapshot in self.tables.own_states(joins)
+            if snapshot is not None
         ]
-        fresh = [join.slot for join in joins if join.snapshot is None]
+        fresh = [slot for slot, snapshot in self.tables.own_states(joins) if snapshot is None]
         zeroed, slots, sources = self.lanes.upload(
             [fresh, [slot for slot, _ in begun], [source for _, source in begun]]
         )
@@ -118,8 +116,7 @@ class Computation:
         packed_chunks: of SlotTables.upload_chunks. received: the rows of the stage before. plan:
         None while a step is captured.
         """
-        chunks = None if packed_chunks is None else ChunkTensors.split(packed_chunks, shape)
-        inputs, samples = self.tables.inputs(plan, shape, chunks)
+        inputs, samples = self.tables.inputs(plan, shape, packed_chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
         if self.tally is not None:
@@ -129,6 +126,7 @@ class Computation:
             taps["taps"] = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
         hidden = self._model(inputs, states, attention, received, **taps)
         if self._drafter is not None:
+            chunks = None if packed_chunks is None else ChunkTensors.split(packed_chunks, shape)
             step = DraftStep(
                 *(inputs, hidden, self.tables.state, self.states, attention),
                 *(samples.slots, samples.output_index, samples.rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -38,6 +38,13 @@ class GraphKey:
     shape: StepShape
     variant: SamplingVariant = SamplingVariant.FILTERED
     masked: bool = False
+
+    def divided(self, num_ranks: int) -> GraphKey:
+        """The key of a step at least as large, of which so many ranks have equally many rows."""
+        sizes = self.shape.num_decodes, self.shape.num_chunk_rows
+        decodes, chunk_rows = (-(-size // num_ranks) * num_ranks for size in sizes)
+        shape = self.shape._replace(num_decodes=decodes, num_chunk_rows=chunk_rows)
+        return replace(self, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +133,18 @@ def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant, bool]:
 class StepGraphs:
     """Finds the smallest captured step that a plan fits into."""
 
-    def __init__(self, steps: Iterable[CapturedStep] = ()) -> None:
+    def __init__(
+        self,
+        steps: Iterable[CapturedStep] = (),
+        shape_of: Callable[[StepPlan], StepShape] = StepShape.of,
+    ) -> None:
+        """shape_of: of a plan, which a step must have room for."""
         self.steps = tuple(steps)
         every = sorted(self.steps, key=lambda step: _num_rows(step.key))
         runs = {step.key.shape.run for step in every}
         self._of_run = {
-            run: _GraphsOfRun([step for step in every if step.key.shape.run == run]) for run in runs
+            run: _GraphsOfRun([step for step in every if step.key.shape.run == run], shape_of)
+            for run in runs
         }
 
     @property
@@ -148,9 +161,11 @@ class StepGraphs:
 class _GraphsOfRun:
     """The captured steps with as many rows for each decoded request."""
 
-    def __init__(self, steps: Iterable[CapturedStep]) -> None:
+    def __init__(
+        self, steps: Sequence[CapturedStep], shape_of: Callable[[StepPlan], StepShape]
+    ) -> None:
         """steps: in order of size."""
-        steps = list(steps)
+        self._shape_of = shape_of
         self._masked = [step for step in steps if step.key.masked]
         by_size = [step for step in steps if not step.key.masked]
         self._mixed = [step for step in by_size if step.chunks is not None]
@@ -171,26 +186,25 @@ class _GraphsOfRun:
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         if plan.masked_slots:
-            return None if _scores(plan) else _smallest(self._masked, plan)
+            return None if _scores(plan) else self._smallest(self._masked, plan)
         if not plan.chunks:
-            num_rows = len(plan.decode_slots)
+            num_rows = self._shape_of(plan).num_decodes
             for step in self._decodes[variant]:
                 if step.key.shape.num_decodes >= num_rows:
                     return step
             return None
         if variant is SamplingVariant.FULL or _scores(plan):
             return None
-        return _smallest(self._mixed, plan)
+        return self._smallest(self._mixed, plan)
+
+    def _smallest(self, steps: Iterable[CapturedStep], plan: StepPlan) -> CapturedStep | None:
+        """The first of `steps`, which are in order of size, with room for the plan."""
+        shape = self._shape_of(plan)
+        for step in steps:
+            if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
+                return step
+        return None
 
 
 def _scores(plan: StepPlan) -> bool:
     return any(chunk.scored_token_ids or chunk.pooling for chunk in plan.chunks)
-
-
-def _smallest(steps: Iterable[CapturedStep], plan: StepPlan) -> CapturedStep | None:
-    """The first of `steps`, which are in order of size, with room for the plan."""
-    shape = StepShape.of(plan)
-    for step in steps:
-        if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
-            return step
-    return None

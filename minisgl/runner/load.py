@@ -226,7 +226,7 @@ def _with_fitting_slots(
     if device.type != "cuda":
         return config
     room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
-    num_slots = pipeline.host_min(fit_slots(config, layers, room))
+    num_slots = pipeline.host_min(fit_slots(config, layers, room)) * config.num_attending
     return replace(
         config,
         max_running_requests=num_slots,
@@ -236,7 +236,7 @@ def _with_fitting_slots(
 
 def _graph_keys(config: ResolvedConfig) -> list[GraphKey]:
     """The steps to capture. Stages agree on them, also those without states."""
-    return graph_keys(
+    keys = graph_keys(
         config.cuda_graph_max_bs,
         config.max_prefill_length,
         config.tp,
@@ -244,6 +244,7 @@ def _graph_keys(config: ResolvedConfig) -> list[GraphKey]:
         max_run=config.max_run,
         max_run_rows=config.max_run_rows,
     )
+    return list(dict.fromkeys(key.divided(config.num_attending) for key in keys))
 
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
@@ -363,7 +364,7 @@ class _Builder:
             self._layer_specs,
             num_pages=num_pages,
             page_size=config.page_size,
-            num_slots=config.max_running_requests,
+            num_slots=config.max_running_requests // config.num_attending,
             num_snapshots=num_snapshots,
             windows=windows,
             num_window_pages=num_window_pages,
@@ -442,7 +443,9 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        result = runner.collect(runner.launch(longest_step(config, runner.vocab_size)))
+        for rank in range(config.num_attending):
+            plan = longest_step(config, runner.vocab_size, rank=rank)
+            result = runner.collect(runner.launch(plan))
         if on_gpu:
             runner.collect(runner.launch(widest_step(config)))
     except StepError as error:

@@ -107,20 +107,21 @@ def free_bytes(device: torch.device) -> int:
 
 
 def state_bytes(config: ResolvedConfig, layers: Sequence[LayerSpec]) -> int:
-    """Bytes of the states of all slots, the scratch slot included."""
-    return (config.max_running_requests + 1) * slot_bytes(layers)
+    """Bytes of the states of all slots of a rank, the scratch slot included."""
+    return (config.max_running_requests // config.num_attending + 1) * slot_bytes(layers)
 
 
 def fit_slots(config: ResolvedConfig, layers: Sequence[LayerSpec], room: int) -> int:
     """Number of requests whose states fit into half of `room`, the bytes that the weights leave on
-    a GPU; at least one, and at most as many as may run.
+    a GPU; at least one, and at most as many as may run. Of one rank, as all of this.
 
     With prompts and answers of 1,500 tokens, as many fit into the KV cache that the other half
     leaves.
     """
     bytes_each = slot_bytes(layers)
-    fitting = room // 2 // bytes_each - 1 if bytes_each else config.max_running_requests
-    return max(1, min(config.max_running_requests, fitting))
+    most = config.max_running_requests // config.num_attending
+    fitting = room // 2 // bytes_each - 1 if bytes_each else most
+    return max(1, min(most, fitting))
 
 
 def fit_caches(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ def pool_rows(plan: StepPlan, hidden: Tensor, computation: Computation) -> Poole
             kinds.setdefault(chunk.pooling, []).append(index)
     if not kinds:
         return None
-    lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-    starts = [*accumulate(lengths, initial=len(plan.decode_slots))]
+    starts = computation.tables.first_rows(plan)
     tensors: list[Tensor] = []
     for pooling, indices in kinds.items():
         rows = [_rows_of(plan.chunks[index], pooling, starts[index]) for index in indices]

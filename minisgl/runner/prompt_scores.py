@@ -48,8 +48,8 @@ def score_prompts(plan: StepPlan, hidden: Tensor, computation: Computation) -> P
     block = max(1, MAX_SCORED_BYTES // (4 * computation.vocab_size))
     scored: list[tuple[int, Chunk]] = []
     tensors: list[Tensor] = []
-    row = len(plan.decode_slots)
-    for index, chunk in enumerate(plan.chunks):
+    first_rows = computation.tables.first_rows(plan)
+    for (index, chunk), row in zip(enumerate(plan.chunks), first_rows, strict=True):
         if chunk.scored_token_ids:
             scored.append((index, chunk))
             (targets,) = lanes.upload([chunk.scored_token_ids])
@@ -58,5 +58,4 @@ def score_prompts(plan: StepPlan, hidden: Tensor, computation: Computation) -> P
                 logits = computation.whole_logits(some)
                 scores = top_logprobs(logits.float(), part, chunk.prompt_logprobs)
                 tensors += (scores.logprob, scores.top_ids, scores.top_logprobs)
-        row += len(chunk.token_ids)
     return PromptScores(tuple(scored), lanes.download(tensors)) if scored else None

@@ -124,7 +124,8 @@ class ModelRunner:
     def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
         """Capture more steps, as Capture.extend does. Must be called while no step is in flight;
         a step that could not be captured runs eagerly."""
-        self._graphs = StepGraphs(self._capture.extend(self._graphs.steps, keys, progress))
+        steps = self._capture.extend(self._graphs.steps, keys, progress)
+        self._graphs = StepGraphs(steps, self._computation.tables.shape_of)
         if self._graphs.steps:  # while they are captured, the host cannot count
             self._computation.tables.counts_lengths = False
         self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
@@ -366,10 +367,7 @@ class ModelRunner:
             captured=step.captured is not None,
             loads=queue_loads(),
             ring_entry=ring_entry,
-            parts=(
-                range(len(plan.decode_slots) * shape.run),
-                range(shape.num_decode_rows, shape.num_decode_rows + plan.num_chunk_samples),
-            ),
+            parts=computation.tables.sampled_rows(plan, shape),
             num_logprobs=computation.sampler.logprobs_wanted(plan.sampled_slots)
             if wants_logprobs
             else (),

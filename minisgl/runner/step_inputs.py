@@ -14,6 +14,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.window_inputs import with_windows
 from minisgl.scheduler.plan import StepPlan
 
@@ -29,7 +30,7 @@ class SampleRows:
     drafting: DraftStep | None = None  # what a drafter needs of the step, if there is one
 
 
-class SlotTables:
+class SlotTables(RowOrder):
     """Device tables indexed by slot. They change only on the compute lane, in launch order.
 
     The length and the last token of each slot are updated on the device, so in steady decode, with
@@ -80,6 +81,7 @@ class SlotTables:
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device, window)
         self._max_run = max_run
+        self.scratch_state = num_slots  # where layers keep the state of padded rows
         # Number of tokens by which the states have advanced, if they may lack some.
         self._covered = torch.zeros_like(lengths) if has_states and max_run > 1 else None
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
@@ -135,11 +137,12 @@ class SlotTables:
         return [lengths[slot] for slot in plan.decode_slots]
 
     def inputs(
-        self, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
+        self, plan: StepPlan | None, shape: StepShape, packed_chunks: Tensor | None
     ) -> tuple[ForwardBatch, SampleRows]:
         """Build the inputs of a step and advance the lengths. Runs on the compute lane.
 
-        plan: for the host-side arguments of backends; None for a captured step.
+        plan: for the host-side arguments of backends; None for a captured step. packed_chunks: of
+        `upload_chunks`.
         """
         longest, width = self._max_pages * self.state.page_size, self._max_pages
         lengths_host: list[int] | None = None
@@ -159,7 +162,7 @@ class SlotTables:
             positions = rows.positions[:: shape.run].int()
             num_kept = positions - self._covered[decode_slots]
             self._covered[decode_slots] = positions + (shape.run == 1)
-        if chunks is None:
+        if packed_chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
             no_segments = Segments(rows.slots[:0], rows.slots[:0], nothing)
@@ -167,10 +170,10 @@ class SlotTables:
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
-            inputs = with_windows(inputs, rows, chunks, self.state)
+            inputs = with_windows(inputs, rows, None, self.state)
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
-        state = self.state
+        state, chunks = self.state, ChunkTensors.split(packed_chunks, shape)
         for lengths_of in (state.lengths, self._covered):
             if lengths_of is not None:
                 lengths_of[chunks.slots] = chunks.ends.int()

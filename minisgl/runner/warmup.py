@@ -17,12 +17,17 @@ def pages_for_largest_step(config: ResolvedConfig) -> int:
     return 1 + -(-_longest_chunk(config) // config.page_size)
 
 
-def longest_step(config: ResolvedConfig, vocab_size: int, *, scored: bool = True) -> StepPlan:
-    """A step of one chunk that uses the whole prefill budget. scored: with all prompt logprobs."""
+def longest_step(
+    config: ResolvedConfig, vocab_size: int, *, scored: bool = True, rank: int = 0
+) -> StepPlan:
+    """A step of one chunk that uses the whole prefill budget. scored: with all prompt logprobs.
+    rank: that has it, of those that divide requests."""
+    slot = rank * (config.max_running_requests // config.num_attending)
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
-    chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:] if scored else ())
+    chunk = Chunk(slot, 0, tokens, samples=True, scored_token_ids=tokens[1:] if scored else ())
     pages = tuple(range(1, pages_for_largest_step(config)))
-    return StepPlan(1, (), chunks=(chunk,), joins=(_join(0),), grants=_grants(config, (0,), pages))
+    grants = _grants(config, (slot,), pages)
+    return StepPlan(1, (), chunks=(chunk,), joins=(_join(slot),), grants=grants)
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:

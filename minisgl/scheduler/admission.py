@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import islice, takewhile
 
-from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.manager import Lease
+from minisgl.kvcache.rank_caches import Caches
 from minisgl.request import RequestStatus
 from minisgl.scheduler.new_token_ratio import NewTokenRatio
 from minisgl.scheduler.queue import WaitingQueue
@@ -22,7 +24,7 @@ class Admission:
 
     def __init__(
         self,
-        kv: KVCacheManager,
+        kv: Caches,
         waiting: WaitingQueue,
         slots: Slots,
         conservativeness: float,
@@ -41,7 +43,9 @@ class Admission:
             return joined
         admitted: list[Waiting] = []
         postponed: list[Waiting] = []
-        reserved = sum(self.ratio.expected(running.request) for running in self._slots.running)
+        reserved: dict[int, float] = defaultdict(float)
+        for running in self._slots.running:
+            reserved[running.lease.rank] += self.ratio.expected(running.request)
         num_granted = sum(len(grant.pages) for grant in work.grants)
         # Clients that may have no more admitted.
         barred = set(filter(self._slots.has_its_share, self._waiting.clients))
@@ -64,7 +68,7 @@ class Admission:
                     continue
                 break
             admitted.append(waiting)
-            reserved += self.ratio.expected(waiting.request)
+            reserved[lease.rank] += self.ratio.expected(waiting.request)
             joined.append(self._join(waiting, lease, work))
         if admitted:
             self._waiting.admitted(admitted, postponed)
@@ -73,7 +77,7 @@ class Admission:
     def _take_pages(
         self,
         waiting: Waiting,
-        reserved: float,
+        reserved: Mapping[int, float],
         num_granted: int,
         work: StepWork,
         barred: set[str],
@@ -81,8 +85,8 @@ class Admission:
         """Take pages for the known tokens of a request; None if there are too few, or it is put
         off.
 
-        reserved: tokens that the running requests are expected to need. num_granted: pages that
-        the plan grants to decode rows.
+        reserved: tokens that the running requests of each rank are expected to need. num_granted:
+        pages that the plan grants to decode rows.
         """
         request, key = waiting.request, waiting.pack()
         num_known = len(request.token_ids)
@@ -101,13 +105,15 @@ class Admission:
         self._kv.close(lease)
         return None
 
-    def _has_room(self, waiting: Waiting, lease: Lease, reserved: float, barred: set[str]) -> bool:
-        """Whether a request fits beside those that run, and what they still need."""
-        kv = self._kv
-        if not self._slots.running:
+    def _has_room(
+        self, waiting: Waiting, lease: Lease, reserved: Mapping[int, float], barred: set[str]
+    ) -> bool:
+        """Whether a request fits beside those that run on its rank, and what they still need."""
+        kv = self._kv.of(lease)
+        if lease.rank not in reserved:
             return True  # `submit` checks that any request fits if no other runs
         num_cached = len(lease.pages) * kv.page_size
-        expected = reserved + self.ratio.expected(waiting.request)
+        expected = reserved[lease.rank] + self.ratio.expected(waiting.request)
         wanted = len(waiting.request.token_ids) - num_cached + expected
         left_free = self._slots.num_left_free(waiting.client, (kv.num_pages - 1) * kv.page_size)
         if wanted + left_free <= kv.num_available * kv.page_size:
@@ -140,7 +146,7 @@ class Admission:
         running = Running(
             request=request,
             arrival=waiting.arrival,
-            slot=self._slots.take(),
+            slot=self._slots.take(lease.rank),
             lease=lease,
             key=waiting.pack(),
             num_to_prefill=len(request.token_ids),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.rank_caches import Caches
 from minisgl.scheduler.plan import PageGrant
 from minisgl.scheduler.state import DecodeGroup, Running, StepWork
 
@@ -17,9 +17,7 @@ from minisgl.scheduler.state import DecodeGroup, Running, StepWork
 class DecodeRows:
     """Which requests the next step decodes, and which of them need a page for that."""
 
-    def __init__(
-        self, kv: KVCacheManager, max_run: int, num_stages: int, *, look_ahead: bool
-    ) -> None:
+    def __init__(self, kv: Caches, max_run: int, num_stages: int, *, look_ahead: bool) -> None:
         """max_run: maximum number of tokens of a run. num_stages: of the pipeline. look_ahead:
         whether, while stages have nothing to do, the rows of the oldest step in flight may be
         planned again."""
@@ -83,9 +81,9 @@ class DecodeRows:
                 self._regroup(running.group, step)  # it may still be there
             self.update(running)
 
-    def grant_pages(self, work: StepWork, retract: Callable[[], None]) -> None:
+    def grant_pages(self, work: StepWork, retract: Callable[[int], None]) -> None:
         """Grant pages to the rows whose next run may need one. `retract` takes the pages of a
-        request, perhaps of this one, where none are left."""
+        request of a rank, perhaps of this one, where none are left."""
         kv, max_run = self._kv, self.max_run
         for running in sorted(self._wants_page, key=attrgetter("arrival")):
             while running.active:
@@ -94,7 +92,7 @@ class DecodeRows:
                     running.lease, min(running.num_scheduled + max_run, running.last_scheduled)
                 )
                 if pages is None:
-                    retract()
+                    retract(running.lease.rank)
                     continue
                 if pages:  # otherwise the last run was short enough to leave room
                     work.grants.append(PageGrant(running.slot, index, pages))
@@ -151,6 +149,7 @@ class DecodeRows:
             self._joining += rows[share:]
             del rows[share:]
         group.changed = False
+        rows.sort(key=attrgetter("lease.rank"))  # stable
         if rows != group.rows:
             group.rows = rows
             group.slots = tuple([running.slot for running in rows])

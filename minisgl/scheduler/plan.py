@@ -73,6 +73,8 @@ class StepPlan:
     samples. A chunk samples one token; a decode row samples a run of 1 to `max_run` tokens, or one
     if its slot takes no drafts. A run ends where the slot's pages are full. The KV of every token
     of a run but the last is computed in the same step.
+
+    Ranks that divide requests have consecutive shares of the slots; decode rows are in their order.
     """
 
     step: int  # 1, 2, ...

@@ -22,8 +22,8 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
-from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.rank_caches import Caches
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import Admission
 from minisgl.scheduler.decode_rows import DecodeRows
@@ -67,7 +67,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        kv: KVCacheManager,
+        kv: Caches,
         num_slots: int,
         max_seq_len: int,
         max_prefill_length: int,
@@ -89,7 +89,7 @@ class Scheduler:
         self._max_prefill_length = max_prefill_length
         self._max_queued = max_queued_requests
         self._waiting = WaitingQueue()
-        self._slots = Slots(num_slots, client_share)
+        self._slots = Slots(num_slots, client_share, kv.num_ranks)
         self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
@@ -295,9 +295,9 @@ class Scheduler:
         held = [(owners[grant.slot], grant) for grant in grants if grant.slot in owners]
         self._grants_to_make = held + self._grants_to_make
 
-    def _retract(self) -> None:
-        """Return a request to the queue. Its output resumes later without a visible trace."""
-        running = self._slots.victim(self.kv.page_size)
+    def _retract(self, rank: int) -> None:
+        """Return a request of a rank to the queue. Its output resumes without a visible trace."""
+        running = self._slots.victim(self.kv.page_size, rank)
         self.counters.num_retractions += 1
         self._admission.ratio.retracted(other.request for other in self._slots.running)
         request = running.request

@@ -13,11 +13,14 @@ from minisgl.scheduler.state import Running
 class Slots:
     """The slots of the device tables: free, or with a running request."""
 
-    def __init__(self, num_slots: int, client_share: float) -> None:
-        """client_share: see `has_its_share`."""
+    def __init__(self, num_slots: int, client_share: float, num_ranks: int = 1) -> None:
+        """client_share: see `has_its_share`. num_ranks: that divide the requests. Each has as many
+        slots, those of rank 0 come first."""
         self.by_id: dict[str, Running] = {}  # by request id, in order of admission
         self.num_masked = 0  # requests with a matcher
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._num_each = num_slots // num_ranks
+        each = range(self._num_each - 1, -1, -1)
+        self._free = [[rank * self._num_each + slot for slot in each] for rank in range(num_ranks)]
         self._num_slots = num_slots
         self._client_share = client_share
         self._num_of = Counter[str]()  # running requests of each client
@@ -29,11 +32,11 @@ class Slots:
 
     @property
     def are_full(self) -> bool:
-        return not self._free
+        return not any(self._free)
 
-    def take(self) -> int:
-        """A free slot, for the request that joins next."""
-        return self._free.pop()
+    def take(self, rank: int) -> int:
+        """A free slot of a rank, for the request that joins next."""
+        return self._free[rank].pop()
 
     def join(self, running: Running) -> None:
         self.by_id[running.request.id] = running
@@ -41,7 +44,7 @@ class Slots:
         self.num_masked += running.request.matcher is not None
 
     def leave(self, running: Running) -> None:
-        self._free.append(running.slot)
+        self._free[running.lease.rank].append(running.slot)
         del self.by_id[running.request.id]
         self._num_of[running.client] -= 1
         if not self._num_of[running.client]:
@@ -66,25 +69,29 @@ class Slots:
             return 0
         return (1 - self._client_share) * num_tokens
 
-    def victim(self, page_size: int) -> Running:
-        """The running request to retract: the newest of the client with the most running requests.
+    def victim(self, page_size: int, rank: int = 0) -> Running:
+        """The running request of a rank to retract: the newest of the client with the most running
+        requests.
 
-        Never the oldest request of all, so that one always advances; and a resumed request is
-        spared, if possible, until it has generated a page of tokens.
+        Never the oldest of the rank's requests, so that one always advances; and a resumed request
+        is spared, if possible, until it has generated a page of tokens.
         """
 
         def is_spared(running: Running) -> bool:
             return running.resumed and running.num_scheduled - running.num_to_prefill < page_size
 
-        newest = sorted(self.running, key=attrgetter("arrival"), reverse=True)[:-1]
+        own = [running for running in self.running if running.lease.rank == rank]
+        newest = sorted(own, key=attrgetter("arrival"), reverse=True)[:-1]
         newest.sort(key=lambda running: -self._num_of[running.client])  # stable
         return next(filterfalse(is_spared, newest), newest[0])
 
     def audit(self) -> None:
         """Recompute what is counted; AssertionError if it is wrong."""
         assert self._num_of == Counter(running.client for running in self.running)
-        slots = [running.slot for running in self.running]
-        assert len(set(slots) | set(self._free)) == len(slots) + len(self._free) == self._num_slots
+        for rank, free in enumerate(self._free):
+            taken = [running.slot for running in self.running if running.lease.rank == rank]
+            own = range(rank * self._num_each, (rank + 1) * self._num_each)
+            assert sorted(taken + free) == [*own], "a slot is lost, or of another rank"
         masked = [running for running in self.running if running.request.matcher is not None]
         assert self.num_masked == len(masked)
         assert all(running.active for running in self.running)

@@ -44,6 +44,20 @@ from minisgl.errors import ConfigError, UnsupportedModelError
             "^--max-seq-len-override 999999999: allowed: 1 to 16777216$",
         ),
         ({"tp": 0}, "--tp 0: allowed: 1 or more"),
+        (
+            {"dp_attention": True},
+            "--dp-attention: --tp 1 is one rank, which attends for all; allowed: off",
+        ),
+        (
+            {"dp_attention": True, "tp": 4, "max_running_requests": 3},
+            r"--max-running-requests 3: each of 4 ranks attends for its own \(--dp-attention\); "
+            "allowed: 4 or more$",
+        ),
+        (
+            {"dp_attention": True, "tp": 2, "host_cache": 1.0, "disk_cache": "folder"},
+            r"--host-cache 1.0: each rank has other pages \(--dp-attention\), which go to no other "
+            "memory; allowed: 0$",
+        ),
         ({"max_prefill_length": 0}, "--max-prefill-length 0"),
         ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),
         ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),
@@ -278,6 +292,42 @@ def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:
         for spec in heads[tp].attention:
             assert (spec.num_heads, spec.num_kv_heads) == expected
     assert 2 * heads[2].kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16")
+
+
+BY_REQUEST = dataclasses.replace(MODEL, divides_heads=False)
+
+
+def test_a_rank_of_its_own_requests_holds_every_kv_head() -> None:
+    assert BY_REQUEST.can_divide(3) and not MODEL.can_divide(3)
+    room = dataclasses.replace(CPU, free_cpu_bytes=4 * 1024 * MODEL.kv_bytes_per_token("float32"))
+    by_head = resolved(MODEL, room, tp=2)
+    own = resolved(BY_REQUEST, room, tp=2, dp_attention=True)
+    num_tokens = [(config.num_pages - 1) * config.page_size for config in (by_head, own)]
+    assert num_tokens == [1024, 512], "the machine has the memory of all ranks"
+    assert BY_REQUEST.on_rank(4) is BY_REQUEST
+    with pytest.raises(ConfigError, match="over 5 ranks: its MLP of 3072 or vocabulary"):
+        resolved(BY_REQUEST, tp=5, dp_attention=True)
+
+
+def test_ranks_of_their_own_requests_run_equally_many() -> None:
+    config = resolved(BY_REQUEST, GPU, tp=2, dp_attention=True, max_running_requests=33)
+    assert config.max_running_requests == 32 and config.num_attending == 2
+    assert "32 requests at once instead of 33: so many are the same number on each of 2 ranks" in (
+        config.notes
+    )
+    assert config.cuda_graph_max_bs == 32
+    for wanted, captured in ((0, 0), (1, 2), (5, 6), (31, 32), (64, 32)):
+        config = resolved(
+            BY_REQUEST,
+            GPU,
+            tp=2,
+            dp_attention=True,
+            max_running_requests=33,
+            cuda_graph_max_bs=wanted,
+        )
+        assert config.cuda_graph_max_bs == captured
+    assert resolved(BY_REQUEST, GPU, tp=2, dp_attention=True).max_running_requests == 256
+    assert resolved(machine=GPU, tp=2).num_attending == 1
 
 
 SCALED = dataclasses.replace(MODEL, kv_scales=(KVScales(0.5, 0.25), KVScales(2.0, 1.0)))

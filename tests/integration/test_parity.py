@@ -34,7 +34,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.request import SamplingParams
-from minisgl.runner.chunk_tensors import ChunkTensors, StepShape
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.scheduler.plan import StepPlan
 
@@ -182,7 +182,7 @@ def test_mistakes_of_the_runner_are_detected(
     original = SlotTables.inputs
 
     def mutant(
-        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: torch.Tensor | None
     ) -> tuple[ForwardBatch, SampleRows]:
         assert plan is not None
         if mutation == "swap pages" and len(plan.decode_slots) > 1 and plan.step == 10:

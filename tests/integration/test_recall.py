@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from demo_model.conversation import remembering
 from demo_model.evaluation import HeldOutCase, cases
@@ -17,7 +18,7 @@ from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.runner.chunk_tensors import ChunkTensors, StepShape
+from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.step_inputs import SampleRows, SlotTables
 from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ def test_a_wrong_page_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     original = SlotTables.inputs
 
     def swap_first_pages(
-        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Tensor | None
     ) -> tuple[ForwardBatch, SampleRows]:
         if shape.num_decodes == 2 and not swapped:
             assert plan is not None

@@ -71,6 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"max_prefill_length": 7},
     "padded": {"padded": 8},
     "tp": {"tp": 2},
+    "dp": {"tp": 2, "dp_attention": True},
     "pp": {"pp": 2},
 }
 

@@ -17,7 +17,10 @@ import transformers
 from support.parity import NOISE, batch, greedy, load_engine
 from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, save_case
 
+from minisgl.config import page_bytes, slot_bytes
 from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import scheduler_of
+from minisgl.engine.stats import SnapshotStats
 from minisgl.errors import CheckpointError, ConfigError, DeviceMemoryError
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
@@ -125,14 +128,32 @@ def test_tokens_depend_on_no_option(name: str) -> None:
     check(case_of(TEXT[0]), **OPTIONS[name])
 
 
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
+
+
 @pytest.mark.parametrize("architecture", [NEXT, WITH_TOWER[1]])
 @pytest.mark.parametrize(
     "split",
-    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "pp": 2, "ep": True}],
+    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "pp": 2, "ep": True}, DP],
     ids=str,
 )
-def test_ranks_divide_heads_and_stages_layers(architecture: str, split: dict[str, Any]) -> None:
+def test_ranks_divide_heads_or_requests_and_stages_layers(
+    architecture: str, split: dict[str, Any]
+) -> None:
     check(case_of(architecture), max_prefill_length=20, **split)
+
+
+def test_a_rank_keeps_the_states_of_its_own_requests() -> None:
+    options = {"num_pages": 20, "page_size": 4, "max_running_requests": 6, "state_cache": 0.002}
+    loaded = load_engine(case_of(TEXT[0]).folder, **DP, **options)
+    num_bytes, capacity = loaded.runner._own.state_bytes, loaded.capacity
+    loaded.runner.close()
+    layers = loaded.model.layer_specs("float32")
+    assert capacity.num_snapshots == 2_000_000 // (2 * slot_bytes(layers)) > 1
+    num_states = 6 // 2 + 1 + capacity.num_snapshots
+    assert num_bytes == 20 * page_bytes(layers, 4) + num_states * slot_bytes(layers)
+    stats = SnapshotStats.of(scheduler_of(loaded).kv.snapshots)
+    assert stats == SnapshotStats(2 * capacity.num_snapshots, 0)
 
 
 def check_hits(case: StateCase, **options: Any) -> None:
@@ -150,7 +171,11 @@ def check_hits(case: StateCase, **options: Any) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}, DP, {**DP, "padded": 8}],
+    ids=str,
+)
 def test_a_hit_changes_no_token(options: dict[str, Any]) -> None:
     check_hits(case_of(TEXT[0]), **options)
 

@@ -204,8 +204,11 @@ def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: s
     if roles:
         with pytest.raises(ConfigError, match=r"--pp 2: replicas with --roles .*; allowed: 1"):
             make(pp=2)
+        with pytest.raises(ConfigError, match=r"--dp-attention: each rank has pages of its own"):
+            make(tp=2, dp_attention=True)
     else:
         make(pp=2)
+        make(tp=2, dp_attention=True)
     make(tp=2)
 
 

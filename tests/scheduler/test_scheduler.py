@@ -25,6 +25,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.matcher import MaskRows
@@ -98,13 +99,14 @@ class Harness:
     window: int | None = None  # of some layers, which have pages of their own
     num_window_pages: int | None = None  # None: so few that a request may run at any rate
     spare: int = 2  # of these, for chunks
+    num_ranks: int = 1  # that divide the requests
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         max_seq_len = self.longest or (self.num_pages - 1) * self.page_size
         capacity = Capacity(self.num_pages, self.page_size, self.num_slots, max_seq_len)
-        if self.window is None:
-            kv = KVCacheManager(
+        caches = [
+            KVCacheManager(
                 num_pages=self.num_pages,
                 page_size=self.page_size,
                 max_in_transit=capacity.max_in_transit,
@@ -116,7 +118,11 @@ class Harness:
                 disk=None if self.disk is None else Disk(self.disk, b"model"),
                 num_snapshots=self.num_snapshots,
             )
-        else:
+            for _ in range(self.num_ranks)
+        ]
+        slots_each = self.num_slots // self.num_ranks
+        kv = caches[0] if self.num_ranks == 1 else RankCaches(caches, slots_each)
+        if self.window is not None:
             sizes = WindowSizes(
                 window=self.window,
                 page_size=self.page_size,
@@ -157,6 +163,7 @@ class Harness:
             runs=random.Random(self.run_seed),
             keeps_states=self.num_snapshots is not None,
             window=self.window,
+            slots_each=slots_each,
         )
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
@@ -213,10 +220,11 @@ class Harness:
         joined = {join.slot for join in plan.joins}
         for grant in (grant for grant in plan.grants if not grant.windowed):
             namespace = self.slot_namespaces[grant.slot]
+            pages = [page + self.runner.first_page(grant.slot) for page in grant.pages]
             num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
-            for page in grant.pages[:num_cached]:
+            for page in pages[:num_cached]:
                 assert self.page_namespaces[page] == namespace
-            for page in grant.pages[num_cached:]:
+            for page in pages[num_cached:]:
                 self.page_namespaces[page] = namespace
 
     def check_lag(self, plan: StepPlan) -> None:
@@ -1106,7 +1114,7 @@ def cramped_harness(
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
-        num_slots=rng.randint(1, 6),
+        num_slots=options.pop("num_slots", None) or rng.randint(1, 6),
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
@@ -1773,3 +1781,108 @@ def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
         num_prefixes=rng.randint(1, 5),
     )
     run_schedule(harness, waiting, rng)
+
+
+# -- ranks that divide the requests ----------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: int) -> None:
+    """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
+    at each cache by itself, and at whose slots and pages a request has."""
+    rng = random.Random(seed)
+    num_ranks = rng.choice([2, 2, 3, 4])
+    keeps_states = rng.random() < 0.4
+    harness = cramped_harness(
+        rng,
+        seed,
+        cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
+        num_slots=num_ranks * rng.randint(1, 4),
+        client_share=rng.choice([1.0, 0.9, 0.5]),
+        num_snapshots=rng.choice([0, 1, 2, 5, 100]) if keeps_states else None,
+        num_ranks=num_ranks,
+    )
+    if keeps_states:
+        harness.max_run = harness.scheduler._rows.max_run = 1
+    waiting = random_requests(
+        rng,
+        30,
+        longest=15,
+        num_clients=rng.choice([0, 0, 2]),
+        num_prefixes=rng.randint(2, 5),
+        masked=rng.choice([0, 0, 0.3]),
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def ranks_of(harness: Harness) -> dict[str, int]:
+    """The rank of each running request."""
+    return {id: running.lease.rank for id, running in harness.scheduler._slots.by_id.items()}
+
+
+def test_requests_go_to_the_emptiest_rank_and_back_to_their_prefix() -> None:
+    harness = Harness(num_ranks=2, num_slots=8, max_prefill_length=1000)
+    first, second = ([n] * 16 for n in (1, 2))
+    for id, prompt in (("a", first), ("b", second)):
+        harness.scheduler.submit(make_request(id, prompt, 2, ignore_eos=True))
+    harness.launch()
+    assert ranks_of(harness) == {"a": 0, "b": 1}
+    harness.run()
+    for id, prompt in (("c", second), ("d", second), ("e", first)):
+        harness.scheduler.submit(make_request(id, [*prompt, 3], 2, ignore_eos=True))
+    harness.launch()
+    assert ranks_of(harness) == {"c": 1, "d": 1, "e": 0}
+    found = [running.request.num_cached_tokens for running in harness.scheduler._slots.running]
+    assert found == [16, 16, 16]
+
+
+def test_requests_with_one_beginning_are_on_all_ranks() -> None:
+    """As soon as the rank that has it is busier by more than twice its tokens."""
+    harness = Harness(num_ranks=2, num_slots=40, num_pages=400, max_prefill_length=10_000)
+    harness.run(make_request("0", [1] * 40, 1))
+    for index in range(20):
+        prompt = [1] * 40 + [index + 2] * 20
+        harness.scheduler.submit(make_request(str(index + 1), prompt, 30, ignore_eos=True))
+        harness.launch()
+    ranks = [*ranks_of(harness).values()]
+    assert ranks[:3] == [0, 0, 1]
+    assert min(Counter(ranks).values()) >= 9
+    assert harness.scheduler.counters.num_cached_tokens == 19 * 40, "one has computed it again"
+
+
+def test_a_rank_without_pages_takes_them_from_its_own_requests() -> None:
+    harness = Harness(num_ranks=2, num_pages=13, num_slots=6, conservativeness=0.01)
+    requests = [make_request(str(n), [n] * 12, 12, ignore_eos=True) for n in range(5)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    while harness.scheduler.num_waiting:
+        harness.launch()
+    assert Counter(ranks_of(harness).values()) == {0: 3, 1: 2}
+    before = ranks_of(harness)
+    while not harness.scheduler.counters.num_retractions:
+        before = ranks_of(harness)
+        harness.launch()
+        harness.settle()
+    lost = {rank for id, rank in before.items() if id not in ranks_of(harness)}
+    assert lost == {0}, "the other rank has pages enough"
+    harness.run()
+    for request in requests:
+        check_output(request)
+
+
+def test_a_slot_that_is_free_on_one_rank_only_gets_the_next_request() -> None:
+    harness = Harness(num_ranks=2, num_slots=2)
+    long, short = (make_request(str(n), [n] * 12, 32 // n**4, ignore_eos=True) for n in (1, 2))
+    harness.scheduler.submit(long)
+    harness.scheduler.submit(short)
+    while not short.finished:
+        harness.launch()
+        harness.settle()
+    # The prefix is on the other rank, which has no slot.
+    again = make_request("3", [1] * 12, 3, ignore_eos=True)
+    harness.scheduler.submit(again)
+    harness.launch()
+    assert ranks_of(harness) == {"1": 0, "3": 1}
+    harness.run()
+    check_output(again)

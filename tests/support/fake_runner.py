@@ -27,6 +27,7 @@ from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
+RANK_PAGES = 1 << 20  # more than a rank has
 
 
 def mix(state: int, token_id: int) -> int:
@@ -113,7 +114,10 @@ class FakeRunner:
         runs: random.Random | None = None,
         keeps_states: bool = False,
         window: int | None = None,
+        slots_each: int | None = None,
     ):
+        """slots_each: of each rank, where ranks divide requests; each has pages and snapshots of
+        its own."""
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.fail_at = fail_at
@@ -121,7 +125,9 @@ class FakeRunner:
         self._runs = runs or random.Random(0)
         self._has_runs = False
         self._keeps_states = keeps_states
-        self._snapshots: dict[int, tuple[int, int]] = {}  # length and state of each
+        self._slots_each = slots_each
+        # Length and state of each, by its rank and number.
+        self._snapshots: dict[tuple[int, int], tuple[int, int]] = {}
         self._window = window
         self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
@@ -147,13 +153,16 @@ class FakeRunner:
         for join in plan.joins:
             slot = self._slots[join.slot] = _Slot(join)
             if join.snapshot is not None:
-                slot.advanced, slot.by_rows = self._snapshots[join.snapshot]
+                key = self.rank_of(join.slot), join.snapshot
+                slot.advanced, slot.by_rows = self._snapshots[key]
         for grant in plan.grants:
             assert not grant.windowed or self._window is not None
             slot = self._slots[grant.slot]
             pages = slot.window_pages if grant.windowed else slot.pages
             for offset, page in enumerate(grant.pages):
                 pages[grant.index + offset] = page
+        ranks = [*map(self.rank_of, plan.decode_slots)]
+        assert ranks == sorted(ranks), "decode rows are in the order of their ranks"
         longest = max((self._slots[slot].length + 1 for slot in plan.decode_slots), default=0)
         if plan.masked_slots:
             return self._launch_masked(plan, masks)
@@ -263,7 +272,8 @@ class FakeRunner:
                 self._compute(slot, position, token_id)
                 for taken in chunk.snapshots:
                     if taken.end == position + 1:
-                        self._snapshots[taken.snapshot] = slot.advanced, slot.by_rows
+                        key = self.rank_of(chunk.slot), taken.snapshot
+                        self._snapshots[key] = slot.advanced, slot.by_rows
             if chunk.samples:
                 sampling.append(slot)
             else:
@@ -374,12 +384,20 @@ class FakeRunner:
         return slot.last_token
 
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
-        return self._place(slot.pages, position)
+        return self._place(slot, slot.pages, position)
 
     def _window_cell(self, slot: _Slot, position: int) -> tuple[int, int]:
-        return self._place(slot.window_pages, position)
+        return self._place(slot, slot.window_pages, position)
 
-    def _place(self, pages: dict[int, int], position: int) -> tuple[int, int]:
+    def _place(self, slot: _Slot, pages: dict[int, int], position: int) -> tuple[int, int]:
         page = pages[position // self.page_size]
         assert page > 0, "the scratch page was handed out"
-        return page, position % self.page_size
+        return page + self.first_page(slot.join.slot), position % self.page_size
+
+    def first_page(self, slot: int) -> int:
+        """What makes the pages of a slot's rank different from those of others."""
+        return RANK_PAGES * self.rank_of(slot)
+
+    def rank_of(self, slot: int) -> int:
+        """The rank that has the request in a slot."""
+        return slot // self._slots_each if self._slots_each else 0

@@ -96,6 +96,8 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     )
     if options.get("kv_cache_dtype") != "model":
         model_config = with_kv_scales(model_config, folder)
+    if options.get("dp_attention"):
+        model_config = model_config.by_request()
     facts = model_config.facts()
     if network := find_network(
         options.get("speculative") or "",

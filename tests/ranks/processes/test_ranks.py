@@ -153,7 +153,11 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     return reason
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "dp_attention": True}],
+    ids=str,
+)
 async def test_a_killed_rank_ends_every_answer_and_is_named(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,0 +1,177 @@
+"""The KV caches of ranks that divide the requests among them.
+
+Each rank has pages, prefixes and snapshots of its own, with numbers of their own, and a lease is on
+those of one rank. To the scheduler they are one cache, which chooses the rank of a request when it
+opens the lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minisgl.kvcache.copies import Copies
+from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
+
+# Of two requests with one prefix, the first has it in use, and the second would compute it again
+# elsewhere: each is worth its tokens.
+PREFIX_WEIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsOfRanks:
+    """The snapshots of all ranks together."""
+
+    num: int
+    num_cached: int
+
+
+class RankCaches:
+    """The caches of all ranks, with the methods of one. Without a host tier, a disk and transits.
+
+    A request goes to the rank that has its longest prefix, else to the emptiest. But where the rank
+    with a prefix has more tokens in use than another by over PREFIX_WEIGHT times those of the
+    prefix, it goes to the other: so requests that have only their beginning in common are on all
+    ranks, each of which computes it once. Among equals, it is the first.
+    """
+
+    def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
+        """caches: of the ranks, of one page size. num_slots: of each rank, which are its most open
+        leases."""
+        self.of_ranks = tuple(caches)
+        self.page_size = caches[0].page_size
+        self.num_ranks = len(caches)
+        self._num_slots = num_slots
+        self._num_leases = [0] * len(caches)
+        # These have nothing to do, for which there would have to be a host tier.
+        self.moves, self.loads, self.transits = caches[0].moves, caches[0].loads, caches[0].transits
+        self.has_disk = False
+        self.windows: None = None  # all layers share a page table
+        self.num_host = 0
+
+    def of(self, lease: Lease) -> KVCacheManager:
+        """The cache of the rank that has the pages of a lease."""
+        return self.of_ranks[lease.rank]
+
+    @property
+    def num_pages(self) -> int:
+        """Those of all ranks, and one scratch page."""
+        return 1 + sum(cache.num_pages - 1 for cache in self.of_ranks)
+
+    @property
+    def num_free(self) -> int:
+        return sum(cache.num_free for cache in self.of_ranks)
+
+    @property
+    def num_cached(self) -> int:
+        """As in KVCacheManager."""
+        return sum(cache.num_cached for cache in self.of_ranks)
+
+    @property
+    def num_available(self) -> int:
+        """As in KVCacheManager, for requests of all ranks."""
+        return sum(cache.num_available for cache in self.of_ranks)
+
+    @property
+    def snapshots(self) -> SnapshotsOfRanks | None:
+        """None: the model keeps no states."""
+        found = [cache.snapshots for cache in self.of_ranks if cache.snapshots is not None]
+        if not found:
+            return None
+        return SnapshotsOfRanks(
+            sum(each.num for each in found), sum(each.num_cached for each in found)
+        )
+
+    def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
+        """As in KVCacheManager, on the rank that has most."""
+        return max(cache.match(key, num_tokens, namespace) for cache in self.of_ranks)
+
+    def acquire(
+        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
+    ) -> Lease:
+        """As in KVCacheManager, on the rank that is best for the request. One must have a free
+        slot."""
+
+        def cost(rank: int) -> int:
+            cache = self.of_ranks[rank]
+            in_use = cache.num_pages - 1 - cache.num_available
+            found = cache.match(key, num_tokens, namespace) if reuse else 0
+            return in_use * self.page_size - PREFIX_WEIGHT * found
+
+        ranks = [rank for rank, num in enumerate(self._num_leases) if num < self._num_slots]
+        rank = min(ranks, key=cost)
+        lease = self.of_ranks[rank].acquire(key, num_tokens, namespace, reuse=reuse)
+        lease.rank = rank
+        self._num_leases[rank] += 1
+        return lease
+
+    def reserve(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        *,
+        num_beside: int | None = None,
+        num_granted: int = 0,
+    ) -> Sequence[int] | None:
+        """As in KVCacheManager."""
+        return self.of(lease).reserve(
+            lease, num_tokens, num_beside=num_beside, num_granted=num_granted
+        )
+
+    def is_loading(self, lease: Lease) -> bool:
+        """False: there is no other memory to load from."""
+        return False
+
+    def take_copies(self, step: int) -> Copies | None:
+        """None, as there is no other memory."""
+        return None
+
+    def read_disk(
+        self,
+        key: bytes,
+        num_tokens: int,
+        namespace: bytes = b"",
+        *,
+        ended: Callable[[range], None] = lambda pages: None,
+    ) -> bool:
+        """False: there is no disk."""
+        return False
+
+    def settled(self, step: int) -> None:
+        """As in KVCacheManager."""
+        for cache in self.of_ranks:
+            cache.settled(step)
+
+    def load_always(self) -> None:
+        """Nothing is loaded."""
+
+    offload_all = store_all = load_always
+
+    def take_snapshots(
+        self, lease: Lease, start: int, end: int, step: int
+    ) -> tuple[TakenSnapshot, ...]:
+        """As in KVCacheManager."""
+        return self.of(lease).take_snapshots(lease, start, end, step)
+
+    def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
+        """As in KVCacheManager."""
+        self.of(lease).commit(lease, key, num_tokens, step)
+
+    def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
+        """As in KVCacheManager."""
+        self._num_leases[lease.rank] -= 1
+        self.of(lease).close(lease, key, num_tokens, step)
+
+    def drop_written_since(self, step: int) -> None:
+        """As in KVCacheManager."""
+        for cache in self.of_ranks:
+            cache.drop_written_since(step)
+
+    def audit(self, launched: int) -> None:
+        """As in KVCacheManager, of each rank."""
+        for cache in self.of_ranks:
+            cache.audit(launched)
+        assert all(0 <= num <= self._num_slots for num in self._num_leases)
+
+
+Caches = KVCacheManager | RankCaches

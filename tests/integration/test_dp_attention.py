@@ -1,0 +1,191 @@
+"""Ranks that divide requests in attention, real processes over gloo, give the tokens of one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.forked_ranks import forked_ranks
+from support.parity import FEW_PAGES, Case, batch, case_of, greedy, load_engine
+from support.pipelines import Outcome, mixed_outcomes
+from support.tensor_parallel import NUM_TOKENS, check_with_aborts, short_case_of
+from torch import Tensor
+
+from minisgl.config import EngineConfig, page_bytes
+from minisgl.distributed.communicator import Communicator
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import load, scheduler_of
+from minisgl.errors import ConfigError
+from minisgl.layers import by_request
+
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
+ON_FOUR: dict[str, Any] = {"tp": 4, "dp_attention": True}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "moe-60"])
+def test_greedy_tokens_equal_those_of_transformers(name: str) -> None:
+    """In chunks, with prefixes that are found again, retraction and aborts."""
+    check_with_aborts(short_case_of(name), **DP)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return case_of("llama-biased")
+
+
+@pytest.fixture(scope="module")
+def expected(case: Case) -> list[Outcome]:
+    return mixed_outcomes(case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**DP, "max_prefill_length": 16},
+        {**DP, "overlap": False, **FEW_PAGES},
+        # In the shapes that would be captured on a GPU.
+        {**DP, "padded": 8},
+        {**ON_FOUR, "padded": 8},
+        {**DP, "pp": 2, "padded": 8},
+    ],
+    ids=str,
+)
+def test_mixed_rows_get_the_outputs_of_one_rank(
+    options: dict[str, Any], case: Case, expected: list[Outcome]
+) -> None:
+    """Every kind of sampling, masked rows, and logprobs of prompts."""
+    assert mixed_outcomes(case, **options) == expected
+
+
+def tokens_of(case: Case, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Greedy tokens of prompts that are asked together, and then once more, each alone."""
+
+    async def run() -> list[list[int]]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            outputs = await batch(engine, prompts, [greedy(NUM_TOKENS)] * len(prompts))
+            for prompt in prompts:  # the other ranks have nothing to do
+                outputs += await batch(engine, [prompt], [greedy(NUM_TOKENS)])
+                assert len(prompt) <= 16 or outputs[-1].num_cached_tokens
+            return [output.token_ids for output in outputs]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("padded", [0, 8])
+@pytest.mark.parametrize("name", ["moe", "qwen2"])
+def test_ranks_without_a_request_take_part(name: str, padded: int) -> None:
+    """The 14 heads of this Qwen2 do not divide by 4, for which they need not."""
+    case = short_case_of(name)
+    wanted = [run.token_ids for run in case.runs]
+    found = tokens_of(case, case.prompts, **ON_FOUR, padded=padded)
+    assert found[len(wanted) :] == found[: len(wanted)]
+    assert [ids for ids, run in zip(found, wanted, strict=False) if ids != run] == []
+
+
+def test_ranks_hold_together_what_does_not_fit_one() -> None:
+    case = case_of("qwen3")
+    pages = {"page_size": 4, "num_pages": 26, "max_seq_len_override": 100}
+
+    async def run() -> None:
+        prompt = case.prompts[4]
+        prompts = [[*prompt, 1, index] for index in range(2)]
+        async with AsyncEngine(load_engine(case.folder, **DP, **pages)) as engine:
+            assert engine.stats().num_pages == 50
+            outputs = await batch(engine, prompts, [greedy(30)] * 2)
+            assert not engine.stats().counters.num_retractions
+            assert engine.stats().num_cached_pages > 25
+        async with AsyncEngine(load_engine(case.folder, **pages)) as engine:
+            alone = await batch(engine, prompts, [greedy(30)] * 2)
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
+
+    asyncio.run(run())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp", "num_heads"), [(2, 1), (4, 1)])
+def test_a_rank_stores_all_heads_of_its_own_tokens(tp: int, num_heads: int) -> None:
+    """Where ranks divide heads instead, each stores some of every token; four store the two heads
+    of this model twice."""
+    case, sizes = case_of("qwen3"), {"page_size": 4, "num_pages": 50}
+    by_request = load_engine(case.folder, tp=tp, dp_attention=True, **sizes)
+    num_bytes = by_request.runner._own.state_bytes
+    by_request.runner.close()
+    by_head = load_engine(case.folder, tp=tp, **sizes)
+    of_heads = by_head.runner._own.state_bytes
+    by_head.runner.close()
+    layers = by_head.model.layer_specs("float32")
+    assert num_bytes == 50 * page_bytes(layers, 4) == 50 * 4 * 3 * 2 * 2 * 128 * 4
+    assert of_heads * 2 == num_bytes * num_heads
+    capacity = by_request.capacity
+    assert (capacity.num_pages, capacity.num_attending) == (50, tp)
+    kv = scheduler_of(by_request).kv
+    assert kv.num_pages - 1 == tp * 49 and kv.num_ranks == tp
+
+
+def test_the_start_says_how_many_tokens_there_are_on_each_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with forked_ranks():
+        loaded = load(EngineConfig(device="cpu", num_pages=11, page_size=4, **DP))
+    loaded.runner.close()
+    assert "KV cache of 80 tokens (40 on each of 2 ranks) in float32" in caplog.text
+    assert loaded.capacity.num_tokens == 80
+
+
+def test_adopted_models_are_refused() -> None:
+    config = EngineConfig(model=str(case_of("qwen3").folder), model_impl="adopted", **DP)
+    with pytest.raises(ConfigError, match="--dp-attention: it needs minisgl's own code"):
+        load(config)
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+def _swap_ranks(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """The rows of one rank are taken for those of the other."""
+    return torch.cat(whole(own, shares, ranks).split([*shares])[::-1])
+
+
+def _keep_filler(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """What fills up a part counts, and the last rows do not."""
+    longest = max(shares)
+    part = own.new_zeros((longest, own.shape[1]))
+    part[: len(own)] = own
+    return whole(part, [longest] * ranks.size, ranks)[: sum(shares)]
+
+
+def _add_filler(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """The parts are added to one another."""
+    rows = whole(own, shares, ranks)
+    first, second = rows.split([*shares])
+    num = min(shares)
+    first[:num] += second[:num]
+    return rows
+
+
+def _keep_own(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """A rank goes on with zeros for the rows of the others."""
+    rows, first = whole(own, shares, ranks), sum(shares[: ranks.rank])
+    rows[:first] = 0
+    rows[first + len(own) :] = 0
+    return rows
+
+
+whole = by_request.gathered
+MISTAKES = (_swap_ranks, _keep_filler, _add_filler, _keep_own)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are forks of this process, so they make it, too."""
+    case = short_case_of("qwen3")
+    monkeypatch.setattr(by_request, "gathered", mistake)
+    found = tokens_of(case, case.prompts, **DP)
+    assert sum(ids != run.token_ids for ids, run in zip(found, case.runs, strict=False)) > 1
