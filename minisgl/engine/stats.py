@@ -15,7 +15,7 @@ from minisgl.kvcache.rank_caches import SnapshotsOfRanks
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.runs import DraftCounters, Speculation
-from minisgl.scheduler.scheduler import SchedulerCounters
+from minisgl.scheduler.state import SchedulerCounters
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.
 STEP_BOUNDS = (

@@ -45,7 +45,8 @@ from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec, join_and_load
 from minisgl.runner.load import Report
-from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.runner.queued_step import StepHandle
+from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 

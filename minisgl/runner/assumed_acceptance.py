@@ -11,9 +11,8 @@ from torch import Tensor
 from minisgl.kernels.sampling.philox import uniform
 from minisgl.kernels.sampling.tables import column_of
 from minisgl.runner.computation import Computation
-from minisgl.runner.sampler import SampledRows
+from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampling_features import SamplingFeatures
-from minisgl.runner.step_inputs import SampleRows
 
 # Drawn at the start, since Philox in torch is a hundred launches.
 NUM_COINS = 1 << 16

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
-from minisgl.runner.step_inputs import SampleRows
 from minisgl.scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from minisgl.models.decoder import Decoder, Taps
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.rank_tables import slot_tables
-from minisgl.runner.sampler import SampledRows, Sampler
+from minisgl.runner.sampled_rows import SampledRows, SampleRows
+from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
-from minisgl.runner.step_inputs import SampleRows
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 

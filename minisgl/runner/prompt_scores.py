@@ -10,7 +10,7 @@ from minisgl.device.lanes import HostCopy
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.request import TokenLogprobs
 from minisgl.runner.computation import Computation
-from minisgl.runner.sampler import list_logprobs
+from minisgl.runner.sampled_rows import list_logprobs
 from minisgl.scheduler.plan import Chunk, StepPlan
 
 # Maximum size of the float32 logits of prompt rows that are scored together.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, repeat
+
+from torch import Tensor
 
 from minisgl.device.copy_lanes import CopyMark
 from minisgl.device.lanes import EventMark
 from minisgl.request import TokenLogprobs
+from minisgl.runner.chunk_tensors import StepShape
+from minisgl.runner.graphs import CapturedStep
 from minisgl.runner.pooled_rows import PooledVectors
 from minisgl.runner.prompt_scores import PromptScores
-from minisgl.runner.sampler import list_logprobs
+from minisgl.runner.sampled_rows import SampleRows, list_logprobs
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.step_outputs import StepOutputs
-from minisgl.scheduler.plan import StepResult
+from minisgl.scheduler.plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +74,26 @@ class QueuedStep:
             run_lengths,
             num_drafted,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedStep:
+    """A step whose forward pass is queued, and not its sampling. If it was captured as a whole,
+    nothing is queued."""
+
+    plan: StepPlan
+    shape: StepShape
+    features: SamplingFeatures
+    captured: CapturedStep | None
+    logits: Tensor | None = None  # of `samples`; None if there are none, or a graph has them
+    samples: SampleRows | None = None
+    prompt_scores: PromptScores | None = None
+    pooled: PooledVectors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A launched step, to be passed to `collect` once, and to `loads` if its plan has any."""
+
+    step: int
+    queued: Future[QueuedStep]

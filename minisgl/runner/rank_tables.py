@@ -30,7 +30,8 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.sampled_rows import SampleRows
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.scheduler.plan import Chunk, SlotJoin, StepPlan
 
 

@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -43,38 +43,14 @@ from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.launching import LaunchThread
-from minisgl.runner.pooled_rows import PooledVectors, pool_rows
-from minisgl.runner.prompt_scores import PromptScores, score_prompts
-from minisgl.runner.queued_step import QueuedStep
+from minisgl.runner.pooled_rows import pool_rows
+from minisgl.runner.prompt_scores import score_prompts
+from minisgl.runner.queued_step import ForwardedStep, QueuedStep, StepHandle
 from minisgl.runner.sampling_features import SamplingFeatures
-from minisgl.runner.step_inputs import SampleRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.tiers.tiers import Tiers
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Forwarded:
-    """A step whose forward pass is queued, and not its sampling. If it was captured as a whole,
-    nothing is queued."""
-
-    plan: StepPlan
-    shape: StepShape
-    features: SamplingFeatures
-    captured: CapturedStep | None
-    logits: Tensor | None = None  # of `samples`; None if there are none, or a graph has them
-    samples: SampleRows | None = None
-    prompt_scores: PromptScores | None = None
-    pooled: PooledVectors | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A launched step, to be passed to `collect` once, and to `loads` if its plan has any."""
-
-    step: int
-    queued: Future[QueuedStep]
 
 
 class ModelRunner:
@@ -108,7 +84,7 @@ class ModelRunner:
         self._graphs = StepGraphs()
         self._worker = LaunchThread(self.lanes.enter_thread)
         # The last plan, if it is deferred and not sampled.
-        self._deferred: Future[tuple[_Forwarded, dict[int, CopyMark]]] | None = None
+        self._deferred: Future[tuple[ForwardedStep, dict[int, CopyMark]]] | None = None
         # The device may still copy from these while the host is two steps ahead, and in a pipeline
         # one more for each further stage.
         self._masks: deque[Tensor] = deque(maxlen=3 + computation.stage.pipeline.size)
@@ -279,7 +255,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _queue_forward(
         self, plan: StepPlan, replay: CapturedStep | None
-    ) -> tuple[_Forwarded, dict[int, CopyMark]]:
+    ) -> tuple[ForwardedStep, dict[int, CopyMark]]:
         """Queue a deferred plan up to its sampling; returns the ends of its loads, too."""
         with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
             queue_loads = self._queue_copies(plan)
@@ -287,7 +263,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _queue_sampling(
-        self, step: _Forwarded, loads: dict[int, CopyMark], masks: MaskRows
+        self, step: ForwardedStep, loads: dict[int, CopyMark], masks: MaskRows
     ) -> QueuedStep:
         with self.lanes.compute(f"sampling of step {step.plan.step}"):
             return self._queue_end(step, masks, lambda: loads)
@@ -300,7 +276,7 @@ class ModelRunner:
         assert self._tiers is not None, "plans copy nothing without a host cache"
         return self._tiers.copies.queue(plan.copies)
 
-    def _forward(self, plan: StepPlan, replay: CapturedStep | None) -> _Forwarded:
+    def _forward(self, plan: StepPlan, replay: CapturedStep | None) -> ForwardedStep:
         """Update the tables and queue the forward pass; rows of a stage that is not the last are
         sent to the next one. replay: of `_quick_replay`."""
         computation, stage = self._computation, self._computation.stage
@@ -312,7 +288,7 @@ class ModelRunner:
         if captured is None and plan.num_tokens:
             captured = self._graphs.find(plan, features.variant)
         shape = StepShape.of(plan) if captured is None else captured.key.shape
-        step = _Forwarded(plan, shape, features, captured)
+        step = ForwardedStep(plan, shape, features, captured)
         chunks = computation.tables.upload_chunks(plan, shape)
         received = stage.receive(plan, shape.num_rows, captured=captured is not None)
         if captured is not None:
@@ -337,7 +313,7 @@ class ModelRunner:
 
     def _queue_end(
         self,
-        step: _Forwarded,
+        step: ForwardedStep,
         masks: MaskRows | None,
         queue_loads: Callable[[], dict[int, CopyMark]],
     ) -> QueuedStep:

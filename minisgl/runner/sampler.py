@@ -8,7 +8,6 @@ computes the features that the batch needs, as known to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +24,6 @@ from minisgl.kernels.sampling.order import ids_of as token_ids_of
 from minisgl.kernels.sampling.order import order_keys
 from minisgl.kernels.sampling.reference import (
     SamplingRows,
-    TokenScores,
     add_bias,
     mask_tokens,
     penalize,
@@ -42,7 +40,7 @@ from minisgl.kernels.sampling.tables import (
     pack_edits,
     pack_record,
 )
-from minisgl.request import TokenLogprobs
+from minisgl.runner.sampled_rows import SampledRows
 from minisgl.runner.sampling_features import COMMON_FILTERS, SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
@@ -53,38 +51,6 @@ if TYPE_CHECKING:  # imports Triton, which may not be installed
 # Number of rows that the kernels process at a time: a typical maximum batch plus padding.
 BLOCK_ROWS = 320
 PADDED_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """The tokens of a step, on the device that sampled them."""
-
-    token_ids: Tensor  # [rows] int64
-    # Logprobs, with at least the largest number of top tokens that a row requested; entries beyond
-    # what a row requested are undefined. May be None if no row requested any.
-    scores: TokenScores | None
-
-
-def list_logprobs(
-    token_ids: Sequence[int], scores: TokenScores, num_logprobs: Sequence[int | None]
-) -> dict[int, TokenLogprobs]:
-    """The logprobs of each row that requested any, by row; of sampled tokens or of a prompt.
-
-    token_ids: one per row. scores: of these tokens, on the host. num_logprobs: the number of top
-    tokens that each row requested, None for no logprobs at all.
-    """
-    asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
-    rows = [row for row, _ in asked]
-    logprob = scores.logprob[rows].tolist()
-    top_ids, top = scores.top_ids[rows].tolist(), scores.top_logprobs[rows].tolist()
-    return {
-        row: TokenLogprobs(
-            token_ids[row],
-            logprob[place],
-            tuple(zip(top_ids[place][:num], top[place][:num], strict=True)),
-        )
-        for place, (row, num) in enumerate(asked)
-    }
 
 
 @lru_cache

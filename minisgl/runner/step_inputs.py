@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.device.lanes import Lanes
-from minisgl.drafting.drafter import DraftStep
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
 from minisgl.runner.row_order import RowOrder
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.window_inputs import with_windows
 from minisgl.scheduler.plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRows:
-    """The rows of a step whose logits are sampled, in the order of StepPlan."""
-
-    shape: StepShape
-    rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
-    slots: Tensor  # [num_samples] int64
-    output_index: Tensor  # [num_samples] int64, of the token to sample
-    drafting: DraftStep | None = None  # what a drafter needs of the step, if there is one
 
 
 class SlotTables(RowOrder):

@@ -8,8 +8,7 @@ from minisgl.kernels.sampling.reference import TokenScores
 from minisgl.kernels.slots.slot_state import OutputRing, SlotState
 from minisgl.kernels.slots.slot_updates import feed_slots, settle_runs
 from minisgl.request import MAX_LOGPROBS
-from minisgl.runner.sampler import SampledRows
-from minisgl.runner.step_inputs import SampleRows
+from minisgl.runner.sampled_rows import SampledRows, SampleRows
 
 # Must exceed the number of steps queued and not yet collected.
 RING_SIZE = 8

@@ -217,3 +217,32 @@ class Launched:
     work: StepWork
     decoding: list[Running] = field(default_factory=list)  # never changed after the launch
     masked: Sequence[Running] = ()  # of the plan's masked_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The changes made by a step. A finished request is also in `progressed` if it got a token."""
+
+    progressed: list[Request]  # requests with new tokens
+    num_tokens: list[int]  # number of new tokens of each of `progressed`
+    finished: list[Request]
+    masked: list[Request]  # whose tokens were sampled under a mask, one each
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests
+    num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
+    num_retractions: int = 0
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those read from disk
+
+    def admitted(self, request: Request) -> None:
+        """Count what a request that runs for the first time found in the prefix cache."""
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += request.num_cached_tokens
+        self.num_host_tokens += request.num_host_tokens
+        self.num_disk_tokens += request.num_disk_tokens

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from support.sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
 
 from minisgl.request import SamplingParams
-from minisgl.runner.sampler import SampledRows
+from minisgl.runner.sampled_rows import SampledRows
 
 pytestmark = pytest.mark.gpu
 

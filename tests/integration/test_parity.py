@@ -35,7 +35,8 @@ from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.request import SamplingParams
 from minisgl.runner.chunk_tensors import StepShape
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.sampled_rows import SampleRows
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.scheduler.plan import StepPlan
 
 ALL = [spec.name for spec in SPECS]

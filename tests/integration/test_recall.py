@@ -19,7 +19,8 @@ from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner.chunk_tensors import StepShape
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.sampled_rows import SampleRows
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
 

@@ -23,8 +23,9 @@ from minisgl.request import Request, SamplingParams
 from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.memory import allocate_states
-from minisgl.runner.runner import ModelRunner, StepHandle
-from minisgl.runner.step_inputs import SampleRows
+from minisgl.runner.queued_step import StepHandle
+from minisgl.runner.runner import ModelRunner
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 from minisgl.scheduler.scheduler import Scheduler
 

@@ -17,9 +17,9 @@ from minisgl.runner.graphs import (
     graph_keys,
     mixed_shape,
 )
-from minisgl.runner.sampler import SampledRows
+from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampling_features import SamplingVariant
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 

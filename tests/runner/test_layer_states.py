@@ -34,7 +34,8 @@ from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.memory import GIB, MemoryUse, allocate_states, fit_caches, fit_slots
-from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.runner.queued_step import StepHandle
+from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")

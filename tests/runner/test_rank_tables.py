@@ -18,8 +18,9 @@ from minisgl.request import SamplingParams
 from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.graphs import CapturedStep, StepGraphs, graph_keys
 from minisgl.runner.rank_tables import RankTables
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampling_features import SamplingVariant
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")

@@ -28,8 +28,9 @@ from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.step_inputs import SampleRows, SlotTables
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.fake_engine import FakeEngine
 
 from minisgl.engine.stats import EngineStats, Totals
-from minisgl.scheduler.scheduler import SchedulerCounters
+from minisgl.scheduler.state import SchedulerCounters
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState

@@ -11,7 +11,7 @@ import pytest
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 
 from minisgl.engine.stats import EngineStats, Totals
-from minisgl.scheduler.scheduler import SchedulerCounters
+from minisgl.scheduler.state import SchedulerCounters
 from minisgl.server.stats_log import Interval, log_stats
 
 IDLE = EngineStats(

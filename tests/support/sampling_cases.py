@@ -15,7 +15,8 @@ from minisgl.kernels.sampling.order import ids_of
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.matcher import mask_words
 from minisgl.request import MAX_LOGPROBS, SamplingParams
-from minisgl.runner.sampler import SampledRows, Sampler
+from minisgl.runner.sampled_rows import SampledRows
+from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
 

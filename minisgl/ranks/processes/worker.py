@@ -43,7 +43,8 @@ from minisgl.ranks.processes.plan_codec import (
 )
 from minisgl.ranks.processes.rendezvous import Rendezvous
 from minisgl.runner.load import Report, load_runner, rank_device
-from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.runner.queued_step import StepHandle
+from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.plan import StepPlan
 
 

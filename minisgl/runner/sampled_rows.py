@@ -1,0 +1,56 @@
+"""The rows of a step that are sampled, and the tokens that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minisgl.drafting.drafter import DraftStep
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.request import TokenLogprobs
+from minisgl.runner.chunk_tensors import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The rows of a step whose logits are sampled, in the order of StepPlan."""
+
+    shape: StepShape
+    rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
+    slots: Tensor  # [num_samples] int64
+    output_index: Tensor  # [num_samples] int64, of the token to sample
+    drafting: DraftStep | None = None  # what a drafter needs of the step, if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The tokens of a step, on the device that sampled them."""
+
+    token_ids: Tensor  # [rows] int64
+    # Logprobs, with at least the largest number of top tokens that a row requested; entries beyond
+    # what a row requested are undefined. May be None if no row requested any.
+    scores: TokenScores | None
+
+
+def list_logprobs(
+    token_ids: Sequence[int], scores: TokenScores, num_logprobs: Sequence[int | None]
+) -> dict[int, TokenLogprobs]:
+    """The logprobs of each row that requested any, by row; of sampled tokens or of a prompt.
+
+    token_ids: one per row. scores: of these tokens, on the host. num_logprobs: the number of top
+    tokens that each row requested, None for no logprobs at all.
+    """
+    asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
+    rows = [row for row, _ in asked]
+    logprob = scores.logprob[rows].tolist()
+    top_ids, top = scores.top_ids[rows].tolist(), scores.top_logprobs[rows].tolist()
+    return {
+        row: TokenLogprobs(
+            token_ids[row],
+            logprob[place],
+            tuple(zip(top_ids[place][:num], top[place][:num], strict=True)),
+        )
+        for place, (row, num) in enumerate(asked)
+    }
