@@ -232,7 +232,7 @@ class DeviceTuning:
         (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
         (
             NO_LIMIT,
-            ManyTiles(ExpertTiles(128, 64, 64, 4, 4, 2), ExpertTiles(128, 32, 64, 4, 4, 2)),
+            ManyTiles(ExpertTiles(128, 64, 64, 8, 4, 2), ExpertTiles(128, 32, 64, 4, 4, 2)),
         ),
     )
     # In float32, for tests.
