@@ -95,6 +95,11 @@ class ForwardBatch:
     decodes: DecodeBatch
     chunks: PrefillBatch
     slots: BatchSlots
+    windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
+
+    def of(self, kv: PagedKV) -> ForwardBatch:
+        """The rows with their pages in the KV cache of a layer."""
+        return self.windowed or self if kv.windowed else self
 
 
 class AttentionBackend(Protocol):
@@ -176,6 +181,7 @@ class Attention:
 
     prefill_backend: AttentionBackend
     decode_backend: AttentionBackend
+    windowed: Attention | None = None  # for layers whose KV cache is `windowed`; None: the same
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Let the backends plan a step. Must be called once per step, before the first layer and on
@@ -184,6 +190,8 @@ class Attention:
             self.decode_backend.plan_decode(batch.decodes)
         if batch.chunks.lengths and isinstance(self.prefill_backend, HostPlanned):
             self.prefill_backend.plan_prefill(batch.chunks)
+        if self.windowed is not None and batch.windowed is not None:
+            self.windowed.prepare(batch.windowed)
 
     def attend_qkv(
         self,
@@ -198,7 +206,8 @@ class Attention:
 
         qkv: as for dispatch.qk_norm_rope_store_kv. Returns [num_rows, num_heads, head_dim].
         """
-        decodes, backend = batch.decodes, self.decode_backend
+        batch = batch.of(kv)
+        decodes, backend = batch.decodes, self._of(kv).decode_backend
         own_requests = decodes.run == 1 and decodes.num_rows == qkv.shape[0]
         # The fused kernels rotate whole heads of rows that follow one another.
         is_plain = norm_rope.table.shape[1] == spec.head_dim and qkv.is_contiguous()
@@ -208,6 +217,9 @@ class Attention:
             qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
         )
         return self(q, kv, batch, spec, sinks)
+
+    def _of(self, kv: PagedKV) -> Attention:
+        return self.windowed or self if kv.windowed else self
 
     def __call__(
         self,
@@ -221,13 +233,14 @@ class Attention:
 
         q: [num_rows, num_heads, head_dim]; returns the same with the width of values.
         """
+        batch, its = batch.of(kv), self._of(kv)
         num_decodes, chunks = batch.decodes.num_rows, batch.chunks
         if num_decodes == q.shape[0]:
-            return self.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
+            return its.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
         if num_decodes == 0:
-            return self.prefill_backend.prefill(q, kv, chunks, spec, sinks)
+            return its.prefill_backend.prefill(q, kv, chunks, spec, sinks)
         rows, chunk_rows = q[:num_decodes], q[num_decodes:]
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
-        out[:num_decodes] = self.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
-        out[num_decodes:] = self.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
+        out[:num_decodes] = its.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
+        out[num_decodes:] = its.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
         return out

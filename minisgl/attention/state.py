@@ -23,6 +23,7 @@ class PagedKV:
     k: Tensor  # [num_pages, page_size, num_kv_heads, key_dim]
     v: Tensor  # [num_pages, page_size, num_kv_heads, value_dim]; nothing is stored if that is 0
     scales: KVScales = UNSCALED
+    windowed: bool = False  # its pages are those of windowed layers, which have their own
 
     @property
     def page_size(self) -> int:

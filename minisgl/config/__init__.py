@@ -57,3 +57,4 @@ from minisgl.config.resolve import (
     resolve,
 )
 from minisgl.config.torchrun import with_torchrun
+from minisgl.config.windows import LONGEST_RUN, WindowSizes, divide

@@ -43,6 +43,13 @@ class KVSpec:
     value_dim: int  # 0: there are no values beside the keys
     dtype: str  # one of DTYPES, or FP8
     scales: KVScales = UNSCALED  # for FP8
+    window: int | None = None  # the tokens that a query sees, the widest of all layers; None: all
+
+    def read_by(self, reader: AttentionSpec) -> KVSpec:
+        """The same, also read by a layer that attends so."""
+        if self.window is None or reader.window is None:
+            return replace(self, window=None)
+        return replace(self, window=max(self.window, reader.window))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -84,7 +91,7 @@ class StateSpec:
 LayerSpec = KVSpec | SharedKV | StateSpec  # what a layer keeps between steps
 
 
-def page_bytes(layers: Sequence[LayerSpec], page_size: int) -> int:
+def page_bytes(layers: Iterable[LayerSpec], page_size: int) -> int:
     """Bytes of a page in the KV cache of all layers."""
     return page_size * sum(spec.bytes_per_token for spec in layers if isinstance(spec, KVSpec))
 
@@ -130,6 +137,7 @@ class AttentionSpec:
             value_dim=self.value_dim or self.head_dim,
             dtype=dtype,
             scales=scales,
+            window=self.window,
         )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:

@@ -13,6 +13,7 @@ from typing import Any
 from minisgl.config.engine import EngineConfig
 from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first, slot_bytes
 from minisgl.config.options import refuse
+from minisgl.config.windows import WindowSizes
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
@@ -60,6 +61,7 @@ class ResolvedConfig:
     page_size: int
     cache_type: str
     num_snapshots: int | None  # of the states of requests; None: as many as memory allows
+    windows: WindowSizes | None  # where windowed layers have pages of their own
     dense_copies_share: float  # of what weights leave of the memory, that dense copies may take
     num_host_pages: int  # in the host memory of each rank
     disk_cache: str  # folder; empty: none
@@ -93,9 +95,12 @@ class Capacity:
     max_seq_len: int
     max_graph_batch: int = 0  # largest decode batch that is captured
     num_snapshots: int = 0  # of the states of requests
+    num_window_pages: int = 0  # of windowed layers, if these have their own
 
     @staticmethod
-    def of(config: ResolvedConfig, num_pages: int, num_snapshots: int = 0) -> Capacity:
+    def of(
+        config: ResolvedConfig, num_pages: int, num_snapshots: int = 0, num_window_pages: int = 0
+    ) -> Capacity:
         """The capacity with `num_pages` pages, which limit the length of a sequence."""
         return Capacity(
             num_pages=num_pages,
@@ -103,6 +108,7 @@ class Capacity:
             num_slots=config.max_running_requests,
             max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
             num_snapshots=num_snapshots,
+            num_window_pages=num_window_pages,
         )
 
     @property
@@ -144,15 +150,17 @@ def resolve(
     num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
     if num_snapshots == 0 and model.states and config.cache_type != "naive":
         notes.append("prefix cache off: no memory is for snapshots of the states of requests")
+    max_seq_len = _resolve_max_seq_len(config, model, notes)
     resolved: dict[str, Any] = {
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "load_format": "safetensors" if config.load_format == "auto" else config.load_format,
         "task": "generate" if config.task == "auto" else config.task,
-        "max_seq_len": _resolve_max_seq_len(config, model, notes),
+        "max_seq_len": max_seq_len,
         "num_pages": num_pages,
         "page_size": page_size,
         "num_snapshots": num_snapshots,
+        "windows": _resolve_windows(config, model, max_seq_len, num_pages, page_size, notes),
         "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
         "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
         "disk_cache": config.disk_cache or "",
@@ -404,6 +412,29 @@ def _resolve_snapshots(
         return None
     of_cache = num_kv_tokens * model.kv_bytes_per_token(kv_dtype)
     return int(of_cache * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE)) // num_bytes
+
+
+def _resolve_windows(
+    config: EngineConfig,
+    model: ModelFacts,
+    max_seq_len: int,
+    num_pages: int,
+    page_size: int,
+    notes: list[str],
+) -> WindowSizes | None:
+    """The sizes of the pages of windowed layers; None if all layers share one page table."""
+    sizes = WindowSizes.of(model, page_size, max_seq_len, config.max_prefill_length, config.pp)
+    if sizes is None:
+        return None
+    if config.host_cache:
+        notes.append("pages behind sliding windows are kept: --host-cache keeps whole pages")
+    elif model.states:
+        notes.append("pages behind sliding windows are kept: the model keeps states, too")
+    elif num_pages and sizes.pages_for(config.max_running_requests) >= num_pages:
+        notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
+    else:
+        return sizes
+    return None
 
 
 def _resolve_host_pages(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from minisgl.config import (
+    LONGEST_RUN,
     Capacity,
     EngineConfig,
     ModelFacts,
@@ -24,6 +25,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
@@ -122,7 +124,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         capacity.max_seq_len,
         "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
     )
-    _tell_of_windows(prepared.facts, capacity.max_seq_len)
+    _tell_of_windows(resolved, prepared.facts, capacity)
     if prepared.facts.states:
         _tell_of_states(resolved, prepared.facts, capacity)
     if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
@@ -164,8 +166,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
-    return Scheduler(
-        kv=KVCacheManager(
+    if config.windows is None or not capacity.num_window_pages:
+        kv = KVCacheManager(
             num_pages=capacity.num_pages,
             page_size=page_size,
             cache_type=config.cache_type,
@@ -176,7 +178,17 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
-        ),
+        )
+    else:
+        assert loaded.max_run <= LONGEST_RUN
+        kv = WindowedCacheManager(
+            num_window_pages=capacity.num_window_pages,
+            sizes=config.windows,
+            num_pages=capacity.num_pages,
+            cache_type=config.cache_type,
+        )
+    return Scheduler(
+        kv=kv,
         num_slots=capacity.num_slots,
         max_seq_len=capacity.max_seq_len,
         max_prefill_length=config.max_prefill_length,
@@ -222,19 +234,39 @@ def _prepare(config: EngineConfig) -> _Prepared:
     return _Prepared(folder, model_config, facts, resolved, embedding or default_rules(folder))
 
 
-def _tell_of_windows(model: ModelFacts, max_seq_len: int) -> None:
-    """Say what pages cost that no layer with a sliding window reads again."""
+def _tell_of_windows(config: ResolvedConfig, model: ModelFacts, capacity: Capacity) -> None:
+    """Say what pages cost that no layer with a sliding window reads again, or what it brings that
+    they are freed."""
+    max_seq_len, page_size = capacity.max_seq_len, capacity.page_size
     share = model.seen_share(max_seq_len)
-    if share < 1:
-        num_windows = sum(spec.window is not None for spec in model.attention)
+    if share == 1:
+        return
+    num_windows = sum(spec.window is not None for spec in model.attention)
+    of_all = f"{num_windows} of {len(model.layers)} layers have sliding windows"
+    if config.windows is None or not capacity.num_window_pages:
         logger.info(
-            "%d of %d layers have sliding windows: a request of %d tokens reads %.0f %% of the KV "
-            "cache that it holds, since pages behind windows are kept",
-            num_windows,
-            len(model.layers),
+            "%s: a request of %d tokens reads %.0f %% of the KV cache that it holds, since pages "
+            "behind windows are kept",
+            of_all,
             max_seq_len,
             100 * share,
         )
+        return
+    sizes, num_pages, num_windowed = config.windows, capacity.num_pages, capacity.num_window_pages
+    full, windowed = sizes.page_bytes(model.layer_specs(config.kv_dtype))
+    alike = (num_pages * full + num_windowed * windowed) // (full + windowed)
+    logger.info(
+        "%s, of at most %d tokens: pages behind them are freed. The KV cache of %d tokens has %d "
+        "for these layers, of which a request takes at most %d; in the same memory it would have "
+        "%d if pages were kept: %.2f times as many",
+        of_all,
+        sizes.window,
+        (num_pages - 1) * page_size,
+        (num_windowed - 1) * page_size,
+        sizes.span * page_size,
+        (alike - 1) * page_size,
+        (num_pages - 1) / max(1, alike - 1),
+    )
 
 
 def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacity) -> None:

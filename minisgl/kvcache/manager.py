@@ -29,6 +29,7 @@ from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.transits import Transits
+from minisgl.kvcache.windows import WindowPages, Windows
 
 # Pages that are offloaded together at least, in caches large enough.
 MAX_PIECE = 32
@@ -68,6 +69,7 @@ class Lease:
     # cache yet.
     boundaries: tuple[int, ...] = ()
     snapshots: dict[int, int] = field(default_factory=dict)
+    windows: WindowPages | None = None  # pages of windowed layers, if these have their own
 
     @property
     def owned(self) -> list[int]:
@@ -115,6 +117,7 @@ class KVCacheManager:
         keeps = cache_type == "radix"
         self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
         self._takes_snapshots = keeps and bool(num_snapshots)
+        self.windows: Windows | None = None  # see WindowedCacheManager
         self._cache = RadixCache(
             page_size, self._host, self._disk, keeps=keeps, snapshots=self.snapshots
         )

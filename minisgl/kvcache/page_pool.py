@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 SCRATCH_PAGE = 0  # of the device, for padded rows
 
@@ -15,6 +15,7 @@ class PagePool:
         # [num_pages]: the last step whose launch, or whose plan, may have written the page
         self.written_by = [0] * num_pages
         self.settled = 0  # the last step that has succeeded
+        self.on_free: Callable[[Sequence[int]], None] | None = None  # called with what is freed
         self._free = list(range(num_pages - 1, first - 1, -1))
 
     @property
@@ -36,6 +37,8 @@ class PagePool:
 
     def free(self, pages: Sequence[int]) -> None:
         self._free.extend(pages)
+        if self.on_free is not None:
+            self.on_free(pages)
 
     def mark_written(self, pages: Iterable[int], step: int) -> None:
         for page in pages:

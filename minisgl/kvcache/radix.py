@@ -83,6 +83,14 @@ class RadixCache:
                 useful = found
         return useful
 
+    def find(self, key: bytes, max_pages: int, namespace: bytes = b"") -> list[int]:
+        """The pages of `key`, at most `max_pages`, that are on the device. Changes nothing."""
+        root, pages = self._roots.get(namespace), list[int]()
+        if root is not None:
+            for node, common in self._matches(root, key, 0, max_pages):
+                pages += node.pages[:common]
+        return pages
+
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key).
 

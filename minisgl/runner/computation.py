@@ -43,9 +43,10 @@ class Computation:
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
         max_run: int = 1,
+        window: int = 0,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. max_run: of all plans."""
+        the stage. max_run: of all plans. window: as in SlotTables."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -64,6 +65,7 @@ class Computation:
             prompt_lengths=self.sampler.num_prompt_tokens,
             lanes=lanes,
             max_run=max_run,
+            window=window,
         )
         self.last_tokens = self.tables.state.last_tokens  # [num_slots + 1] int32
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.backends import make_attention, make_captured_attention
-from minisgl.attention.base import AttentionShape
-from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig
+from minisgl.attention.base import Attention, AttentionShape
+from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig, divide, page_bytes
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
@@ -96,7 +96,7 @@ def load_runner(
     stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
     build = _Builder(config, facts, model, lanes, ranks, stage)
     prefill_s = 0.0
-    trial = build(pages_for_largest_step(config))
+    trial = build(pages_for_largest_step(config), num_window_pages=pages_for_largest_step(config))
     try:
         # Excluding weights and states: activations, sampling tables and slot tables.
         step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.state_bytes
@@ -130,8 +130,9 @@ def load_runner(
         )
         num_pages, num_snapshots = fit_caches(config, layer_specs, use)
     # Their numbers are the same on all ranks.
-    num_pages, num_snapshots = pipeline.host_min(num_pages), pipeline.host_min(num_snapshots)
-    runner = build(num_pages, num_snapshots, prefill_s, report)
+    num_snapshots = pipeline.host_min(num_snapshots)
+    num_pages, num_window_pages = _divided(config, layer_specs, num_pages, pipeline)
+    runner = build(num_pages, num_snapshots, num_window_pages, prefill_s, report)
     keys = _graph_keys(config)
     try:
         if keys:
@@ -140,6 +141,25 @@ def load_runner(
         runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     return runner
+
+
+def _divided(
+    config: ResolvedConfig, layers: Sequence[LayerSpec], num_pages: int, pipeline: Pipeline
+) -> tuple[int, int]:
+    """The numbers of pages of full and of windowed layers; 0 of these if all layers have the same,
+    where that is more. num_pages: as many as fit then, or the option's. All ranks must call this
+    together."""
+    sizes, num_slots = config.windows, config.max_running_requests
+    if sizes is None:
+        return pipeline.host_min(num_pages), 0
+    if config.num_pages:
+        return pipeline.host_min(num_pages), sizes.pages_for(num_slots)
+    room = num_pages * page_bytes(layers, config.page_size)
+    num_pages = pipeline.host_min(num_pages)
+    full, windowed = map(pipeline.host_min, divide(sizes, layers, room, config.max_seq_len))
+    longest = -(-config.max_seq_len // config.page_size)
+    full = min(full, 1 + max(num_slots, windowed // sizes.span) * longest)
+    return (full, windowed) if full > num_pages else (num_pages, 0)
 
 
 def _with_fitting_slots(
@@ -239,29 +259,42 @@ class _Builder:
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, config.kv_dtype),
         )
-        self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
-        self._captured_attention = self._attention
-        if config.device == "cuda" and config.cuda_graph_max_bs:
-            self._captured_attention = make_captured_attention(
-                self._attention, config.attn_prefill, shape
-            )
+        self._attention, self._captured_attention = self._make_attention(shape)
+        if config.windows is not None:
+            # Backends that plan on the host do so for one page table.
+            layers = filter(config.windows.hold_all_of, shape.layers)
+            its, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
+            self._attention = replace(self._attention, windowed=its)
+            self._captured_attention = replace(self._captured_attention, windowed=captured)
+
+    def _make_attention(self, shape: AttentionShape) -> tuple[Attention, Attention]:
+        """That of steps, and of captured steps."""
+        config = self._config
+        attention = make_attention(config.attn_prefill, config.attn_decode, shape)
+        if config.device != "cuda" or not config.cuda_graph_max_bs:
+            return attention, attention
+        return attention, make_captured_attention(attention, config.attn_prefill, shape)
 
     def __call__(
         self,
         num_pages: int,
         num_snapshots: int = 0,
+        num_window_pages: int = 0,
         prefill_s: float | None = None,
         report: Report | None = None,
     ) -> ModelRunner:
         """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
         host cache."""
         config = self._config
+        windows = config.windows if num_window_pages else None
         states = allocate_states(
             self._model.layer_specs(config.kv_dtype),
             num_pages=num_pages,
             page_size=config.page_size,
             num_slots=config.max_running_requests,
             num_snapshots=num_snapshots,
+            windows=windows,
+            num_window_pages=num_window_pages,
             device=self._lanes.device,
         )
         tiers: Tiers | None = None
@@ -284,7 +317,7 @@ class _Builder:
             if store is not None:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
-        capacity = Capacity.of(config, num_pages, num_snapshots)
+        capacity = Capacity.of(config, num_pages, num_snapshots, num_window_pages)
         computation = Computation(
             model=self._model,
             states=states,
@@ -295,6 +328,7 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
+            window=0 if windows is None else windows.window,
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
         # Weights, tables and pages were written on the default stream, which no lane waits for.

@@ -17,6 +17,7 @@ from minisgl.config import (
     ResolvedConfig,
     SharedKV,
     StateSpec,
+    WindowSizes,
     page_bytes,
     slot_bytes,
 )
@@ -33,9 +34,12 @@ def allocate_states(
     page_size: int,
     num_slots: int,
     num_snapshots: int = 0,
+    windows: WindowSizes | None = None,
+    num_window_pages: int = 0,
     device: torch.device,
 ) -> list[LayerState]:
-    """Allocate what all layers keep between steps.
+    """Allocate what all layers keep between steps. windows: which of them have `num_window_pages`
+    pages of their own; None: none.
 
     Zeroed, because attention may multiply unwritten positions by 0, which needs finite values.
     Raises DeviceMemoryError if it does not fit.
@@ -49,8 +53,10 @@ def allocate_states(
         for spec in layers:
             match spec:
                 case KVSpec():
-                    k, v = (zeros(spec.dtype, num_pages, page_size, *its) for its in spec.shapes)
-                    states.append(PagedKV(k, v, spec.scales))
+                    windowed = windows is not None and windows.has(spec)
+                    num = num_window_pages if windowed else num_pages
+                    k, v = (zeros(spec.dtype, num, page_size, *its) for its in spec.shapes)
+                    states.append(PagedKV(k, v, spec.scales, windowed))
                 case StateSpec():
                     sizes = zip(spec.dtypes, spec.shapes, strict=True)
                     num = num_slots + 1 + num_snapshots
@@ -82,9 +88,10 @@ class MemoryUse:
 
 def page_table_bytes(config: ResolvedConfig) -> int:
     """Bytes of the page tables of all slots and of a step's decode rows, each wide enough for the
-    longest sequence."""
+    longest sequence, and of a second pair where windowed layers have pages of their own."""
     columns = -(-config.max_seq_len // config.page_size)
-    return 2 * (config.max_running_requests + 1) * columns * 4
+    num_tables = 2 if config.windows is None else 4
+    return num_tables * (config.max_running_requests + 1) * columns * 4
 
 
 def free_bytes(device: torch.device) -> int:

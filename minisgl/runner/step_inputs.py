@@ -13,6 +13,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.window_inputs import with_windows
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -43,15 +44,18 @@ class SlotTables:
         prompt_lengths: Tensor,
         lanes: Lanes,
         max_run: int = 1,
+        window: int = 0,
     ) -> None:
         """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
-        of all plans."""
+        of all plans. window: of layers that have pages of their own; 0: none have."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
         sizes = [(num_slots + 1) * max_pages, num_slots + 1, num_slots + 1, num_slots]
+        sizes.append(sizes[0] if window else 0)
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=lanes.device)
-        page_table, lengths, last_tokens, decode_slots = self._all.split(sizes)
+        page_table, lengths, last_tokens, decode_slots, window_table = self._all.split(sizes)
+        self._window_table_at = sum(sizes[:4])
         self.state = SlotState(
             page_table=page_table.view(num_slots + 1, max_pages),
             lengths=lengths,
@@ -59,12 +63,16 @@ class SlotTables:
             drafts=last_tokens.new_zeros((num_slots + 1, max_run - 1)),
             prompt_lengths=prompt_lengths,
             page_size=page_size,
+            window_table=window_table.view(num_slots + 1, max_pages) if window else None,
+            window=window,
         )
         # Rows past the end of the batch always refer to the scratch slot.
         self._decode_slots = decode_slots.fill_(num_slots)
         self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
-        self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
+        self._rows = SlotRows.allocate(
+            num_slots * max_run, max_pages, lanes.device, windowed=bool(window)
+        )
         self._max_run = max_run
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
@@ -87,6 +95,7 @@ class SlotTables:
         values: list[int] = []
         for grant in plan.grants:
             first = grant.slot * self._max_pages + grant.index
+            first += self._window_table_at if grant.windowed else 0
             places += range(first, first + len(grant.pages))
             values += grant.pages
         if plan.decode_slots is not self._decode_slots_host:
@@ -143,6 +152,7 @@ class SlotTables:
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
+            inputs = with_windows(inputs, rows, chunks, self.state)
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
         state = self.state
@@ -170,6 +180,7 @@ class SlotTables:
             ),
             slots=BatchSlots(decode_slots, segments),
         )
+        inputs = with_windows(inputs, rows, chunks, state)
         decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
         return inputs, SampleRows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minisgl.config import ResolvedConfig
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
@@ -20,7 +22,7 @@ def longest_step(config: ResolvedConfig, vocab_size: int, *, scored: bool = True
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
     chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:] if scored else ())
     pages = tuple(range(1, pages_for_largest_step(config)))
-    return StepPlan(1, (), chunks=(chunk,), joins=(_join(0),), grants=(PageGrant(0, 0, pages),))
+    return StepPlan(1, (), chunks=(chunk,), joins=(_join(0),), grants=_grants(config, (0,), pages))
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:
@@ -34,8 +36,16 @@ def widest_step(config: ResolvedConfig) -> StepPlan:
         (),
         chunks=tuple(Chunk(slot, 0, (0,), samples=True) for slot in slots),
         joins=tuple(_join(slot) for slot in slots),
-        grants=tuple(PageGrant(slot, 0, (1,)) for slot in slots),
+        grants=_grants(config, slots, (1,)),
     )
+
+
+def _grants(
+    config: ResolvedConfig, slots: Sequence[int], pages: Sequence[int]
+) -> tuple[PageGrant, ...]:
+    """The same pages for each slot, in each page table."""
+    kinds = (False,) if config.windows is None else (False, True)
+    return tuple(PageGrant(slot, 0, pages, windowed) for slot in slots for windowed in kinds)
 
 
 def _longest_chunk(config: ResolvedConfig) -> int:

@@ -90,6 +90,8 @@ class Admission:
         lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
         waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
         if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
+            if lease.windows is not None:
+                lease.windows.num_expected = num_known + int(self.ratio.expected(request))
             num_beside = self._num_beside_rows(lease, num_known, work)
             pages = self._kv.reserve(
                 lease, num_known, num_beside=num_beside, num_granted=num_granted

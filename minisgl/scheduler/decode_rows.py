@@ -96,6 +96,7 @@ class DecodeRows:
                     continue
                 if pages:  # otherwise the last run was short enough to leave room
                     work.grants.append(PageGrant(running.slot, index, pages))
+                    work.slide(running)
                 running.num_room = len(running.lease.pages) * kv.page_size
                 running.set_milestone(max_run)
                 break

@@ -37,6 +37,7 @@ class PageGrant:
     slot: int
     index: int
     pages: Sequence[int]
+    windowed: bool = False  # to that of windowed layers, where these have their own
 
 
 @dataclass(frozen=True, slots=True)

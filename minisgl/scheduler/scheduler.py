@@ -202,7 +202,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
-        work = StepWork(self._step + 1, budget=self._max_prefill_length)
+        work = StepWork(self._step + 1, self._max_prefill_length, self.kv.windows)
         retractions = self.counters.num_retractions
         self._rows.grant_pages(work, self._retract)
         if self._loading:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.windows import WindowPages, Windows
 from minisgl.request import PooledRows, Pooling, Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
@@ -103,6 +104,7 @@ class StepWork:
 
     step: int
     budget: int  # tokens of prompts that it may compute besides
+    windows: Windows | None = None  # where windowed layers have pages of their own
     joins: list[SlotJoin] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -131,6 +133,9 @@ class StepWork:
             )
         )
         self.grants.append(PageGrant(running.slot, 0, tuple(running.lease.pages)))
+        held = running.lease.windows
+        if held is not None:
+            self._grant_windowed(running, held, list(held.pages))
         if running.loading:
             self.loading.append(running)
         else:
@@ -140,6 +145,11 @@ class StepWork:
         """Spend the budget on the tokens of a request that are known and not computed."""
         start = running.num_scheduled
         end = min(start + self.budget, running.num_to_prefill)
+        held = running.lease.windows
+        if held is not None and self.windows is not None:
+            end = max(start, min(end, self.windows.room(held)))
+            columns = -(-end // self.windows.sizes.page_size)
+            self._grant_windowed(running, held, self.windows.cover(held, columns))
         if start == end:
             return
         self.budget -= end - start
@@ -162,6 +172,21 @@ class StepWork:
         self.chunk_owners.append(running)
         if samples:
             self.sampling.append(running)
+
+    def slide(self, running: Running) -> None:
+        """Let the pages of windowed layers follow those that a decode row was granted, and give up
+        what is behind the window."""
+        held = running.lease.windows
+        if held is not None and self.windows is not None:
+            columns = len(running.lease.pages)
+            self.windows.trim(held, columns)
+            self._grant_windowed(running, held, self.windows.cover(held, columns))
+
+    def _grant_windowed(self, running: Running, held: WindowPages, pages: Sequence[int]) -> None:
+        """Grant the last pages that a lease has of windowed layers."""
+        if pages:
+            index = held.end - len(pages)
+            self.grants.append(PageGrant(running.slot, index, tuple(pages), windowed=True))
 
 
 def _pooling_of(request: Request, start: int, end: int) -> Pooling | None:

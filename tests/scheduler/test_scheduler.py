@@ -16,7 +16,7 @@ from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, wit
 from support.fake_runner import FakeDisk, FakeRunner, expected_output, mix
 from support.folders import ROOT
 
-from minisgl.config import Capacity
+from minisgl.config import Capacity, WindowSizes
 from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -25,6 +25,7 @@ from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.transits import Transit
+from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -92,23 +93,40 @@ class Harness:
     disk: FakeDisk | None = None
     longest: int | None = None  # of its sequences
     num_snapshots: int | None = None
+    window: int | None = None  # of some layers, which have pages of their own
+    num_window_pages: int | None = None  # None: so few that a request may run at any rate
+    spare: int = 2  # of these, for chunks
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         max_seq_len = self.longest or (self.num_pages - 1) * self.page_size
         capacity = Capacity(self.num_pages, self.page_size, self.num_slots, max_seq_len)
-        kv = KVCacheManager(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_in_transit=capacity.max_in_transit,
-            cache_type=self.cache_type,
-            num_host_pages=self.num_host_pages,
-            offloads_per_plan=self.offloads_per_plan,
-            max_loading=self.max_loading,
-            load_rule=self.load_rule,
-            disk=None if self.disk is None else Disk(self.disk, b"model"),
-            num_snapshots=self.num_snapshots,
-        )
+        if self.window is None:
+            kv = KVCacheManager(
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                max_in_transit=capacity.max_in_transit,
+                cache_type=self.cache_type,
+                num_host_pages=self.num_host_pages,
+                offloads_per_plan=self.offloads_per_plan,
+                max_loading=self.max_loading,
+                load_rule=self.load_rule,
+                disk=None if self.disk is None else Disk(self.disk, b"model"),
+                num_snapshots=self.num_snapshots,
+            )
+        else:
+            sizes = WindowSizes(
+                window=self.window,
+                page_size=self.page_size,
+                in_flight=(self.num_stages + 2) * self.max_run,
+                spare=self.spare,
+            )
+            kv = WindowedCacheManager(
+                num_window_pages=self.num_window_pages or 1 + sizes.span + sizes.spare,
+                sizes=sizes,
+                num_pages=self.num_pages,
+                cache_type=self.cache_type,
+            )
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
@@ -136,6 +154,7 @@ class Harness:
             page_size=self.page_size,
             runs=random.Random(self.run_seed),
             keeps_states=self.num_snapshots is not None,
+            window=self.window,
         )
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
@@ -190,7 +209,7 @@ class Harness:
                 for host_page, page in zip(load.host_pages, load.pages, strict=True):
                     self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
-        for grant in plan.grants:
+        for grant in (grant for grant in plan.grants if not grant.windowed):
             namespace = self.slot_namespaces[grant.slot]
             num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
             for page in grant.pages[:num_cached]:
@@ -1722,3 +1741,31 @@ def test_the_snapshots_used_least_recently_make_way() -> None:
         harness.run(request)
         found.append(request.num_cached_tokens)
     assert found == [0, 0, 0, 12, 0, 12, 0]
+
+
+# -- pages of windowed layers ----------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
+    """The runner checks before each token that its window shows what was computed."""
+    rng = random.Random(seed)
+    window = rng.choice([1, 2, 3, 4, 5, 8, 9, 17])
+    harness = cramped_harness(
+        rng,
+        seed,
+        cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
+        window=window,
+        spare=rng.choice([1, 2, 10]),
+        num_window_pages=rng.choice([None, None, 60, 120]),
+    )
+    waiting = random_requests(
+        rng,
+        25,
+        longest=15,
+        num_clients=rng.choice([0, 0, 2]),
+        masked=rng.choice([0, 0, 0.3]),
+        num_prefixes=rng.randint(1, 5),
+    )
+    run_schedule(harness, waiting, rng)

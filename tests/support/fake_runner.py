@@ -6,6 +6,9 @@ nothing else: one page lost, shared while being written or handed out too early 
 
 It keeps a state for each slot, too, if told to: the same hash, which a slot starts from nothing or
 from a snapshot, and which must agree with the pages.
+
+It keeps a second kind of pages, too, if told a window: they hold the same hashes, and each token
+checks those of all tokens that its window shows.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ def expected_output(
 class _Slot:
     join: SlotJoin
     pages: dict[int, int] = field(default_factory=dict)
+    window_pages: dict[int, int] = field(default_factory=dict)
     length: int = 0
     state: int = 0  # the KV of the last token that was computed
     advanced: int = 0  # number of tokens by which the state has advanced
@@ -108,6 +112,7 @@ class FakeRunner:
         fail_at: frozenset[int] = frozenset(),
         runs: random.Random | None = None,
         keeps_states: bool = False,
+        window: int | None = None,
     ):
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -117,6 +122,8 @@ class FakeRunner:
         self._has_runs = False
         self._keeps_states = keeps_states
         self._snapshots: dict[int, tuple[int, int]] = {}  # length and state of each
+        self._window = window
+        self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
         self._host: dict[int, list[int]] = {}
@@ -141,8 +148,11 @@ class FakeRunner:
             if join.snapshot is not None:
                 slot.advanced, slot.by_rows = self._snapshots[join.snapshot]
         for grant in plan.grants:
+            assert not grant.windowed or self._window is not None
+            slot = self._slots[grant.slot]
+            pages = slot.window_pages if grant.windowed else slot.pages
             for offset, page in enumerate(grant.pages):
-                self._slots[grant.slot].pages[grant.index + offset] = page
+                pages[grant.index + offset] = page
         longest = max((self._slots[slot].length + 1 for slot in plan.decode_slots), default=0)
         if plan.masked_slots:
             return self._launch_masked(plan, masks)
@@ -294,6 +304,8 @@ class FakeRunner:
         for position in range(slot.length, slot.length + max_run - wanted):  # what was rejected
             if self._has_room(slot, position):
                 self._cells[self._cell(slot, position)] = -1
+                if self._window is not None:
+                    self._window_cells[self._window_cell(slot, position)] = -1
         return wanted
 
     def _has_room(self, slot: _Slot, position: int) -> bool:
@@ -317,6 +329,11 @@ class FakeRunner:
             assert slot.advanced == position, "the state is of another position"
             slot.by_rows, slot.advanced = mix(slot.by_rows, token_id), position + 1
             assert slot.by_rows == slot.state, "the state is of another prefix"
+        if self._window is not None:
+            self._window_cells[self._window_cell(slot, position)] = slot.state
+            for seen in range(max(0, position + 1 - self._window), position + 1):
+                held = self._window_cells.get(self._window_cell(slot, seen))
+                assert held == self._cells[self._cell(slot, seen)], "a windowed page is not there"
 
     def _draw(self, slot: _Slot, words: MaskRows | None = None) -> int:
         """The token that the slot samples next, which is fed to it."""
@@ -332,6 +349,12 @@ class FakeRunner:
         return slot.last_token
 
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
-        page = slot.pages[position // self.page_size]
+        return self._place(slot.pages, position)
+
+    def _window_cell(self, slot: _Slot, position: int) -> tuple[int, int]:
+        return self._place(slot.window_pages, position)
+
+    def _place(self, pages: dict[int, int], position: int) -> tuple[int, int]:
+        page = pages[position // self.page_size]
         assert page > 0, "the scratch page was handed out"
         return page, position % self.page_size

@@ -13,9 +13,10 @@ _PAGES_AT_ONCE = 256
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
-    """As in slot_updates.py. One program a row; of the page table it copies what the row uses."""
+    """As in slot_updates.py. One program a row; of a page table it copies what the row uses."""
     if len(slots) == 0:
         return
+    windowed = state.window_table is not None
     _read_slot[(len(slots),)](
         slots,
         state.page_table,
@@ -29,11 +30,15 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
         rows.output_index,
         rows.lengths,
         rows.page_table,
+        state.window_table if windowed else state.page_table,
+        rows.window_mapping if windowed else rows.slot_mapping,
+        rows.window_table if windowed else rows.page_table,
         state.page_table.stride(0),
         state.prompt_lengths.stride(0),
         rows.page_table.stride(0),
         state.scratch_slot,
         page_size=state.page_size,
+        window=state.window,
         block=_PAGES_AT_ONCE,
         num_warps=1,
     )
@@ -89,13 +94,19 @@ def _read_slot(
     row_output_index,
     row_lengths,
     row_pages,
+    window_table,
+    row_window_mapping,
+    row_window_pages,
     table_stride,
     prompt_stride,
     row_pages_stride,
     scratch_slot,
     page_size: tl.constexpr,
+    window: tl.constexpr,
     block: tl.constexpr,
 ):
+    """window: of layers with a page table of their own; 0: there are none. Both tables, and their
+    copies, have the same strides."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(lengths + slot)
@@ -119,6 +130,18 @@ def _read_slot(
             tl.load(pages + column, mask=column < num_pages),
             mask=column < num_pages,
         )
+    if window:
+        pages = window_table + slot * table_stride
+        page = tl.load(pages + position // page_size).to(tl.int64)
+        tl.store(row_window_mapping + row, page * page_size + position % page_size)
+        copy = row_window_pages + row.to(tl.int64) * row_pages_stride
+        for start in range(tl.maximum(length - window, 0) // page_size, num_pages, block):
+            column = start + tl.arange(0, block)
+            tl.store(
+                copy + column,
+                tl.load(pages + column, mask=column < num_pages),
+                mask=column < num_pages,
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -20,6 +20,10 @@ class SlotState:
     drafts: Tensor  # [num_slots + 1, max_run - 1] int32: a guess of the tokens after the last
     prompt_lengths: Tensor  # [num_slots + 1] int64, of any stride
     page_size: int
+    # [num_slots + 1, max_pages] int32: of windowed layers, if these have pages of their own, with
+    # the widest window. What is before that of a slot's last token is undefined.
+    window_table: Tensor | None = None
+    window: int = 0
 
     @property
     def scratch_slot(self) -> int:
@@ -38,15 +42,29 @@ class SlotRows:
     output_index: Tensor  # [num_rows] int64: of the token that the row samples
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
+    # The same for windowed layers, if these have pages of their own. Columns before a row's window
+    # are undefined, too.
+    window_mapping: Tensor | None = None
+    window_table: Tensor | None = None
 
     @staticmethod
-    def allocate(num_rows: int, max_pages: int, device: torch.device) -> SlotRows:
+    def allocate(
+        num_rows: int, max_pages: int, device: torch.device, *, windowed: bool = False
+    ) -> SlotRows:
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
         slots, token_ids, positions, slot_mapping, output_index = numbers
         return SlotRows(
-            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table
+            slots,
+            token_ids,
+            positions,
+            slot_mapping,
+            output_index,
+            lengths,
+            page_table,
+            torch.zeros_like(slot_mapping) if windowed else None,
+            torch.zeros_like(page_table) if windowed else None,
         )
 
     def first(self, num_rows: int, width: int) -> SlotRows:
@@ -59,6 +77,10 @@ class SlotRows:
             output_index=self.output_index[:num_rows],
             lengths=self.lengths[:num_rows],
             page_table=self.page_table[:num_rows, :width],
+            window_mapping=None if self.window_mapping is None else self.window_mapping[:num_rows],
+            window_table=None
+            if self.window_table is None
+            else self.window_table[:num_rows, :width],
         )
 
 

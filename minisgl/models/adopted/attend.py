@@ -109,7 +109,7 @@ class Seat:
                 qkv, kv, step.batch, norm_rope, call.spec, sinks
             ).unsqueeze(0)
         if is_own:
-            _store(k, v, kv, step.batch.slot_mapping)
+            _store(k, v, kv, step.batch.of(kv).slot_mapping)
         rows = q[0].transpose(0, 1).contiguous()
         return step.attention(rows, kv, step.batch, call.spec, sinks).unsqueeze(0)
 

@@ -99,7 +99,9 @@ class AdoptedModel:
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
         """As in Decoder."""
-        own, first = self._facts.kv_specs(kv_dtype), self._layers.start
+        own, first = [*self._facts.kv_specs(kv_dtype)], self._layers.start
+        for layer, source in self._sources.items():
+            own[source] = own[source].read_by(self._facts.attention[layer])
         return [
             own[layer] if self._sources[layer] == layer else SharedKV(self._sources[layer] - first)
             for layer in self._layers

@@ -1,0 +1,207 @@
+"""The pages of layers with a sliding window, which are given up once no query can see them.
+
+These layers have pages of their own, apart from those of the layers that see everything. A page of
+a request is at the same place in both: for every page of full layers that a lease has, it has had
+one of windowed layers, from the first token that a later query may see on it has it still. A
+prefix in the cache keeps its pages of both kinds, but loses those of windowed layers first, least
+recently used first; a request may go on behind it only where the pages that its window reaches back
+to are left.
+
+A page belongs to the free list, or to any number of leases and at most once to the cache: full
+pages, which are only read. Launch order is the fence here, too: a page that is given up may be
+written by the next step.
+
+Every lease has a claim: the pages that it may need at once. All claims together leave `spare` pages
+free, for the chunks of prompts, which give up what is behind their end when they are launched. So a
+lease never lacks a page within its claim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from minisgl.config import WindowSizes
+from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
+
+
+@dataclass(slots=True, eq=False)
+class WindowPages:
+    """The pages of windowed layers that a lease has: those of the columns `first`, `first` + 1, ...
+    of its page table."""
+
+    first: int
+    pages: list[int]
+    num_expected: int = 0  # tokens that its request is expected to have in the end
+    claim: int = 0
+    extra: int = field(default=0)  # pages beyond the claim, until a chunk is launched
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+class Windows:
+    """The pages 1 .. num_pages - 1 of windowed layers."""
+
+    def __init__(self, num_pages: int, sizes: WindowSizes) -> None:
+        self.sizes = sizes
+        self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
+        self._num_usable = num_pages - 1
+        self._num_leases = [0] * num_pages  # that have a page
+        # The page of windowed layers beside one of full layers in the cache, and the other way
+        # round; least recently used first.
+        self._beside: OrderedDict[int, int] = OrderedDict()
+        self._cached: set[int] = set()
+        self._num_claimed = 0
+        self._num_extra = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Number of pages in the prefix cache, those of leases included."""
+        return len(self._beside)
+
+    def usable(self, full_pages: Sequence[int]) -> int:
+        """Of a cached prefix, the number of pages behind which a request can go on."""
+        end = at = len(full_pages)
+        while end and at > self.sizes.first_seen(end):
+            at -= 1
+            if full_pages[at] not in self._beside:
+                end = at
+        return end
+
+    def open(self, full_pages: Sequence[int]) -> WindowPages:
+        """The pages of a lease that begins with a cached prefix, which must be `usable`."""
+        first = self.sizes.first_seen(len(full_pages))
+        pages: list[int] = []
+        for full_page in full_pages[first:]:
+            self._beside.move_to_end(full_page)
+            pages.append(self._beside[full_page])
+        for page in pages:
+            self._num_leases[page] += 1
+        held = WindowPages(first, pages)
+        self._count_extra(held)
+        return held
+
+    def close(self, held: WindowPages) -> None:
+        """Give up all pages of a lease, and its claim."""
+        self._let_go(held, len(held.pages))
+        self._num_claimed -= held.claim
+        held.claim = 0
+        self._count_extra(held)
+
+    def claim(self, held: WindowPages, num_tokens: int) -> bool:
+        """Claim the pages for a request of `num_tokens` tokens or more; False if there are too few.
+        Any request may have its claim if it is the only one."""
+        claim = self.sizes.num_needed(max(num_tokens, held.num_expected))
+        others = self._num_claimed - held.claim
+        if claim <= held.claim:
+            return True
+        if others and others + claim > self._num_usable - self.sizes.spare:
+            return False
+        self._num_claimed, held.claim = others + claim, claim
+        self._count_extra(held)
+        return True
+
+    def room(self, held: WindowPages) -> int:
+        """Number of tokens for which a lease has pages, or can take them for a chunk."""
+        others = self._num_claimed + self._num_extra - held.claim - held.extra
+        left = self._num_usable - others - len(held.pages)
+        return (held.end + max(0, left)) * self.sizes.page_size
+
+    def cover(self, held: WindowPages, num_columns: int) -> list[int]:
+        """Take pages up to column `num_columns`; returns them."""
+        count = num_columns - held.end
+        if count <= 0:
+            return []
+        while self._pool.num_free < count:
+            self._evict()
+        pages = self._pool.take(count)
+        for page in pages:
+            self._num_leases[page] = 1
+        held.pages += pages
+        self._count_extra(held)
+        return pages
+
+    def trim(self, held: WindowPages, num_columns: int) -> None:
+        """Give up what no query sees that follows the launched ones. num_columns: up to which they
+        have pages, or will have them with the next step."""
+        first = self.sizes.first_seen(num_columns - self.sizes.num_behind)
+        self._let_go(held, min(first - held.first, len(held.pages)))
+        self._count_extra(held)
+
+    def share(self, held: WindowPages, full_pages: Sequence[int], step: int) -> None:
+        """Let the cache keep the pages of a lease beside its own full pages with the same tokens,
+        which begin with the first of all. They are written by steps up to `step`."""
+        for full_page, page in zip(full_pages[held.first :], held.pages, strict=False):
+            if full_page in self._beside:
+                self._beside.move_to_end(full_page)
+            elif page not in self._cached:
+                self._beside[full_page] = page
+                self._cached.add(page)
+                self._pool.mark_written([page], step)
+
+    def forget(self, full_pages: Iterable[int]) -> None:
+        """Note that these pages of full layers are no longer in the cache."""
+        for full_page in full_pages:
+            page = self._beside.pop(full_page, None)
+            if page is not None:
+                self._leave_cache(page)
+
+    def drop_written_since(self, step: int) -> None:
+        """Drop the cached pages that failed steps wrote."""
+        written_by = self._pool.written_by
+        self.forget([full for full, page in self._beside.items() if written_by[page] >= step])
+
+    def _evict(self) -> None:
+        """Take the least recently used page from the cache. One that a lease has counts as used."""
+        full_page, page = self._beside.popitem(last=False)
+        if self._num_leases[page]:
+            self._beside[full_page] = page
+        else:
+            self._leave_cache(page)
+
+    def _leave_cache(self, page: int) -> None:
+        self._cached.remove(page)
+        if not self._num_leases[page]:
+            self._pool.free([page])
+
+    def _let_go(self, held: WindowPages, count: int) -> None:
+        """Take the first `count` pages from a lease."""
+        if count <= 0:
+            return
+        for page in held.pages[:count]:
+            self._num_leases[page] -= 1
+            if not self._num_leases[page] and page not in self._cached:
+                self._pool.free([page])
+        held.first += count
+        del held.pages[:count]
+
+    def _count_extra(self, held: WindowPages) -> None:
+        extra = max(0, len(held.pages) - held.claim)
+        self._num_extra += extra - held.extra
+        held.extra = extra
+
+    def audit(self, leases: Sequence[WindowPages], cached: Iterable[int], launched: int) -> None:
+        """AssertionError if a page is lost, or a count wrong. cached: the full pages of the cache;
+        launched: the last step that is."""
+        users = Counter(page for held in leases for page in held.pages)
+        assert all(users[page] == count for page, count in enumerate(self._num_leases))
+        assert all(len(set(held.pages)) == len(held.pages) for held in leases)
+        assert self._cached == set(self._beside.values())
+        assert len(self._cached) == len(self._beside), "two pages of the cache share one"
+        assert self._beside.keys() <= set(cached), "a page is left of a prefix that is gone"
+        owned = sorted([*self._pool.free_pages, *self._cached.union(users)])
+        assert owned == list(range(1, self._num_usable + 1)), "a page is lost or owned twice"
+        assert all(self._pool.written_by[page] <= launched for page in self._cached)
+        assert self._num_claimed == sum(held.claim for held in leases)
+        assert self._num_extra == sum(held.extra for held in leases)
+        assert all(held.extra == max(0, len(held.pages) - held.claim) for held in leases)
+        num_claims = sum(bool(held.claim) for held in leases)
+        most = self._num_usable - self.sizes.spare
+        assert num_claims < 2 or self._num_claimed <= most, "claims take the room of chunks"
