@@ -1,0 +1,148 @@
+"""Layers with a window that have pages of their own: the tokens of transformers, and the room."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+from support import gemma_checkpoints
+from support.adopted_cases import case_of as adopted_case_of
+from support.adopted_cases import check as check_adopted
+from support.checkpoints import GreedyRun
+from support.parity import (
+    FEW_PAGES,
+    SAMPLED,
+    Case,
+    batch,
+    case_of,
+    check,
+    complete,
+    count_excused,
+    greedy,
+    load_engine,
+)
+from support.tensor_parallel import check_with_aborts, shortened
+
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded, _tell_of_windows
+
+WINDOW = 20  # of the checkpoints
+# So few requests at once that windowed layers need fewer pages than the others.
+ON: dict[str, Any] = {"max_running_requests": 3, "max_prefill_length": 7}
+OFF: dict[str, Any] = {"max_running_requests": 200, "max_prefill_length": 7}
+
+
+def native_case(family: str) -> Case:
+    return case_of(family) if family == "gpt-oss" else gemma_checkpoints.prompts_of("dense")
+
+
+def has_own_pages(loaded: Loaded[Any]) -> bool:
+    return 0 < loaded.capacity.num_window_pages < loaded.capacity.num_pages
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma4"])
+def test_chunks_and_cached_prefixes_give_the_tokens_of_transformers(
+    family: str, page_size: int
+) -> None:
+    case = native_case(family)
+    assert has_own_pages(load_engine(case.folder, page_size=page_size, **ON))
+    case = dataclasses.replace(case, prompts=case.prompts[3:5], runs=case.runs[3:5])
+    _, cached = check(case, alone=True, page_size=page_size, **ON)
+    assert max(cached) >= WINDOW // page_size * page_size > 0
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma4"])
+def test_retraction_changes_no_token(family: str) -> None:
+    case, options = native_case(family), FEW_PAGES | ON
+    assert has_own_pages(load_engine(case.folder, **options))
+    stats, _ = check(case, **options)
+    assert stats.counters.num_retractions > 0
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_adopted_models_give_the_tokens_of_transformers(
+    architecture: str, page_size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = adopted_case_of(architecture, tmp_path_factory.getbasetemp())
+    options = {"page_size": page_size, "model_impl": "adopted", **ON}
+    assert has_own_pages(load_engine(case.folder, **options))
+    cached = check_adopted(case, alone=True, **options)
+    assert cached[3] == 24 // page_size * page_size
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_and_stages_give_the_tokens_of_transformers(ranks: dict[str, int]) -> None:
+    check_with_aborts(shortened(case_of("gpt-oss")), max_running_requests=2, **ranks)
+
+
+def test_sampled_tokens_are_those_of_one_page_table() -> None:
+    """With logprobs, penalties and what else depends on a request's tokens."""
+    case = case_of("gpt-oss")
+
+    async def tokens(**options: Any) -> list[list[int]]:
+        loaded = load_engine(case.folder, page_size=4, **options)
+        assert has_own_pages(loaded) == (options == ON)
+        async with AsyncEngine(loaded) as engine:
+            outputs = await batch(engine, case.prompts, SAMPLED)
+        return [output.token_ids for output in outputs]
+
+    assert asyncio.run(tokens(**ON)) == asyncio.run(tokens(**OFF))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prefixes_of_every_length_around_the_window_are_found_and_right(page_size: int) -> None:
+    """Whatever part of a prompt another one shares, it goes on behind a page that is there."""
+    case = case_of("gpt-oss")
+    prompt = case.prompts[4]
+
+    async def check_all() -> None:
+        loaded = load_engine(case.folder, page_size=page_size, **ON)
+        async with AsyncEngine(loaded) as engine:
+            for length in (1, *range(WINDOW - 5, WINDOW + 6), 2 * WINDOW + 1):
+                shared = [*prompt[:length], (prompt[length] + 1) % case.spec.vocab_size]
+                await complete(engine, [*shared, 1, 2, 3], greedy(2))
+                output = await complete(engine, prompt, greedy(6))
+                await count_excused(engine, first_tokens(case, prompt, 6), [output])
+                if length > 1:  # the first of these has left its own prompt
+                    assert output.num_cached_tokens == (len(prompt) - 1) // page_size * page_size
+
+    asyncio.run(check_all())
+
+
+def first_tokens(case: Case, prompt: list[int], count: int) -> Case:
+    """One prompt of a case, with the first tokens that follow it."""
+    run = case.runs[case.prompts.index(prompt)]
+    run = GreedyRun(run.token_ids[:count], run.logits[:count])
+    return dataclasses.replace(case, prompts=[prompt], runs=[run])
+
+
+def test_the_kv_cache_is_as_large_as_computed_and_a_sequence_fills_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = case_of("gpt-oss")
+    loaded = load_engine(case.folder, page_size=4, num_pages=60, **ON)
+    capacity, sizes = loaded.capacity, loaded.config.windows
+    assert sizes is not None
+    assert sizes.span == 1 + 16 // 4 + -(-(WINDOW - 1) // 4) and sizes.spare == 2
+    assert capacity.num_window_pages == 1 + 2 + 3 * sizes.span == 33
+    full, windowed = sizes.page_bytes(loaded.model.layer_specs("float32"))
+    [each] = {spec.bytes_per_token for spec in loaded.model.kv_specs("float32")}
+    num_windows = sum(spec.window is not None for spec in loaded.model.attention)
+    assert (full, windowed) == (4 * each * (3 - num_windows), 4 * each * num_windows)
+    assert loaded.runner.state_bytes == 60 * full + 33 * windowed
+    with caplog.at_level(logging.INFO):
+        _tell_of_windows(loaded.config, loaded.model, capacity)
+    alike = (60 * full + 33 * windowed) // (full + windowed)
+    assert f"{59 / (alike - 1):.2f} times as many" in caplog.text
+
+    async def fill() -> int:
+        async with AsyncEngine(loaded) as engine:
+            output = await complete(engine, case.prompts[0], greedy(59 * 4 - 3))
+            return len(output.token_ids)
+
+    assert asyncio.run(fill()) == 59 * 4 - 3
