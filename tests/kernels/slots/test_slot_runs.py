@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,17 @@ def state() -> SlotState:
         prompt_lengths=torch.tensor([2, 1, 0]),
         page_size=PAGE_SIZE,
     )
+
+
+def test_a_run_has_places_in_the_pages_of_windowed_layers() -> None:
+    table = torch.tensor([[8, 9], [4, 0], [0, 0]], dtype=torch.int32)
+    found = dataclasses.replace(state(), window_table=table, window=2)
+    rows = SlotRows.allocate(2 * RUN, 2, torch.device("cpu"), windowed=True)
+    read_slots(torch.tensor([1, 0], dtype=torch.int32), found, rows, RUN)
+    assert rows.window_mapping is not None and rows.window_table is not None
+    assert rows.slot_mapping.tolist() == [30, 31, 0, 0, 23, 24, 25, 26]
+    assert rows.window_mapping.tolist() == [18, 19, 0, 0, 35, 36, 37, 38]
+    assert rows.window_table.tolist() == [[4, 0], [4, 0], [0, 0], [0, 0], *([[8, 9]] * 4)]
 
 
 def rows_of(slots: Tensor, found: SlotState) -> SlotRows:

@@ -23,8 +23,9 @@ CPU = torch.device("cpu")
 NUM_SLOTS, MAX_PAGES = 300, 600
 
 
-def state_on(device: torch.device, page_size: int) -> SlotState:
-    """The same on each device. Rows of no page, of one, of a part of one, and of hundreds."""
+def state_on(device: torch.device, page_size: int, window: int = 0) -> SlotState:
+    """The same on each device. Rows of no page, of one, of a part of one, and of hundreds. window:
+    of layers with pages of their own; 0: none have."""
     random = torch.Generator().manual_seed(page_size)
     table = torch.randint(1, 10_000, (NUM_SLOTS + 1, MAX_PAGES), generator=random).int()
     lengths = torch.randint(0, MAX_PAGES * page_size - 1, (NUM_SLOTS + 1,), generator=random).int()
@@ -39,30 +40,41 @@ def state_on(device: torch.device, page_size: int) -> SlotState:
         drafts=tokens[:, None][:, :0].to(device),
         prompt_lengths=numbers[:, 1],
         page_size=page_size,
+        window_table=(table * 3 + 1 - (table == 0).int()).to(device) if window else None,
+        window=window,
     )
 
 
-def used(rows: SlotRows, page_size: int) -> list[Tensor]:
+def used(rows: SlotRows, page_size: int, window: int = 0) -> list[Tensor]:
     """All that is defined, on the host."""
-    pages = -(-rows.lengths.cpu() // page_size)
-    table = rows.page_table.cpu().clone()
-    table[torch.arange(table.shape[1]) >= pages[:, None]] = -1
-    return [*(getattr(rows, name).cpu() for name in SlotRows.__slots__[:-1]), table]
+    lengths = rows.lengths.cpu()
+    columns = torch.arange(rows.page_table.shape[1])
+    past = columns >= (-(-lengths // page_size))[:, None]
+    behind = columns < ((lengths - window).clamp(min=0) // page_size)[:, None]
+    found = [rows.page_table.cpu().masked_fill(past, -1)]
+    if rows.window_table is not None and rows.window_mapping is not None:
+        found += [rows.window_table.cpu().masked_fill(past | behind, -1), rows.window_mapping.cpu()]
+    others = (rows.slots, rows.token_ids, rows.positions, rows.slot_mapping, rows.output_index)
+    return [*found, lengths, *(each.cpu() for each in others)]
 
 
+@pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_rows_are_made_of_their_slots_which_advance(page_size: int) -> None:
-    found_state, state = (state_on(device, page_size) for device in (DEVICE, CPU))
+def test_rows_are_made_of_their_slots_which_advance(page_size: int, window: int) -> None:
+    found_state, state = (state_on(device, page_size, window) for device in (DEVICE, CPU))
     slots = torch.tensor([3, NUM_SLOTS, 0, 1, 250, NUM_SLOTS, 2], dtype=torch.int32)
     for _ in range(2):
         found_rows, rows = (
-            SlotRows.allocate(9, MAX_PAGES + 3, device).first(len(slots), MAX_PAGES)
+            SlotRows.allocate(9, MAX_PAGES + 3, device, windowed=window > 0).first(
+                len(slots), MAX_PAGES
+            )
             for device in (DEVICE, CPU)
         )
         slot_kernels.read_slots(slots.to(DEVICE), found_state, found_rows)
         slot_updates.read_slots(slots, state, rows)
-        for found, wanted in zip(used(found_rows, page_size), used(rows, page_size), strict=True):
-            assert torch.equal(found, wanted)
+        found, wanted = (used(each, page_size, window) for each in (found_rows, rows))
+        assert len(found) == (9 if window else 7)
+        assert all(map(torch.equal, found, wanted))
         assert torch.equal(found_state.lengths.cpu(), state.lengths)
 
 
