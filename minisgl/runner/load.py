@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.backends import make_attention, make_captured_attention
-from minisgl.attention.base import Attention, AttentionShape
+from minisgl.attention.base import Attention, AttentionShape, HostPlanned
 from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig, divide, page_bytes
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
@@ -260,8 +260,9 @@ class _Builder:
             kv_dtype=getattr(torch, config.kv_dtype),
         )
         self._attention, self._captured_attention = self._make_attention(shape)
-        if config.windows is not None:
-            # Backends that plan on the host do so for one page table.
+        pair = (self._attention.prefill_backend, self._attention.decode_backend)
+        if config.windows is not None and any(isinstance(each, HostPlanned) for each in pair):
+            # They plan for one page table.
             layers = filter(config.windows.hold_all_of, shape.layers)
             its, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
             self._attention = replace(self._attention, windowed=its)

@@ -51,11 +51,10 @@ class SlotTables:
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
-        sizes = [(num_slots + 1) * max_pages, num_slots + 1, num_slots + 1, num_slots]
-        sizes.append(sizes[0] if window else 0)
+        num_entries = (num_slots + 1) * max_pages
+        sizes = [num_entries, num_entries if window else 0, num_slots + 1, num_slots + 1, num_slots]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=lanes.device)
-        page_table, lengths, last_tokens, decode_slots, window_table = self._all.split(sizes)
-        self._window_table_at = sum(sizes[:4])
+        page_table, window_table, lengths, last_tokens, decode_slots = self._all.split(sizes)
         self.state = SlotState(
             page_table=page_table.view(num_slots + 1, max_pages),
             lengths=lengths,
@@ -68,11 +67,9 @@ class SlotTables:
         )
         # Rows past the end of the batch always refer to the scratch slot.
         self._decode_slots = decode_slots.fill_(num_slots)
-        self._decode_slots_at = sum(sizes[:3])
+        self._decode_slots_at = sum(sizes[:4])
         self._decode_slots_host: tuple[int, ...] = ()
-        self._rows = SlotRows.allocate(
-            num_slots * max_run, max_pages, lanes.device, windowed=bool(window)
-        )
+        self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device, window)
         self._max_run = max_run
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
@@ -94,8 +91,8 @@ class SlotTables:
         places: list[int] = []
         values: list[int] = []
         for grant in plan.grants:
-            first = grant.slot * self._max_pages + grant.index
-            first += self._window_table_at if grant.windowed else 0
+            slot = grant.slot + (self.scratch_slot + 1) * grant.windowed
+            first = slot * self._max_pages + grant.index
             places += range(first, first + len(grant.pages))
             values += grant.pages
         if plan.decode_slots is not self._decode_slots_host:

@@ -18,8 +18,8 @@ def with_windows(
     its decode rows."""
     if state.window_table is None:
         return batch
-    assert rows.window_mapping is not None and rows.window_table is not None
-    slot_mapping, prefill = rows.window_mapping, batch.chunks
+    assert rows.windows is not None
+    slot_mapping, prefill = rows.windows.slot_mapping, batch.chunks
     if chunks is not None:
         of_chunks = slot_mapping_of(
             state.window_table, chunks.token_slots, chunks.positions, state.page_size
@@ -30,7 +30,7 @@ def with_windows(
     windowed = replace(
         batch,
         slot_mapping=slot_mapping,
-        decodes=replace(batch.decodes, page_table=rows.window_table),
+        decodes=replace(batch.decodes, page_table=rows.windows.page_table),
         chunks=prefill,
     )
     return replace(batch, windowed=windowed)

@@ -168,7 +168,8 @@ def test_resolving_leaves_no_option_automatic() -> None:
     for device in (CPU, GPU):
         config = resolved(machine=device)
         for spec in dataclasses.fields(config):
-            assert getattr(config, spec.name) not in (None, "auto"), spec.name
+            if spec.name != "windows":  # the model has none
+                assert getattr(config, spec.name) not in (None, "auto"), spec.name
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,24 @@ def test_a_prefix_is_matched_where_the_pages_of_its_window_are_left(length: int)
     assert cached(kv, prefix) == (whole if whole - window + 1 >= 8 else 0)
 
 
-def test_the_least_recently_used_pages_make_way_but_none_of_a_request() -> None:
-    kv = make(window=4, page_size=2, num_window_pages=1 + 12, spare=4)
+def test_the_least_recently_used_pages_make_way() -> None:
+    kv = make(window=4, page_size=2, num_window_pages=1 + 12)
     first, second = list(range(9)), list(range(20, 29))
     run(kv, first)
     run(kv, second)
     assert (cached(kv, first), cached(kv, second)) == (8, 8)
-    holder = begin(kv, [*first, 1])  # uses the end of the first
+    kv.close(begin(kv, [*first, 1]))  # uses the end of the first
+    run(kv, list(range(40, 57)))
+    assert (cached(kv, first), cached(kv, second)) == (8, 0)
+
+
+def test_pages_of_a_request_stay_where_the_cache_has_them() -> None:
+    kv = make(window=4, page_size=2, num_window_pages=1 + 12)
+    first, second = list(range(9)), list(range(20, 29))
+    run(kv, first)
+    holder = begin(kv, [*first, 1])
     used = list(windows_of(holder).pages)
+    run(kv, second)
     run(kv, list(range(40, 57)))
     assert windows_of(holder).pages == used
     assert cached(kv, second) == 0

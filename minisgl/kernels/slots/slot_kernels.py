@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState
+from minisgl.kernels.slots.slot_state import OutputRing, SlotRows, SlotState, WindowRows
 
 _PAGES_AT_ONCE = 256
 
@@ -16,7 +16,9 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
     """As in slot_updates.py. One program a row; of a page table it copies what the row uses."""
     if len(slots) == 0:
         return
-    windowed = state.window_table is not None
+    window_table, windows = state.window_table, rows.windows
+    if window_table is None or windows is None:  # which the kernel does not read then
+        window_table, windows = state.page_table, WindowRows(rows.slot_mapping, rows.page_table)
     _read_slot[(len(slots),)](
         slots,
         state.page_table,
@@ -30,9 +32,9 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
         rows.output_index,
         rows.lengths,
         rows.page_table,
-        state.window_table if windowed else state.page_table,
-        rows.window_mapping if windowed else rows.slot_mapping,
-        rows.window_table if windowed else rows.page_table,
+        window_table,
+        windows.slot_mapping,
+        windows.page_table,
         state.page_table.stride(0),
         state.prompt_lengths.stride(0),
         rows.page_table.stride(0),

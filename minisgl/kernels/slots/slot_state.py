@@ -4,6 +4,7 @@ results."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class SlotState:
         return self.page_table.shape[0] - 1
 
 
+class WindowRows(NamedTuple):
+    """What a batch reads and writes in the pages of windowed layers."""
+
+    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
+    page_table: Tensor  # [num_rows, max_pages] int32; columns outside a row's window are undefined
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """The rows of a batch, a run for each slot. Rows of the scratch slot have position and length
@@ -42,33 +50,24 @@ class SlotRows:
     output_index: Tensor  # [num_rows] int64: of the token that the row samples
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
-    # The same for windowed layers, if these have pages of their own. Columns before a row's window
-    # are undefined, too.
-    window_mapping: Tensor | None = None
-    window_table: Tensor | None = None
+    windows: WindowRows | None = None  # if windowed layers have pages of their own
 
     @staticmethod
-    def allocate(
-        num_rows: int, max_pages: int, device: torch.device, *, windowed: bool = False
-    ) -> SlotRows:
+    def allocate(num_rows: int, max_pages: int, device: torch.device, window: int = 0) -> SlotRows:
+        """window: as in SlotState."""
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
         slots, token_ids, positions, slot_mapping, output_index = numbers
+        windows = WindowRows(torch.zeros_like(slot_mapping), torch.zeros_like(page_table))
         return SlotRows(
-            slots,
-            token_ids,
-            positions,
-            slot_mapping,
-            output_index,
-            lengths,
-            page_table,
-            torch.zeros_like(slot_mapping) if windowed else None,
-            torch.zeros_like(page_table) if windowed else None,
+            *(slots, token_ids, positions, slot_mapping, output_index, lengths, page_table),
+            windows=windows if window else None,
         )
 
     def first(self, num_rows: int, width: int) -> SlotRows:
-        """A view of the first rows, and of `width` columns of their page table."""
+        """A view of the first rows, and of `width` columns of their page tables."""
+        windows = self.windows
         return SlotRows(
             slots=self.slots[:num_rows],
             token_ids=self.token_ids[:num_rows],
@@ -77,10 +76,8 @@ class SlotRows:
             output_index=self.output_index[:num_rows],
             lengths=self.lengths[:num_rows],
             page_table=self.page_table[:num_rows, :width],
-            window_mapping=None if self.window_mapping is None else self.window_mapping[:num_rows],
-            window_table=None
-            if self.window_table is None
-            else self.window_table[:num_rows, :width],
+            windows=windows
+            and WindowRows(windows.slot_mapping[:num_rows], windows.page_table[:num_rows, :width]),
         )
 
 

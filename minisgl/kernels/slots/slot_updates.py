@@ -51,10 +51,10 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) ->
     rows.lengths.copy_(positions + real)
     rows.page_table.copy_(state.page_table[index, : rows.page_table.shape[1]])
     if state.window_table is not None:
-        assert rows.window_mapping is not None and rows.window_table is not None
-        mapping = slot_mapping_of(state.window_table, index, positions, state.page_size)
-        rows.window_mapping.copy_(mapping)
-        rows.window_table.copy_(state.window_table[index, : rows.window_table.shape[1]])
+        assert rows.windows is not None
+        mapping, table = rows.windows
+        mapping.copy_(slot_mapping_of(state.window_table, index, positions, state.page_size))
+        table.copy_(state.window_table[index, : table.shape[1]])
 
 
 def feed_slots(

@@ -30,12 +30,12 @@ def state() -> SlotState:
 def test_a_run_has_places_in_the_pages_of_windowed_layers() -> None:
     table = torch.tensor([[8, 9], [4, 0], [0, 0]], dtype=torch.int32)
     found = dataclasses.replace(state(), window_table=table, window=2)
-    rows = SlotRows.allocate(2 * RUN, 2, torch.device("cpu"), windowed=True)
+    rows = SlotRows.allocate(2 * RUN, 2, torch.device("cpu"), window=2)
     read_slots(torch.tensor([1, 0], dtype=torch.int32), found, rows, RUN)
-    assert rows.window_mapping is not None and rows.window_table is not None
+    assert rows.windows is not None
     assert rows.slot_mapping.tolist() == [30, 31, 0, 0, 23, 24, 25, 26]
-    assert rows.window_mapping.tolist() == [18, 19, 0, 0, 35, 36, 37, 38]
-    assert rows.window_table.tolist() == [[4, 0], [4, 0], [0, 0], [0, 0], *([[8, 9]] * 4)]
+    assert rows.windows.slot_mapping.tolist() == [18, 19, 0, 0, 35, 36, 37, 38]
+    assert rows.windows.page_table.tolist() == [[4, 0], [4, 0], [0, 0], [0, 0], *([[8, 9]] * 4)]
 
 
 def rows_of(slots: Tensor, found: SlotState) -> SlotRows:

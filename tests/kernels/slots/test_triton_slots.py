@@ -52,8 +52,9 @@ def used(rows: SlotRows, page_size: int, window: int = 0) -> list[Tensor]:
     past = columns >= (-(-lengths // page_size))[:, None]
     behind = columns < ((lengths - window).clamp(min=0) // page_size)[:, None]
     found = [rows.page_table.cpu().masked_fill(past, -1)]
-    if rows.window_table is not None and rows.window_mapping is not None:
-        found += [rows.window_table.cpu().masked_fill(past | behind, -1), rows.window_mapping.cpu()]
+    if rows.windows is not None:
+        mapping, table = rows.windows
+        found += [table.cpu().masked_fill(past | behind, -1), mapping.cpu()]
     others = (rows.slots, rows.token_ids, rows.positions, rows.slot_mapping, rows.output_index)
     return [*found, lengths, *(each.cpu() for each in others)]
 
@@ -65,9 +66,7 @@ def test_rows_are_made_of_their_slots_which_advance(page_size: int, window: int)
     slots = torch.tensor([3, NUM_SLOTS, 0, 1, 250, NUM_SLOTS, 2], dtype=torch.int32)
     for _ in range(2):
         found_rows, rows = (
-            SlotRows.allocate(9, MAX_PAGES + 3, device, windowed=window > 0).first(
-                len(slots), MAX_PAGES
-            )
+            SlotRows.allocate(9, MAX_PAGES + 3, device, window).first(len(slots), MAX_PAGES)
             for device in (DEVICE, CPU)
         )
         slot_kernels.read_slots(slots.to(DEVICE), found_state, found_rows)
