@@ -25,9 +25,14 @@ from support.parity import (
     load_engine,
 )
 from support.tensor_parallel import check_with_aborts, shortened
+from torch import Tensor
 
+from minisgl.attention.base import Attention, AttentionShape, DecodeBatch, PrefillBatch
+from minisgl.attention.state import PagedKV
+from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded, _tell_of_windows
+from minisgl.runner import load
 
 WINDOW = 20  # of the checkpoints
 # So few requests at once that windowed layers need fewer pages than the others.
@@ -92,6 +97,46 @@ def test_sampled_tokens_are_those_of_one_page_table() -> None:
         return [output.token_ids for output in outputs]
 
     assert asyncio.run(tokens(**ON)) == asyncio.run(tokens(**OFF))
+
+
+class Planned(TorchAttention):
+    """Takes only what it has planned, as FlashInfer does."""
+
+    def plan_decode(self, batch: DecodeBatch) -> None:
+        assert batch.lengths_host is not None
+        self.rows = batch
+
+    def plan_prefill(self, batch: PrefillBatch) -> None:
+        self.chunks = batch
+
+    def decode(self, q: Tensor, kv: PagedKV, batch: DecodeBatch, *args: Any) -> Tensor:
+        assert batch is self.rows
+        return super().decode(q, kv, batch, *args)
+
+    def prefill(self, q: Tensor, kv: PagedKV, batch: PrefillBatch, *args: Any) -> Tensor:
+        assert batch is self.chunks
+        return super().prefill(q, kv, batch, *args)
+
+
+def test_a_backend_that_plans_on_the_host_plans_each_page_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes: list[AttentionShape] = []
+
+    def make(prefill: str, decode: str, shape: AttentionShape) -> Attention:
+        shapes.append(shape)
+        return Attention(Planned(), Planned())
+
+    monkeypatch.setattr(load, "make_attention", make)
+    case = case_of("gpt-oss")
+    check(dataclasses.replace(case, prompts=case.prompts[2:4], runs=case.runs[2:4]), **ON)
+    whole, windowed = (shape.layers for shape in shapes)
+    assert windowed == {spec for spec in whole if spec.window is not None} < whole
+
+
+def test_padded_rows_as_in_captured_steps_change_no_token() -> None:
+    case = case_of("gpt-oss")
+    check(dataclasses.replace(case, prompts=case.prompts[2:5], runs=case.runs[2:5]), **ON, padded=3)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
