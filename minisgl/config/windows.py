@@ -13,8 +13,10 @@ from minisgl.config.facts import AttentionSpec, KVSpec, LayerSpec, ModelFacts, p
 # Tokens of a prompt that a step can compute at least, however many requests run.
 SPARE_TOKENS = 2048
 LONGEST_RUN = 8  # tokens that a decode row may sample in a step
-# The requests for which memory is divided have so many tokens, or twice the window if that is more.
-TYPICAL_TOKENS = 4096
+# Tokens of the requests for which memory is divided: so many windows, or so many tokens if that is
+# more. Shorter requests lack windowed pages first, longer ones full pages.
+TYPICAL_WINDOWS = 4
+TYPICAL_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class WindowSizes:
 
     def typical_tokens(self, max_seq_len: int) -> int:
         """The tokens of a request for which memory is divided."""
-        return min(max_seq_len, max(TYPICAL_TOKENS, 2 * self.window))
+        return min(max_seq_len, max(TYPICAL_TOKENS, TYPICAL_WINDOWS * self.window))
 
     def has(self, spec: LayerSpec) -> bool:
         """Whether a layer's KV cache has the pages of windowed layers."""

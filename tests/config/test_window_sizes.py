@@ -85,9 +85,9 @@ def test_memory_is_divided_for_typical_requests() -> None:
     num_pages, num_windowed = divide(sizes, layers, room, 131_072)
     used = num_pages * full + num_windowed * windowed
     assert room - full < used <= room, "a page more does not fit"
-    # For each 4,096 tokens of full layers there are 160 of windowed ones, and 2,048 for chunks.
-    assert num_windowed == 1 + 128 + num_pages * 10 // 256
-    assert num_pages / (room // (full + windowed)) == pytest.approx(2 * 256 / 266, rel=1e-3)
+    # For each 2,048 tokens of full layers there are 160 of windowed ones, and 2,048 for chunks.
+    assert num_windowed == 1 + 128 + num_pages * 10 // 128
+    assert num_pages / (room // (full + windowed)) == pytest.approx(2 * 128 / 138, rel=1e-3)
 
 
 def test_little_memory_leaves_one_request_its_window() -> None:
