@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
@@ -48,6 +49,9 @@ NO_ROOM_FOR_GRAPHS = (
     "The CUDA graphs do not fit into memory beside the KV cache: lower --memory-ratio, "
     "--max-running-requests or --cuda-graph-max-bs, which at 0 needs none."
 )
+
+# Of full pages where all layers have a window, unless the longest sequence needs more.
+MOST_NUMBERS = 1 << 22
 
 # Part of torch's message when a CPU allocation fails.
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
@@ -157,8 +161,10 @@ def _divided(
     room = num_pages * page_bytes(layers, config.page_size)
     num_pages = pipeline.host_min(num_pages)
     full, windowed = map(pipeline.host_min, divide(sizes, layers, room, config.max_seq_len))
-    longest = -(-config.max_seq_len // config.page_size)
-    full = min(full, 1 + max(num_slots, windowed // sizes.span) * longest)
+    if full == sys.maxsize:  # no layer needs them: they are only numbers
+        longest = -(-config.max_seq_len // config.page_size)
+        wanted = max(num_slots, windowed // sizes.span) * longest
+        full = 1 + min(wanted, max(longest, MOST_NUMBERS))
     return (full, windowed) if full > num_pages else (num_pages, 0)
 
 

@@ -1,0 +1,76 @@
+"""How many pages a runner gets of each kind, on one rank and where the ranks have to agree."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from support.resolving import GPU, MODEL, resolved
+
+from minisgl.config import AttentionSpec, LayerSpec, ResolvedConfig, page_bytes
+from minisgl.runner.load import _divided
+
+FULL = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=64, scale=0.125)
+WINDOWED = replace(FULL, window=128)
+
+
+@dataclass
+class Others:
+    """Ranks that have no more than these numbers, in the order in which they are asked."""
+
+    numbers: list[int]
+
+    def host_min(self, value: int) -> int:
+        return min(value, self.numbers.pop(0))
+
+
+def options_for(*layers: AttentionSpec, **options: Any) -> ResolvedConfig:
+    model = replace(MODEL, layers=layers, max_seq_len=8192)
+    return resolved(model, GPU, page_size=16, attn="torch", **options)
+
+
+def divided(
+    config: ResolvedConfig, num_pages: int, *layers: AttentionSpec, others: Any = None
+) -> tuple[int, int]:
+    specs: list[LayerSpec] = [spec.kv("bfloat16") for spec in layers]
+    pipeline = Others(others or [sys.maxsize] * 3)
+    return _divided(config, specs, num_pages, pipeline)  # type: ignore[arg-type]
+
+
+def test_pages_of_both_kinds_take_the_memory_of_pages_alike() -> None:
+    config = options_for(FULL, WINDOWED)
+    num_full, num_windowed = divided(config, 10_000, FULL, WINDOWED)
+    each = page_bytes([FULL.kv("bfloat16")], 16)
+    assert 10_000 * 2 * each - each < (num_full + num_windowed) * each <= 10_000 * 2 * each
+    assert 18_000 < num_full < 19_000
+
+
+def test_pages_are_alike_where_that_holds_as_many_tokens() -> None:
+    config = options_for(FULL, WINDOWED)
+    assert divided(config, 100, FULL, WINDOWED) == (100, 0)
+    assert divided(options_for(FULL, FULL), 100, FULL, FULL) == (100, 0)
+
+
+def test_windowed_pages_for_all_requests_beside_the_full_pages_of_the_option() -> None:
+    config = options_for(FULL, WINDOWED, num_pages=5000, max_running_requests=100)
+    assert divided(config, 5000, FULL, WINDOWED) == (5000, 1 + 128 + 100 * 10)
+
+
+@pytest.mark.parametrize(("layers", "kind"), [([FULL], 1), ([WINDOWED], 0)])
+def test_a_stage_with_one_kind_of_layers_takes_the_number_of_the_other(
+    layers: list[AttentionSpec], kind: int
+) -> None:
+    config = options_for(FULL, WINDOWED)
+    others = [5000, sys.maxsize, sys.maxsize]
+    others[1 + kind] = 9000
+    assert divided(config, 8000, *layers, others=others)[kind] == 9000
+
+
+def test_where_all_layers_have_a_window_full_pages_are_only_numbers() -> None:
+    """There are as many as the longest requests have that fit into the windowed pages."""
+    config = options_for(WINDOWED, WINDOWED, max_running_requests=100)
+    num_full, num_windowed = divided(config, 20_000, WINDOWED, WINDOWED)
+    assert 19_980 < num_windowed <= 20_000
+    assert num_full == 1 + num_windowed // 10 * (8192 // 16)
