@@ -169,7 +169,7 @@ def test_requests_wait_for_the_claims_of_others() -> None:
     assert kv.windows.num_free == 10
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_leases_see_what_was_computed_and_no_page_is_lost(seed: int) -> None:
     """Against a model that knows what each page holds: the tokens up to its end."""

@@ -1746,7 +1746,7 @@ def test_the_snapshots_used_least_recently_make_way() -> None:
 # -- pages of windowed layers ----------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
     """The runner checks before each token that its window shows what was computed."""

@@ -59,15 +59,19 @@ class SlotRows:
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
         slots, token_ids, positions, slot_mapping, output_index = numbers
-        windows = WindowRows(torch.zeros_like(slot_mapping), torch.zeros_like(page_table))
+        windows: WindowRows | None = None
+        if window:
+            windows = WindowRows(torch.zeros_like(slot_mapping), torch.zeros_like(page_table))
         return SlotRows(
-            *(slots, token_ids, positions, slot_mapping, output_index, lengths, page_table),
-            windows=windows if window else None,
+            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table, windows
         )
 
     def first(self, num_rows: int, width: int) -> SlotRows:
         """A view of the first rows, and of `width` columns of their page tables."""
         windows = self.windows
+        if windows is not None:
+            mapping, table = windows
+            windows = WindowRows(mapping[:num_rows], table[:num_rows, :width])
         return SlotRows(
             slots=self.slots[:num_rows],
             token_ids=self.token_ids[:num_rows],
@@ -76,8 +80,7 @@ class SlotRows:
             output_index=self.output_index[:num_rows],
             lengths=self.lengths[:num_rows],
             page_table=self.page_table[:num_rows, :width],
-            windows=windows
-            and WindowRows(windows.slot_mapping[:num_rows], windows.page_table[:num_rows, :width]),
+            windows=windows,
         )
 
 
