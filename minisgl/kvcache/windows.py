@@ -1,26 +1,25 @@
-"""The pages of layers with a sliding window, which are given up once no query can see them.
+"""The pages of layers with a sliding window, which are given up once no later query can see them.
 
-These layers have pages of their own, apart from those of the layers that see everything. A page of
-a request is at the same place in both: for every page of full layers that a lease has, it has had
-one of windowed layers, from the first token that a later query may see on it has it still. A
-prefix in the cache keeps its pages of both kinds, but loses those of windowed layers first, least
-recently used first; a request may go on behind it only where the pages that its window reaches back
-to are left.
+These layers have pages of their own, beside the full pages of the other layers and for the same
+tokens. A lease has those of the tokens that its next query sees, and of the chunk that is planned.
+The cache may keep the others beside its own full pages. Where pages run out, it gives up those used
+least recently, and keeps the full ones; a request can go on behind a prefix only where all pages
+that its window reaches back to are left.
 
-A page belongs to the free list, or to any number of leases and at most once to the cache: full
-pages, which are only read. Launch order is the fence here, too: a page that is given up may be
-written by the next step.
+A page belongs to the free list, or to any number of leases and at most once to the cache. It is
+shared once all of it is written. Launch order is the fence, as for full pages: one that is given up
+may be written by the next step.
 
-Every lease has a claim: the pages that it may need at once. All claims together leave `spare` pages
-free, for the chunks of prompts, which give up what is behind their end when they are launched. So a
-lease never lacks a page within its claim.
+Every lease has a claim: the number of pages that it may need at once. Beside all claims, `spare`
+pages are left for the chunks of prompts, which give up what is behind them when they are launched.
+So a lease never lacks a page within its claim.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from minisgl.config import WindowSizes
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
@@ -35,7 +34,7 @@ class WindowPages:
     pages: list[int]
     num_expected: int = 0  # tokens that its request is expected to have in the end
     claim: int = 0
-    extra: int = field(default=0)  # pages beyond the claim, until a chunk is launched
+    extra: int = 0  # number of pages beyond the claim, until its chunk is launched
 
     @property
     def end(self) -> int:
@@ -50,8 +49,7 @@ class Windows:
         self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         self._num_usable = num_pages - 1
         self._num_leases = [0] * num_pages  # that have a page
-        # The page of windowed layers beside one of full layers in the cache, and the other way
-        # round; least recently used first.
+        # Of the cache: the page beside each full page, least recently used first; and these pages.
         self._beside: OrderedDict[int, int] = OrderedDict()
         self._cached: set[int] = set()
         self._num_claimed = 0
