@@ -14,7 +14,7 @@ from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
-from minisgl.models.decoder import Decoder, Taps
+from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.sampler import Sampler
@@ -116,16 +116,16 @@ class Computation:
         inputs, samples = self.tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
-        states, taps = self.states[: self._num_layers], dict[str, Taps]()
-        if self._drafter is not None and self._drafter.taps:
-            taps["taps"] = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
-        hidden = self._model(inputs, states, attention, received, **taps)
+        states, taps = self.states[: self._num_layers], None
+        if self._drafter is not None:
+            taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
+        hidden = self._model(inputs, states, attention, received, taps)
         if self._drafter is not None:
             step = DraftStep(
                 *(inputs, hidden, self.tables.state, self.states, attention),
                 *(samples.slots, samples.output_index, samples.rows),
                 None if chunks is None else chunks.next_tokens,
-                taps["taps"].rows if taps else None,
+                None if taps is None else taps.rows,
             )
             samples = replace(samples, drafting=step)
         return hidden, samples
