@@ -143,7 +143,7 @@ class HostPlanned(Protocol):
     """
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Plan the decode rows. Raises ValueError if `lengths_host` is needed but None."""
+        """Plan the decode rows. May wait for the device if `lengths_host` is None."""
         ...
 
     def plan_prefill(self, batch: PrefillBatch) -> None: ...

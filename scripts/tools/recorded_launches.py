@@ -63,6 +63,7 @@ class Served:
     tp: int = 1
     kv_cache_dtype: str = "auto"
     dense_copies: str = "auto"
+    speculative: str | None = None
     multiplies_fp8: bool = False  # it has no kernels for devices that cannot
 
     def runs_on(self, device: Device) -> bool:
@@ -74,6 +75,9 @@ SERVED = (
     Served("Qwen3-14B"),
     Served("Llama-3.1-8B"),
     Served("Qwen3-30B-A3B"),
+    Served("Llama-3.1-8B", speculative="ngram"),
+    Served("Qwen3-14B", kv_cache_dtype="fp8", speculative="ngram", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", speculative="ngram"),
     Served("Qwen3-14B", tp=2),
     Served("Qwen3-14B", tp=4),
     Served("Qwen3-14B", kv_cache_dtype="fp8", multiplies_fp8=True),
@@ -331,6 +335,7 @@ def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
         tp=served.tp,
         kv_cache_dtype=served.kv_cache_dtype,
         dense_copies=served.dense_copies,
+        speculative=served.speculative,
     )
     facts = model.facts()
     return resolve(options, facts, device_facts(facts.on_rank(served.tp)), overlap=True)
