@@ -517,6 +517,8 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         num_cached_tokens=request.num_cached_tokens,
         num_host_tokens=request.num_host_tokens,
         num_disk_tokens=request.num_disk_tokens,
+        num_drafted_tokens=request.num_drafted_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         parsed=_parse(text, request.params.structured),

@@ -349,8 +349,10 @@ class Request:
         "max_len",
         "max_tokens",
         "namespace",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_disk_tokens",
+        "num_drafted_tokens",
         "num_host_tokens",
         "num_prompt_tokens",
         "params",
@@ -402,6 +404,8 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
         self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
         self.num_disk_tokens = 0  # of the cached tokens, those that were read from disk
+        self.num_drafted_tokens = 0  # guesses of output tokens that were verified
+        self.num_accepted_tokens = 0  # of these, those that became output tokens
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -452,6 +456,13 @@ class Request:
             return 0
         return min(num_tokens, self.num_prompt_tokens - 1)
 
+    def drop(self, num_tokens: int) -> None:
+        """Drop the last output tokens, all of one run, which keeps its first token."""
+        if num_tokens > 0:
+            del self.token_ids[-num_tokens:]
+            del self.logprobs[self.num_output_tokens :]
+            self.num_accepted_tokens -= num_tokens  # those behind the first were drafts
+
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
@@ -490,6 +501,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
     num_disk_tokens: int = 0  # of the cached tokens, those read from disk
+    num_drafted_tokens: int = 0  # guesses of output tokens that were verified
+    num_accepted_tokens: int = 0  # of these, those that became output tokens
     parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
     # Of a conversation, whose text has neither; None and empty for a model without their formats.
     reasoning: str | None = None
@@ -517,3 +530,6 @@ class OutputDelta:
     num_reasoning_tokens: int = 0  # in all
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
     num_disk_tokens: int = 0  # of the cached tokens, those read from disk
+    # In all: guesses of output tokens that were verified, and those that became output tokens.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0

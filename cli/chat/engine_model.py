@@ -134,6 +134,8 @@ class EngineModel:
                     num_tokens=len(token_ids),
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=delta.num_cached_tokens,
+                    num_drafted_tokens=delta.num_drafted_tokens,
+                    num_accepted_tokens=delta.num_accepted_tokens,
                     finish_reason=delta.finish_reason,
                 )
                 opening = ""

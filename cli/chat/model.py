@@ -59,6 +59,8 @@ class ReplyDelta:
     num_cached_tokens: int | None = None  # of the prompt
     finish_reason: FinishReason | None = None
     calls: Sequence[CallPiece] = ()
+    num_drafted_tokens: int | None = None  # guesses of tokens that were verified
+    num_accepted_tokens: int | None = None  # of these, those that are in the answer
 
 
 class ChatModel(Protocol):

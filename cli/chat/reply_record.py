@@ -13,6 +13,11 @@ from .model import CallPiece, Message, ReplyDelta
 from .text_format import count
 
 END_OF_CALL = ")\n"
+# Of a delta, those that hold from then on.
+KEPT = (
+    *("num_tokens", "num_prompt_tokens", "num_cached_tokens"),
+    *("num_drafted_tokens", "num_accepted_tokens", "finish_reason"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class ReplyRecord:
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_drafted_tokens: int | None = None
+    num_accepted_tokens: int | None = None
     num_first_tokens: int | None = None  # in the first delta that had any
     first_at: float | None = None
     last_at: float | None = None
@@ -59,7 +66,7 @@ class ReplyRecord:
             if self.first_at is None:
                 self.first_at, self.num_first_tokens = now, delta.num_tokens
             self.last_at = now
-        for name in ("num_tokens", "num_prompt_tokens", "num_cached_tokens", "finish_reason"):
+        for name in KEPT:
             if (value := getattr(delta, name)) is not None:
                 setattr(self, name, value)
         self.text += delta.text
@@ -160,6 +167,9 @@ class ReplyRecord:
         if self.later is not None:
             num_tokens, seconds = self.later
             parts.append(f"{num_tokens / seconds:.1f} tok/s")
+        if self.num_drafted_tokens:
+            drafts = count(self.num_drafted_tokens, "draft")
+            parts.append(f"{self.num_accepted_tokens or 0:,} of {drafts} accepted")
         if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
             cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,}"
             parts.append(f"{cached} prompt tokens cached")
@@ -185,6 +195,10 @@ def stats_rows(answers: Sequence[ReplyRecord]) -> list[tuple[str, str]]:
     later = [answer.later for answer in answers if answer.later is not None]
     if later_s := sum(seconds for _, seconds in later):
         rows.append(("mean speed", f"{sum(number for number, _ in later) / later_s:.1f} tok/s"))
+    if num_drafted := sum(answer.num_drafted_tokens or 0 for answer in answers):
+        num_accepted = sum(answer.num_accepted_tokens or 0 for answer in answers)
+        share = f"{num_accepted / num_drafted:.0%}"
+        rows.append(("drafts accepted", f"{num_accepted:,} of {num_drafted:,} ({share})"))
     prompts = [
         (answer.num_prompt_tokens, answer.num_cached_tokens)
         for answer in answers

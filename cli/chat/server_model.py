@@ -161,6 +161,7 @@ def _delta(chunk: StreamChunk) -> ReplyDelta:
         delta.num_tokens = chunk.usage.completion_tokens
         delta.num_prompt_tokens = chunk.usage.prompt_tokens
         delta.num_cached_tokens = chunk.usage.details.cached_tokens
+        delta.num_drafted_tokens, delta.num_accepted_tokens = chunk.usage.drafts
     return delta
 
 

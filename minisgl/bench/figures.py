@@ -64,6 +64,9 @@ class Figures:
     cache_hit_rate: float | None  # of the prompt tokens
     host_hit_rate: float = 0.0  # of the prompt tokens, those loaded from host memory
     disk_hit_rate: float = 0.0  # of the prompt tokens, those read from disk
+    # Of the guesses of output tokens that were verified, those that were right; None without any.
+    draft_acceptance: float | None = None
+    tokens_per_step: float = 1.0  # output tokens of a request in a step that samples one
     graph_share: float | None  # of the steps, those that ran as a CUDA graph
     ttft_s: Distribution
     tpot_s: Distribution | None  # None if no output has two tokens
@@ -92,6 +95,8 @@ class Figures:
         num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
         num_cached_tokens = sum(request.num_cached_tokens for request in requests)
         num_output_tokens = sum(request.num_output_tokens for request in requests)
+        num_drafted = sum(request.num_drafted_tokens for request in requests)
+        num_accepted = sum(request.num_accepted_tokens for request in requests)
         tpots_s = [request.tpot_s for request in requests if request.tpot_s is not None]
         return cls(
             elapsed_s=elapsed_s,
@@ -108,6 +113,8 @@ class Figures:
             cache_hit_rate=num_cached_tokens / num_prompt_tokens,
             host_hit_rate=sum(request.num_host_tokens for request in requests) / num_prompt_tokens,
             disk_hit_rate=sum(request.num_disk_tokens for request in requests) / num_prompt_tokens,
+            draft_acceptance=num_accepted / num_drafted if num_drafted else None,
+            tokens_per_step=num_output_tokens / max(1, num_output_tokens - num_accepted),
             graph_share=counts.graph_share if counts else None,
             ttft_s=Distribution.of([request.ttft_s for request in requests]),
             tpot_s=Distribution.of(tpots_s) if tpots_s else None,

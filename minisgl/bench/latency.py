@@ -16,9 +16,12 @@ from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.tables import (
+    DRAFT_HEADINGS,
     PointResult,
+    draft_cells,
     energy_cells,
     fitting_tables,
+    has_drafts,
     print_spreads,
 )
 from minisgl.bench.roofline import DecodeStep
@@ -145,6 +148,9 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
     with_energy = any(record.figures.energy for record in records)
     if with_energy:
         headings += ["watts", "joules/token"]
+    with_drafts = has_drafts([record.figures for record in records])
+    if with_drafts:
+        headings += DRAFT_HEADINGS
     rows = []
     for record in records:
         figures = record.figures
@@ -158,6 +164,8 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
             cells += [f"{record.limit_s * 1e3:,.3f}", f"{record.limit_s / record.tpot_s:.1%}"]
         if with_energy:
             cells += energy_cells(figures.energy)
+        if with_drafts:
+            cells += draft_cells(figures)
         rows.append(cells)
     for table in fitting_tables(headings, rows, console.width):
         console.print(table)
@@ -171,6 +179,11 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
         if spreads(record.repetitions):
             console.print(f"batch {record.sizes.num_requests}: ", end="")
             print_spreads(console, record.repetitions)
+    if with_drafts:
+        console.print(
+            "tokens/step: of a request in a step that samples one; drafts that are accepted add to "
+            "it. The limit is that of one token a step."
+        )
     if peak is not None:
         console.print(_explain(records, peak))
 

@@ -27,6 +27,8 @@ class RequestRecord:
     num_host_tokens: int = 0  # of these, loaded from host memory
     num_disk_tokens: int = 0  # of the cached ones, read from disk
     num_output_tokens: int
+    num_drafted_tokens: int = 0  # guesses of output tokens that were verified
+    num_accepted_tokens: int = 0  # of these, those that are in the output
     structured: bool = False  # the output followed a schema
 
     @property
@@ -177,6 +179,8 @@ async def _run(
                 num_host_tokens=stream.request.num_host_tokens,
                 num_disk_tokens=stream.request.num_disk_tokens,
                 num_output_tokens=stream.request.num_output_tokens,
+                num_drafted_tokens=stream.request.num_drafted_tokens,
+                num_accepted_tokens=stream.request.num_accepted_tokens,
                 structured=job.structured,
             )
             for job, stream, at, (first, last) in zip(

@@ -88,6 +88,11 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
         f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
         f"{capacity.num_slots:,} requests and {config.max_prefill_length:,} prompt tokens a step"
     )
+    if config.num_drafts:
+        by_chance = ""
+        if config.draft_acceptance >= 0:
+            by_chance = f", accepted with probability {config.draft_acceptance:g} by a coin"
+        yield f"speculation {config.speculative}: up to {config.num_drafts} drafts{by_chance}"
     if engine.model.vocab_size <= MAX_TOKEN_ID:
         yield (
             f"the standard prompts have token ids up to {MAX_TOKEN_ID:,}; "

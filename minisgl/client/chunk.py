@@ -15,14 +15,27 @@ class PromptDetails(msgspec.Struct):
     disk_cached_tokens: Count | None = None
 
 
+class CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: Count | None = None
+    rejected_prediction_tokens: Count | None = None
+
+
 class StreamUsage(msgspec.Struct):
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
     @property
     def details(self) -> PromptDetails:
         return self.prompt_tokens_details or PromptDetails()
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """The guesses of tokens that were verified, and those that were accepted."""
+        details = self.completion_tokens_details or CompletionDetails()
+        num_accepted = details.accepted_prediction_tokens or 0
+        return num_accepted + (details.rejected_prediction_tokens or 0), num_accepted
 
 
 class CalledFunction(msgspec.Struct):

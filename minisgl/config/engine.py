@@ -214,6 +214,12 @@ class EngineConfig:
     draft_tokens: int = option(
         3, "Most tokens that --speculative guesses for a request and step.", group="Speculation"
     )
+    draft_acceptance: float | None = option(
+        None,
+        "For measurements with --load-format dummy: accept each guess of --speculative with this "
+        "probability, given that the one before it was, whatever the model says.",
+        group="Speculation",
+    )
     attn: str = option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -261,12 +267,24 @@ class EngineConfig:
             refuse(self, "speculative", "allowed: ngram, mtp, or the drafter's folder or Hub id")
         if not 1 <= self.draft_tokens <= MOST_DRAFTS:
             refuse(self, "draft_tokens", f"allowed: 1 to {MOST_DRAFTS}")
+        self._check_acceptance()
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
         ):
             choices = one_of(("auto", *ATTENTION_BACKENDS))
             refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
+
+    def _check_acceptance(self) -> None:
+        if self.draft_acceptance is None:
+            return
+        if not 0 <= self.draft_acceptance <= 1:
+            refuse(self, "draft_acceptance", "allowed: 0 to 1")
+        if self.load_format != "dummy":
+            reason = "it makes answers wrong, and is only for speed; allowed: --load-format dummy"
+            refuse(self, "draft_acceptance", reason)
+        if self.speculative is None:
+            refuse(self, "draft_acceptance", "nothing is guessed without --speculative")
 
     def _check_nodes(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

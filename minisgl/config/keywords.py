@@ -55,6 +55,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
     speculative: str | None
     draft_tokens: int
+    draft_acceptance: float | None
     attn: str
     cuda_graph_max_bs: int | None
 

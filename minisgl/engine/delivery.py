@@ -155,9 +155,11 @@ def _ending(request: Request, now: float) -> str:
         cached += f", {request.num_host_tokens} of them from host memory"
     if request.num_disk_tokens:
         cached += f", {request.num_disk_tokens} of them from disk"
+    drafted = f", {request.num_accepted_tokens} of {request.num_drafted_tokens} drafts accepted"
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "
         f"({cached}), {request.num_output_tokens} output tokens"
+        + (drafted if request.num_drafted_tokens else "")
         + ("" if first is None else f" from {first - request.submitted_s:.3f} s on")
     )

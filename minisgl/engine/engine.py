@@ -18,7 +18,7 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter, SnapshotStats
+from minisgl.engine.stats import EngineStats, Meter, SnapshotStats, drafts_of
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
@@ -345,6 +345,7 @@ class AsyncEngine:
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
             snapshots=SnapshotStats.of(kv.snapshots),
+            drafts=drafts_of(self._scheduler.speculation),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

@@ -123,8 +123,8 @@ class StepLoop:
 
     def _settle(self, result: StepResult) -> None:
         now = time.monotonic()
-        self._meter.step_ended(now, captured=result.captured)
-        settled = self._scheduler.settle(result)
+        seconds = self._meter.step_ended(now, captured=result.captured)
+        settled = self._scheduler.settle(result, seconds)
         if settled.masked:
             self._follow(settled.masked)
         if self._deferred is not None:

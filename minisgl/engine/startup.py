@@ -38,7 +38,8 @@ from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.runner import ModelRunner
-from minisgl.scheduler.runs import SameRuns
+from minisgl.scheduler.run_lengths import RunChooser
+from minisgl.scheduler.runs import DraftPolicy, Speculation
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ class Loaded(Generic[Handle]):
     defaults: GenerationDefaults
     model_name: str
     ranks: RemoteRanks | None = None  # None for a single rank
+    draft_policy: DraftPolicy | None = None  # None: by what is measured
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
@@ -186,11 +188,18 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         client_share=config.key_share,
-        max_run=config.max_run,
-        choose_run=SameRuns(config.max_run, config.max_run_rows),
+        speculation=_speculation_of(loaded),
         num_stages=config.pp,
         look_ahead=config.overlap,
     )
+
+
+def _speculation_of(loaded: Loaded[Any]) -> Speculation | None:
+    config = loaded.config
+    if not config.num_drafts:
+        return None
+    policy = loaded.draft_policy or RunChooser((0, config.num_drafts))
+    return Speculation(policy, config.num_drafts, config.max_run_rows)
 
 
 def work_for_node_0(config: EngineConfig) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.request import FinishReason, Request
+from minisgl.scheduler.runs import DraftCounters, Speculation
 from minisgl.scheduler.scheduler import SchedulerCounters
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.
@@ -86,10 +87,12 @@ class Meter:
         """Record a launch on an idle device. Any other step begins when its predecessor ends."""
         self._step_began_s = now
 
-    def step_ended(self, now: float, *, captured: bool) -> None:
-        self.totals.step_s.observe(now - self._step_began_s)
+    def step_ended(self, now: float, *, captured: bool) -> float:
+        """Record the end of a step; returns the seconds that it took."""
+        began, self._step_began_s = self._step_began_s, now
+        self.totals.step_s.observe(now - began)
         self.totals.num_graph_steps += captured
-        self._step_began_s = now
+        return now - began
 
     def tokens_came(
         self, requests: Sequence[Request], num_tokens: Sequence[int], now: float
@@ -165,6 +168,10 @@ class SnapshotStats:
         return None if snapshots is None else SnapshotStats(snapshots.num, snapshots.num_cached)
 
 
+def drafts_of(speculation: Speculation | None) -> DraftCounters | None:
+    return None if speculation is None else replace(speculation.counters)
+
+
 @dataclass(slots=True)
 class TransferTotals:
     """The transfers of one direction that were complete."""
@@ -204,6 +211,7 @@ class EngineStats:
     host: HostStats | None = None  # None: there is no host tier
     transfers: TransferStats | None = None  # None: there are no other engines
     snapshots: SnapshotStats | None = None  # None: the model keeps no state of a request
+    drafts: DraftCounters | None = None  # None: there is no speculation
 
     @property
     def num_used_pages(self) -> int:

@@ -105,4 +105,6 @@ class OutputStream:
             stop_reason=stop_reason,
             events=events,
             num_reasoning_tokens=num_reasoning,
+            num_drafted_tokens=request.num_drafted_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
         )

@@ -17,7 +17,7 @@ from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
-from minisgl.runner.sampler import Sampler
+from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import SampleRows, SlotTables
@@ -143,11 +143,14 @@ class Computation:
     def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
         """Draw the tokens of a step, make them the last ones of their slots, send them to the
         ring's open entry, and draft what may follow."""
-        sampled = self.sampler.sample(logits, samples.slots, samples.output_index, features)
+        sampled = self.draw(logits, samples, features)
         self.outputs.send(samples, sampled, self.tables.state)
         if self._drafter is not None and samples.drafting is not None:
             draw = partial(self.sampler.draw, features=features)
             self._drafter.draft(samples.drafting, sampled.token_ids, draw)
+
+    def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:
+        return self.sampler.sample(logits, samples.slots, samples.output_index, features)
 
     def recount(self) -> None:
         """Let host and device agree on the ring again, after a step that failed."""

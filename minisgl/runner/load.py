@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
+from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
 from minisgl.runner.graphs import MAX_SNAPSHOTS, GraphKey, graph_keys
@@ -328,7 +330,9 @@ class _Builder:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
         capacity = Capacity.of(config, num_pages, num_snapshots)
-        computation = Computation(
+        acceptance = self._config.draft_acceptance
+        make = Computation if acceptance < 0 else partial(AssumedAcceptance, acceptance)
+        computation = make(
             model=self._model,
             states=states,
             capacity=capacity,

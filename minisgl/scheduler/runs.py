@@ -1,17 +1,113 @@
-"""How many tokens the decode rows of a step may sample."""
+"""How many tokens the decode rows of a step may sample, and what came of it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from minisgl.request import Request
+from minisgl.scheduler.plan import StepResult
+from minisgl.scheduler.state import Launched, Running, StepWork
+
+
+class DraftPolicy(Protocol):
+    """Chooses the number of drafts of each step."""
+
+    def choose(self, num_rows: int, num_drafting: int, *, is_timed: bool) -> int:
+        """The number of drafts for a step of `num_rows` decode rows, of which `num_drafting` take
+        any. is_timed: `settled` will get its time, because it computes no prompt besides."""
+        ...
+
+    def settled(
+        self,
+        num_rows: int,
+        num_drafting: int,
+        num_drafts: int,
+        run_lengths: Sequence[int],
+        seconds: float | None,
+    ) -> None:
+        """Record a step that has ended, in the order of the plans. run_lengths: of its decode rows;
+        empty if all are 1. seconds: the time that it took; None if it computed a prompt, too."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class SameRuns:
-    """Runs of `max_run` tokens where a step has few rows, or else none."""
+class SameDrafts:
+    """The same number in each step, for tests and measurements."""
 
-    max_run: int
-    max_rows: int  # of a step that verifies drafts
+    num_drafts: int
 
-    def __call__(self, num_samples: int) -> int:
-        """max_run of a step that samples for `num_samples` requests."""
-        return self.max_run if num_samples * self.max_run <= self.max_rows else 1
+    def choose(self, num_rows: int, num_drafting: int, *, is_timed: bool) -> int:
+        return self.num_drafts
+
+    def settled(self, *_: object) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Totals of decode rows since the start, and the number of drafts of the last plan."""
+
+    num_rows: int = 0  # each has sampled a token, and one more for each accepted draft
+    num_drafted: int = 0  # drafts that were verified
+    num_accepted: int = 0  # of these, those that were what was sampled
+    num_in_use: int = 0  # drafts of a row that the last plan verifies, at most
+
+
+class Speculation:
+    """Decides how long the runs of a step may be, and counts drafts of steps and of requests."""
+
+    def __init__(self, policy: DraftPolicy, num_drafts: int, max_rows: int | None = None) -> None:
+        """num_drafts: of a row, at most. max_rows: of a step that verifies drafts, at most; None:
+        any number."""
+        self.num_drafts = num_drafts
+        self.counters = DraftCounters()
+        self._policy = policy
+        self._max_rows = max_rows
+        self._last_rows: tuple[Collection[Running], int] = ((), 0)  # and those that take drafts
+
+    def max_run(self, decoding: Sequence[Running], work: StepWork) -> int:
+        """Maximum number of tokens that each row of a step samples."""
+        num_rows = len(decoding) + len(work.sampling)
+        num_drafting = self._num_drafting(decoding) + sum(
+            running.takes_drafts for running in work.sampling
+        )
+        num = self._policy.choose(num_rows, num_drafting, is_timed=not work.chunks)
+        if self._max_rows is not None and num_rows * (1 + num) > self._max_rows:
+            num = 0
+        self.counters.num_in_use = num
+        return 1 + num
+
+    def settled(
+        self,
+        launched: Launched,
+        result: StepResult,
+        num_tokens: Mapping[Request, int],
+        seconds: float | None,
+    ) -> None:
+        """Count the drafts of a step. num_tokens: that requests have got. seconds: its time."""
+        rows, counters = launched.decoding, self.counters
+        num_drafting, lengths = self._num_drafting(rows), (result.run_lengths or ())[: len(rows)]
+        self._policy.settled(
+            len(rows),
+            num_drafting,
+            launched.plan.max_run - 1,
+            lengths,
+            None if launched.work.chunks else seconds,
+        )
+        counters.num_rows += len(rows)
+        if not lengths:
+            return
+        counters.num_accepted += sum(lengths) - len(rows)
+        for running, num in zip(rows, result.num_drafted or (), strict=False):  # chunks follow
+            counters.num_drafted += num
+            if running.request in num_tokens:
+                running.request.num_drafted_tokens += num
+        for request, num in num_tokens.items():
+            request.num_accepted_tokens += num - 1
+
+    def _num_drafting(self, rows: Sequence[Running]) -> int:
+        if rows is not self._last_rows[0]:  # lists of rows are replaced, never changed
+            self._last_rows = rows, sum(running.takes_drafts for running in rows)
+        return self._last_rows[1]

@@ -12,7 +12,7 @@ may be in flight, of a pipeline at most one more than it has stages.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -29,6 +29,7 @@ from minisgl.scheduler.admission import Admission
 from minisgl.scheduler.decode_rows import DecodeRows
 from minisgl.scheduler.plan import PageGrant, StepPlan, StepResult
 from minisgl.scheduler.queue import WaitingQueue
+from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.slots import Slots
 from minisgl.scheduler.state import DecodeGroup, Launched, Running, StepWork, Waiting
 
@@ -74,14 +75,12 @@ class Scheduler:
         policy: str = "fcfs",
         conservativeness: float = 1.0,
         client_share: float = 1.0,
-        max_run: int = 1,
-        choose_run: Callable[[int], int] | None = None,
+        speculation: Speculation | None = None,
         num_stages: int = 1,
         look_ahead: bool = True,
     ) -> None:
         """client_share: the part of what other clients leave that one client may take, see
-        `Slots.has_its_share`. max_run: maximum number of tokens that the runner samples per decode
-        row and step. choose_run: the same for a step of so many sampled rows; by default max_run.
+        `Slots.has_its_share`. speculation: None if no row samples several tokens in a step.
         num_stages, look_ahead: see `DecodeRows`.
         """
         self.kv = kv
@@ -94,7 +93,8 @@ class Scheduler:
         self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
-        self._choose_run = choose_run or (lambda num_samples: max_run)
+        self.speculation = speculation
+        max_run = 1 if speculation is None else 1 + speculation.num_drafts
         self._rows = DecodeRows(kv, max_run, num_stages, look_ahead=look_ahead)
         self._grants_to_make: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
@@ -163,8 +163,7 @@ class Scheduler:
 
         May also be called for a request that the same token has ended for another reason.
         """
-        del request.token_ids[request.num_prompt_tokens + num_output_tokens :]
-        del request.logprobs[num_output_tokens:]
+        request.drop(request.num_output_tokens - num_output_tokens)
         if request.finished:
             request.finish_reason = FinishReason.STOP
         else:
@@ -240,7 +239,7 @@ class Scheduler:
         if self.kv.snapshots is not None:
             self._take_snapshots(work)
         decoding, masked = group.rows, list[Running]()
-        max_run = self._choose_run(len(decoding) + len(work.sampling))
+        max_run = 1 if self.speculation is None else self.speculation.max_run(decoding, work)
         longest = self._rows.advance(group, work.step, max_run)
         if self._slots.num_masked:
             sampled = (*decoding, *work.sampling)
@@ -336,10 +335,11 @@ class Scheduler:
 
     # -- settling ----------------------------------------------------------------------------------
 
-    def settle(self, result: StepResult) -> Settled:
+    def settle(self, result: StepResult, seconds: float | None = None) -> Settled:
         """Apply the result of the oldest step in flight, and end the requests that it completes.
 
         Tokens after the one that ends a request are dropped, in its run and in later steps.
+        seconds: the time that the step took, for the choice of runs.
         """
         launched = self._launched.popleft()
         work = launched.work
@@ -385,9 +385,10 @@ class Scheduler:
         if launched.plan.max_run > 1:
             self._take_back(launched, run_lengths)
         masked = [running.request for running in launched.masked]
-        if run_lengths is None:
+        if self.speculation is None:
             return Settled(progressed, [1] * len(progressed), finished, masked)
         num_tokens = Counter(progressed)
+        self.speculation.settled(launched, result, num_tokens, seconds)
         return Settled([*num_tokens], [*num_tokens.values()], finished, masked)
 
     def _take_back(self, launched: Launched, run_lengths: Sequence[int] | None) -> None:

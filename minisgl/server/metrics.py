@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from minisgl.engine.stats import EngineStats, HostStats, SnapshotStats, Totals, TransferStats
+from minisgl.scheduler.runs import DraftCounters
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered
 
@@ -88,6 +89,8 @@ class Metrics(MetricsPage):
                 yield from _transfers(stats.transfers)
             if stats.snapshots is not None:
                 yield from _snapshots(stats.snapshots)
+            if stats.drafts is not None:
+                yield from _drafts(stats.drafts)
             yield from _histograms(stats.totals)
 
     def _info(self) -> Metric:
@@ -199,6 +202,29 @@ def _snapshots(stats: SnapshotStats) -> Iterator[Metric]:
         "minisgl_snapshots_cached",
         "Snapshots of states from which requests may go on behind a cached prefix.",
         stats.num_cached,
+    )
+
+
+def _drafts(drafts: DraftCounters) -> Iterator[Metric]:
+    """For an engine with speculation."""
+    yield CounterMetricFamily(
+        "minisgl_drafted_tokens", "Guesses of tokens that were verified.", drafts.num_drafted
+    )
+    yield CounterMetricFamily(
+        "minisgl_accepted_draft_tokens",
+        "Of these, those that were right: tokens that took no step of their own.",
+        drafts.num_accepted,
+    )
+    yield CounterMetricFamily(
+        "minisgl_decode_rows",
+        "Requests in decode steps, counted in each step: each got a token, and one more for each "
+        "accepted draft.",
+        drafts.num_rows,
+    )
+    yield GaugeMetricFamily(
+        "minisgl_draft_length",
+        "Guesses for each request that the last step verified, at most.",
+        drafts.num_in_use,
     )
 
 

@@ -51,7 +51,22 @@ class Interval:
             f"cache hit rate: {_ratio(num_cached, num_prompt)}, "
             f"{self._describe_host(num_prompt)}"
             f"{graphs if self.with_graphs else ''}"
+            f"{self._describe_drafts()}"
             f"generation: {num_tokens / self.seconds:.1f} tok/s"
+        )
+
+    def _describe_drafts(self) -> str:
+        drafts, before = self.after.drafts, self.before.drafts
+        if drafts is None or before is None:
+            return ""
+        num_rows, num_accepted = (
+            drafts.num_rows - before.num_rows,
+            drafts.num_accepted - before.num_accepted,
+        )
+        accepted = _ratio(num_accepted, drafts.num_drafted - before.num_drafted)
+        return (
+            f"drafts accepted: {accepted}, "
+            f"tokens per step: {_ratio(num_rows + num_accepted, num_rows)}, "
         )
 
     def _describe_host(self, num_prompt: int) -> str:

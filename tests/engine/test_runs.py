@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draft_policies import speculation_of
 from support.fake_runner import FakeRunner, expected_output
 
 from minisgl.config import Capacity, EngineConfig, resolve
@@ -22,6 +23,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.runs import SameDrafts
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.tokenizer import Tokenizer
 
@@ -79,7 +81,9 @@ async def answers(
         TOKENIZER,
         GenerationDefaults(frozenset({EOS})),
         "runs",
+        draft_policy=SameDrafts(max_run - 1),
     )
+    rows, drafted = dict[int, int](), dict[int, int]()
     async with AsyncEngine(loaded) as engine:
 
         async def answer(index: int, request: Asked) -> Answer:
@@ -94,8 +98,12 @@ async def answers(
                     found.logprobs + [entry.token_id for entry in delta.logprobs],
                 )
                 assert delta.num_output_tokens == len(found.token_ids)
+                assert delta.num_accepted_tokens <= delta.num_drafted_tokens
                 if index in aborted:
                     stream.abort()
+            # Every token but the accepted drafts had a row of its own.
+            rows[index] = len(found.token_ids) - stream.request.num_accepted_tokens
+            drafted[index] = stream.request.num_drafted_tokens
             return found
 
         found = await asyncio.gather(*(answer(*item) for item in enumerate(asked)))
@@ -107,6 +115,11 @@ async def answers(
             assert stats.totals.num_output_tokens == sum(num_tokens)
             assert stats.totals.ttft_s.count == len(asked)
             assert stats.totals.itl_s.count == sum(num_tokens) - len(asked)
+            if (drafts := stats.drafts) is not None:
+                # What look-ahead has launched behind an end counts for the engine only.
+                assert sum(drafted.values()) <= drafts.num_drafted
+                assert sum(num_tokens) - sum(rows.values()) <= drafts.num_accepted
+            assert (stats.drafts is None) == (max_run == 1)
         return found
 
 
@@ -193,7 +206,7 @@ def settled(
         max_seq_len=70,
         max_prefill_length=64,
         max_queued_requests=4,
-        max_run=5,
+        speculation=speculation_of(5),
     )
     params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
     request = Request("a", [1, 2, 3], params, max_tokens=max_tokens, seed=0, eos_token_ids=(EOS,))
@@ -203,7 +216,9 @@ def settled(
         assert isinstance(plan, StepPlan)
         scores = {index: TokenLogprobs(token, -1.0) for index, token in enumerate(tokens)}
         result = StepResult(
-            plan.step, tokens, scores if logprobs is not None else {}, run_lengths=[len(tokens)]
+            *(plan.step, tokens, scores if logprobs is not None else {}),
+            run_lengths=[len(tokens)],
+            num_drafted=[4 if plan.decode_slots else 0],
         )
         outcome = scheduler.settle(result)
         scheduler.audit()
@@ -216,6 +231,16 @@ def test_a_run_of_tokens_is_accepted_whole() -> None:
     request, num_tokens = settled([51, 52, 53])
     assert request.output_token_ids == [50, 51, 52, 53] and num_tokens == [3]
     assert not request.finished
+    assert (request.num_drafted_tokens, request.num_accepted_tokens) == (4, 2)
+
+
+def test_tokens_behind_a_stop_string_were_not_accepted() -> None:
+    request, _ = settled([51, 52, 53])
+    request.drop(0)
+    assert (request.num_output_tokens, request.num_accepted_tokens) == (4, 2)
+    request.drop(2)
+    assert request.output_token_ids == [50, 51]
+    assert (request.num_drafted_tokens, request.num_accepted_tokens) == (4, 0)
 
 
 @pytest.mark.parametrize("fields", [{}, {"ignore_eos": True, "stop_token_ids": [EOS]}])
@@ -224,6 +249,7 @@ def test_tokens_after_a_stop_token_in_the_same_run_are_dropped(fields: dict[str,
     assert request.output_token_ids == [50, 51, EOS] and num_tokens == [2]
     assert [entry.token_id for entry in request.logprobs] == [50, 51, EOS]
     assert request.finish_reason is FinishReason.STOP
+    assert (request.num_drafted_tokens, request.num_accepted_tokens) == (4, 1)
 
 
 def test_a_run_is_cut_at_the_length_limit_of_the_output() -> None:

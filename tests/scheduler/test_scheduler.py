@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.draft_policies import speculation_of
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import FakeDisk, FakeRunner, expected_output, mix
 from support.folders import ROOT
@@ -110,7 +111,6 @@ class Harness:
             disk=None if self.disk is None else Disk(self.disk, b"model"),
             num_snapshots=self.num_snapshots,
         )
-        lengths = random.Random(self.run_seed)
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
@@ -120,8 +120,7 @@ class Harness:
             policy=self.policy,
             conservativeness=self.conservativeness,
             client_share=self.client_share,
-            max_run=self.max_run,
-            choose_run=(lambda _: lengths.randint(1, self.max_run)) if self.runs_vary else None,
+            speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
         )

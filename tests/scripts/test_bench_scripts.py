@@ -142,6 +142,26 @@ def test_the_pipeline_benchmark_shows_how_long_each_stage_waits() -> None:
         assert 0 < float(whole.rstrip("%")) < 100 and 0 < float(middle.rstrip("%")) < 100
 
 
+def test_the_speculation_benchmark_compares_both_ways(tmp_path: Path) -> None:
+    options = ("--batch-size", "1,2", "--output-len", 24, "--requests", 3)
+    file = tmp_path / "figures.json"
+    lines = bench("bench_speculation.py", *options, "--draft-acceptance", 1, "--json", file)
+    assert any(line.startswith("speculation ngram: up to 3 drafts") for line in lines)
+    batches = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    assert [row[0].strip() for row in batches] == ["1", "2", "3"]
+    for row in batches:
+        off, on, ratio = (float(cell.replace(",", "")) for cell in row[1:4])
+        assert off > 0 and on / off == pytest.approx(ratio, rel=0.02)
+    shown = json.loads(file.read_text())
+    assert list(shown) == ["off", "on"]
+    assert shown["off"]["offline"]["draft_acceptance"] is None
+    # Whether drafts are made depends on the speed of the machine. Those behind an end do not count.
+    found = [*shown["on"]["batches"].values(), shown["on"]["offline"]]
+    shares = [each["draft_acceptance"] for each in found]
+    assert all(share is None or 0.5 < share <= 1 for share in shares)
+    assert all(1 <= each["tokens_per_step"] <= 4 for each in found)
+
+
 @pytest.mark.parametrize("arrivals", [(), ("--poisson",)])
 def test_the_mixed_benchmark_compares_the_times_between_tokens(arrivals: tuple[str, ...]) -> None:
     steady = ("--streams", 2, "--steady-input", 8, "--steady-output", 60, "--seconds", 0.5)

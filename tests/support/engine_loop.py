@@ -22,6 +22,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import OutputDelta, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.runs import SameDrafts
 from minisgl.text.tokenizer import Tokenizer
 
 VOCAB = 50
@@ -72,6 +73,7 @@ def loaded(
         Tokenizer.load(DEMO_FOLDER) if tokenizer is True else tokenizer or None,
         GenerationDefaults(frozenset({EOS})),
         "fake",
+        draft_policy=SameDrafts(config.num_drafts),
     )
 
 

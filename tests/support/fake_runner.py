@@ -164,7 +164,17 @@ class FakeRunner:
         self.num_computed_tokens += plan.num_tokens
         if plan.max_run == 1:
             return StepResult(plan.step, tokens, logprobs, scores)
-        return StepResult(plan.step, tokens, logprobs, scores, run_lengths=run_lengths)
+        num_drafted = self._num_drafted(plan)
+        return StepResult(
+            *(plan.step, tokens, logprobs, scores), run_lengths=run_lengths, num_drafted=num_drafted
+        )
+
+    def _num_drafted(self, plan: StepPlan) -> list[int] | None:
+        """The drafts of each sampled row, right and wrong; None for a plan without any."""
+        if plan.max_run == 1:
+            return None
+        decoding = (self._slots[slot].join.takes_drafts for slot in plan.decode_slots)
+        return [takes * (plan.max_run - 1) for takes in decoding] + [0] * plan.num_chunk_samples
 
     def _copy(self, copies: Copies) -> None:
         for load_id in copies.awaits:
@@ -189,7 +199,9 @@ class FakeRunner:
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
         self._has_runs |= plan.max_run > 1
-        result = StepResult(plan.step, [], run_lengths=[] if plan.max_run > 1 else None)
+        run_lengths: list[int] | None = [] if plan.max_run > 1 else None
+        num_drafted = self._num_drafted(plan)
+        result = StepResult(plan.step, [], run_lengths=run_lengths, num_drafted=num_drafted)
         rows = [self._slots[slot] for slot in plan.decode_slots]
         self._sampled = {}
         for slot in rows:

@@ -36,6 +36,7 @@ from minisgl.ranks.several_ranks import load_ranks
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
+from minisgl.scheduler.runs import SameDrafts
 from minisgl.tiers.disk.disk_cache import check_folder
 
 FOLDER = TemporaryDirectory()
@@ -82,8 +83,9 @@ def case_of(name: str) -> Case:
 
 
 def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
-    """The engine on a checkpoint without a tokenizer. `padded`: the largest batch that runs in the
-    shape of a captured one. `spawned`: has its ranks start as those of users do."""
+    """The engine on a checkpoint without a tokenizer, which verifies drafts in each step if it may
+    do so in any. `padded`: the largest batch that runs in the shape of a captured one. `spawned`:
+    has its ranks start as those of users do."""
     overlap = options.pop("overlap", True)
     starting = contextlib.nullcontext() if options.pop("spawned", False) else forked_ranks()
     padded = options.pop("padded", 0)
@@ -113,15 +115,21 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     if config.disk_cache:
         check_folder(config)
     defaults = GenerationDefaults(frozenset())
+    policy = SameDrafts(config.num_drafts)
     if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
-        return Loaded(alone, config, alone.capacity, facts, None, defaults, "test", disk=alone.disk)
+        return Loaded(
+            *(alone, config, alone.capacity, facts, None, defaults, "test"),
+            disk=alone.disk,
+            draft_policy=policy,
+        )
     with starting:
         runner = load_ranks(config, model_config, folder)
     return Loaded(
         *(runner, config, runner.capacity, facts, None, defaults, "test"),
         ranks=runner.others,
         disk=runner.disk,
+        draft_policy=policy,
     )
 
 
@@ -139,6 +147,8 @@ async def complete(
         text="",
         finish_reason=request.finish_reason.value,
         num_cached_tokens=request.num_cached_tokens,
+        num_drafted_tokens=request.num_drafted_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 

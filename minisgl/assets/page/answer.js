@@ -58,6 +58,7 @@ class AnswerView {
 			stats.tokens && `${number(stats.tokens)} tokens`,
 			stats.first && `first after ${seconds(stats.first)}`,
 			stats.tokens > 1 && stats.time > 0.05 && `${number((stats.tokens - 1) / stats.time)} tokens/s`,
+			stats.drafted && `${number(stats.accepted)} of ${number(stats.drafted)} drafts accepted`,
 			stats.prompt && `${percent(stats.cached / stats.prompt)} of the prompt cached`,
 		];
 		this.foot.replaceChildren(...[branchButtons(this.message), make("span", {}, facts.filter(Boolean).join(" · "))].filter(Boolean));

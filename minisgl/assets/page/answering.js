@@ -127,13 +127,19 @@ function take(message, chunk, time, before) {
 	if (chunk.error) throw new APIError(chunk.error.message);
 	const { stats } = message, { usage } = chunk, [{ delta = {}, finish_reason = null } = {}] = chunk.choices;
 	if (usage) {
+		const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } = usage.completion_tokens_details ?? {};
 		Object.assign(stats, {
 			prompt: usage.prompt_tokens,
 			tokens: usage.completion_tokens,
 			cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
 			reasoning: usage.completion_tokens_details?.reasoning_tokens,
+			accepted,
+			drafted: accepted + rejected,
 		});
-		if (before?.prompt) Object.assign(stats, { ...before, tokens: (before.tokens ?? 0) + usage.completion_tokens });
+		if (before?.prompt) {
+			const sums = ["tokens", "accepted", "drafted"].map(name => [name, (before[name] ?? 0) + stats[name]]);
+			Object.assign(stats, before, Object.fromEntries(sums));
+		}
 	}
 	const { content, tool_calls = [], reasoning_content: thought = delta.reasoning } = delta;
 	if (content || thought || tool_calls.length) {

@@ -298,7 +298,7 @@ class _Run:
             raise OnlineRunError("an answer ended without text or without [DONE]")
         times_s = [at - self._began for at in times]
         num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
-        cached = usage.details
+        cached, (num_drafted, num_accepted) = usage.details, usage.drafts
         record = RequestRecord(
             submitted_s=answer.sent - self._began,
             first_token_s=times_s[0],
@@ -310,6 +310,8 @@ class _Run:
             num_host_tokens=cached.host_cached_tokens or 0,
             num_disk_tokens=cached.disk_cached_tokens or 0,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
+            num_drafted_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
             structured=asked.structured,
         )
         return StreamedRequest(

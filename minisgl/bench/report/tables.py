@@ -37,10 +37,20 @@ class PointResult:
         return self.point._asdict() | shown
 
 
+DRAFT_HEADINGS = ["drafts accepted", "tokens/step"]
+
+
 def sweep_tables(found: Sequence[PointResult], width: int) -> list[Table]:
     """A sweep as a table with a row for each point; see `fitting_tables`."""
-    headings = _sweep_headings(found)
-    return fitting_tables(headings, [_sweep_row(one, len(headings)) for one in found], width)
+    figures = [one.figures for one in found]
+    headings, rows = _sweep_headings(found), [_sweep_row(one) for one in found]
+    if any(each.energy for each in figures):
+        headings += ["watts", "joules/token"]
+        rows = [row + energy_cells(each.energy) for row, each in zip(rows, figures, strict=True)]
+    if has_drafts(figures):
+        headings += DRAFT_HEADINGS
+        rows = [row + draft_cells(each) for row, each in zip(rows, figures, strict=True)]
+    return fitting_tables(headings, rows, width)
 
 
 def fitting_tables(
@@ -65,12 +75,10 @@ def _sweep_headings(found: Sequence[PointResult]) -> list[str]:
     for name in ("TTFT", "TPOT", "E2E"):
         headings += [f"{name} ms p50", f"{name} ms p99"]
     headings.append("failed" if found[0].figures.goodput is None else "good requests/s")
-    if any(one.figures.energy for one in found):
-        headings += ["watts", "joules/token"]
     return headings
 
 
-def _sweep_row(one: PointResult, num_cells: int) -> list[str]:
+def _sweep_row(one: PointResult) -> list[str]:
     figures, (rate, most) = one.figures, one.point
     cells = [
         "inf" if rate is None else f"{rate:g}",
@@ -84,7 +92,7 @@ def _sweep_row(one: PointResult, num_cells: int) -> list[str]:
         )
     good = figures.goodput
     cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
-    return [*cells, *energy_cells(figures.energy)][:num_cells]
+    return cells
 
 
 def _turned(
@@ -116,6 +124,15 @@ def energy_cells(energy: Energy | None) -> list[str]:
     if energy is None:
         return ["-", "-"]
     return [f"{energy.mean_watts:,.0f}", _known(energy.joules_per_output_token, ",.3f") or "-"]
+
+
+def has_drafts(figures: Sequence[Figures]) -> bool:
+    return any(each.draft_acceptance is not None for each in figures)
+
+
+def draft_cells(figures: Figures) -> list[str]:
+    """The part of the drafts that were accepted, and the output tokens of a request a step."""
+    return [_known(figures.draft_acceptance, ".1%") or "-", f"{figures.tokens_per_step:.2f}"]
 
 
 def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:
@@ -173,6 +190,9 @@ def _totals(figures: Figures) -> Table:
         "of them from host memory": figures.host_hit_rate and f"{figures.host_hit_rate:.1%}",
         "of them from disk": figures.disk_hit_rate and f"{figures.disk_hit_rate:.1%}",
         "output tokens": has_output and f"{figures.num_output_tokens:,}",
+        "drafts accepted": _known(figures.draft_acceptance, ".1%"),
+        "output tokens of a request a step": figures.draft_acceptance is not None
+        and f"{figures.tokens_per_step:.2f}",
         "steps": _known(figures.num_steps, ","),
         "of them as CUDA graphs": _known(figures.graph_share, ".1%"),
         "retractions": _known(figures.num_retractions, ","),

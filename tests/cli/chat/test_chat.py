@@ -32,7 +32,7 @@ from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
 from minisgl_cli.chat.model import ReplyDelta
 from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
-from minisgl_cli.chat.reply_record import ReplyRecord
+from minisgl_cli.chat.reply_record import ReplyRecord, stats_rows
 
 
 def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
@@ -49,6 +49,18 @@ def test_the_summary_reports_counts_and_speed() -> None:
     )
     assert answer.text == "aaaaa"
     assert answer.summary() == ("5 tokens · TTFT 250 ms · 10.0 tok/s · 6 of 8 prompt tokens cached")
+
+
+def test_summary_and_statistics_tell_which_drafts_were_accepted() -> None:
+    drafts: Any = {"num_drafted_tokens": 9, "num_accepted_tokens": 4}
+    first = answered((10.25, ReplyDelta("a", "", 1)), (10.75, ReplyDelta("b", "", 6, **drafts)))
+    assert first.summary() == (
+        "6 tokens · TTFT 250 ms · 10.0 tok/s · 4 of 9 drafts accepted · stopped"
+    )
+    none = answered((10.25, ReplyDelta("a", num_drafted_tokens=0, num_accepted_tokens=0)))
+    assert "draft" not in none.summary()
+    assert ("drafts accepted", "8 of 18 (44%)") in stats_rows([first, none, first])
+    assert "drafts accepted" not in dict(stats_rows([none]))
 
 
 def test_the_summary_of_one_token_has_no_rate() -> None:

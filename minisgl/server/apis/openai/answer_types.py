@@ -20,6 +20,10 @@ class PromptTokensDetails(Struct, omit_defaults=True):
 
 class CompletionTokensDetails(Struct):
     reasoning_tokens: int  # of blocks that are set apart from the content, with their markers
+    # With speculation: guesses of tokens that are in the answer, and those that are not; left out
+    # if none were verified.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):

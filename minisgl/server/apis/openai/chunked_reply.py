@@ -109,7 +109,13 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
     def events(self, delta: OutputDelta) -> bytes:
         events = b""
         if not self._started:
-            self.last = replace(delta, num_output_tokens=0, num_reasoning_tokens=0)
+            self.last = replace(
+                delta,
+                num_output_tokens=0,
+                num_reasoning_tokens=0,
+                num_drafted_tokens=0,
+                num_accepted_tokens=0,
+            )
             events = self._opening()
         text = self._take(delta)
         if not self._plain:
@@ -306,7 +312,14 @@ def usage_of(choices: Sequence[ChunkedChoice[Any]]) -> Usage:
             sum(choice.last.num_host_tokens for choice in firsts),
             sum(choice.last.num_disk_tokens for choice in firsts),
         ),
-        completion_tokens_details=CompletionTokensDetails(
-            sum(choice.last.num_reasoning_tokens for choice in choices)
-        ),
+        completion_tokens_details=_completion_details([choice.last for choice in choices]),
     )
+
+
+def _completion_details(lasts: Sequence[OutputDelta]) -> CompletionTokensDetails:
+    details = CompletionTokensDetails(sum(last.num_reasoning_tokens for last in lasts))
+    if num_drafted := sum(last.num_drafted_tokens for last in lasts):
+        num_accepted = sum(last.num_accepted_tokens for last in lasts)
+        details.accepted_prediction_tokens = num_accepted
+        details.rejected_prediction_tokens = num_drafted - num_accepted
+    return details
