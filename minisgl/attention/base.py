@@ -83,6 +83,7 @@ class BatchSlots(NamedTuple):
 
     decodes: Tensor  # [num_decodes] int64: the slot of each run of decode rows
     segments: Segments  # of the chunks; a chunk that leaves snapshots is several
+    num_kept: Tensor | None = None  # as in Runs; None if no state lacks a row
 
 
 @dataclass(frozen=True, slots=True)

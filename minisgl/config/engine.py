@@ -206,7 +206,9 @@ class EngineConfig:
     speculative: str | None = option(
         None,
         "Guess several tokens ahead and verify them in one step, which changes no answer: ngram "
-        "(what followed the same words before, in prompt and answer).",
+        "(what followed the same words before, in prompt and answer), mtp (with the layers for it "
+        "that come with Qwen3.5 and later), or the folder or Hugging Face id of an EAGLE-3 head or "
+        "of a small model with the same vocabulary.",
         group="Speculation",
     )
     draft_tokens: int = option(
@@ -261,8 +263,8 @@ class EngineConfig:
             refuse(self, "key_share", "allowed: above 0 and at most 1")
         if not self.step_timeout > 0:
             refuse(self, "step_timeout", "allowed: a number above 0, or inf")
-        if self.speculative not in (None, "ngram"):
-            refuse(self, "speculative", one_of(("ngram",)))
+        if self.speculative == "":
+            refuse(self, "speculative", "allowed: ngram, mtp, or the drafter's folder or Hub id")
         if not 1 <= self.draft_tokens <= MOST_DRAFTS:
             refuse(self, "draft_tokens", f"allowed: 1 to {MOST_DRAFTS}")
         self._check_acceptance()

@@ -64,21 +64,41 @@ class SharedKV:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state of a request in one layer: tensors whose sizes do not depend on its length."""
+    """The state of a request in one layer: tensors whose sizes do not depend on its length.
+
+    Of the rows of a run, of which only the first may count, a layer keeps what it needs to advance
+    the state by them once that is known.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]  # of each, one of DTYPES
     num_heads: int = 1  # ranks divide the first dimension of each by them
+    row_sizes: tuple[int, ...] = ()  # of what is kept of a row, in the first dtype; divided as well
+    num_rows: int = 0  # that are kept
+
+    @property
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The dtype and the shape of each: of the state, then of the rows."""
+        kept = [(self.dtypes[0], (self.num_rows, size)) for size in self.row_sizes]
+        state = zip(self.dtypes, self.shapes, strict=True)
+        return (*state, *(kept if self.num_rows else ()))
 
     @property
     def bytes_per_slot(self) -> int:
-        tensors = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in self.tensors)
+
+    def for_runs(self, max_run: int) -> StateSpec:
+        """The state of a request whose steps compute runs of up to `max_run` rows."""
+        return replace(self, num_rows=max_run if max_run > 1 else 0)
 
     def on_rank(self, num_ranks: int) -> StateSpec:
         """The state on one of `num_ranks` ranks, which must divide the number of heads."""
-        shapes = tuple((first // num_ranks, *others) for first, *others in self.shapes)
-        return replace(self, shapes=shapes, num_heads=self.num_heads // num_ranks)
+        return replace(
+            self,
+            shapes=tuple((first // num_ranks, *others) for first, *others in self.shapes),
+            num_heads=self.num_heads // num_ranks,
+            row_sizes=tuple(size // num_ranks for size in self.row_sizes),
+        )
 
 
 LayerSpec = KVSpec | SharedKV | StateSpec  # what a layer keeps between steps
@@ -200,6 +220,9 @@ class ModelFacts:
     one_rank: str | None = None  # why the model cannot be divided over ranks; None: it can
     one_stage: str | None = None  # why it cannot be split into stages; None: it can
     divides_heads: bool = True  # each rank attends for its own heads; else each for all
+    # Of the network that drafts, whose KV lies in the same pages.
+    draft_layers: tuple[AttentionSpec, ...] = ()
+    drafts_look_ahead: bool = False  # its KV of a token depends on the next one
 
     @property
     def fp8_activations(self) -> bool:
@@ -210,8 +233,9 @@ class ModelFacts:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """Of each layer that attends."""
-        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+        """Of each layer that attends, also of those that draft."""
+        of_layers = tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+        return of_layers + self.draft_layers
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -219,14 +243,16 @@ class ModelFacts:
         return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
 
     def layer_specs(self, dtype: str) -> tuple[KVSpec | StateSpec, ...]:
-        """What each layer keeps, with KV caches in `dtype`: one of DTYPES, or FP8."""
+        """What each layer keeps, with KV caches in `dtype`: one of DTYPES, or FP8; those that draft
+        come last."""
         scales = [UNSCALED] * len(self.layers)
         if dtype == FP8 and self.kv_scales is not None:
             scales = list(self.kv_scales)
-        return tuple(
+        of_layers = tuple(
             spec.kv(dtype, its) if isinstance(spec, AttentionSpec) else spec
             for spec, its in zip(self.layers, scales, strict=True)
         )
+        return of_layers + tuple(spec.kv(dtype) for spec in self.draft_layers)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """The KV cache of each layer that attends, in `dtype` as for layer_specs."""
@@ -269,7 +295,11 @@ class ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         if not self.divides_heads:
             return self
-        return replace(self, layers=tuple(spec.on_rank(num_ranks) for spec in self.layers))
+        return replace(
+            self,
+            layers=tuple(spec.on_rank(num_ranks) for spec in self.layers),
+            draft_layers=tuple(spec.on_rank(num_ranks) for spec in self.draft_layers),
+        )
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each of `num_stages` pipeline stages, of about equal work in decoding,

@@ -173,7 +173,7 @@ def resolve(
         "disk_cache": config.disk_cache or "",
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
-        "num_drafts": _resolve_drafts(config, model, notes),
+        "num_drafts": _resolve_drafts(config, model),
         "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
@@ -374,15 +374,14 @@ def _resolve_graphs(
     return min(wanted, config.max_running_requests)
 
 
-def _resolve_drafts(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:
+def _resolve_drafts(config: EngineConfig, model: ModelFacts) -> int:
     """Number of drafts of a step; 0: none."""
     if config.speculative is None:
         return 0
     if config.task in ("embed", "rerank"):
         refuse(config, "speculative", f"--task {config.task} samples no tokens; allowed: none")
-    if model.states:
-        notes.append("no speculation: layers of this model keep a state, which drafts would change")
-        return 0
+    if model.draft_layers and config.pp > 1:
+        refuse(config, "speculative", "with --pp allowed: ngram, or --tp instead of --pp")
     return config.draft_tokens
 
 

@@ -41,6 +41,7 @@ class DraftStep:
     output_index: Tensor  # [num_samples] int64: of the tokens that were sampled
     sample_rows: Tensor | None  # [num_samples] int64: rows of the batch; None: all, in order
     chunk_next_tokens: Tensor | None  # [num_chunks] int64: tokens behind the chunks; -1: unknown
+    tapped: Tensor | None = None  # [num_rows, any], of Drafter.taps as Taps has them; None: none
 
     @property
     def run(self) -> int:
@@ -96,6 +97,11 @@ class Drafter(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """Whether the KV that its layers write for a position depends on the token behind it."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the model whose input it needs."""
         ...
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:

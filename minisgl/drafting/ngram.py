@@ -18,6 +18,7 @@ class NgramDrafter:
     them that agrees with their end."""
 
     looks_ahead = False
+    taps: tuple[int, ...] = ()
 
     def __init__(self, num_slots: int, max_seq_len: int, lanes: Lanes) -> None:
         self._lanes = lanes

@@ -19,6 +19,7 @@ from minisgl.config import (
     resolve,
     slot_bytes,
 )
+from minisgl.drafting.networks.loading import find_network
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -178,6 +179,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
+            looks_ahead=loaded.model.drafts_look_ahead,
         ),
         num_slots=capacity.num_slots,
         max_seq_len=capacity.max_seq_len,
@@ -225,7 +227,11 @@ def _prepare(config: EngineConfig) -> _Prepared:
     )
     if config.kv_cache_dtype != "model" and config.load_format != "dummy":
         model_config = with_kv_scales(model_config, folder)
-    facts = model_config.facts()
+    facts, drafts = model_config.facts(), config.speculative or ""
+    if network := find_network(
+        drafts, model_config, folder, load_format=config.load_format, num_ranks=config.tp
+    ):
+        facts = network.added_to(facts)
     # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())

@@ -24,3 +24,21 @@ class Segments(NamedTuple):
     sources: Tensor  # [num_segments] int64
     slots: Tensor  # [num_segments] int64
     row_starts: Tensor  # [num_segments + 1] int32: first row of each, then the end of the last
+
+
+class Runs(NamedTuple):
+    """Decode rows of several requests, `size` rows of each, one run after the other.
+
+    Which of the rows of a run count is known in the next step. So the state of a slot lacks the
+    rows of its last run, which are kept beside it. A run of one row counts, and is not kept.
+    """
+
+    slots: Tensor  # [num_runs] int64; only the scratch slot may occur more than once
+    num_kept: Tensor  # [num_runs] int32: kept rows that count, by which the state advances first
+    size: int
+
+    @staticmethod
+    def of(slots: Tensor, num_kept: Tensor | None, num_rows: int) -> Runs:
+        """The runs of `num_rows` rows in all."""
+        assert num_kept is not None, "the layer keeps rows"
+        return Runs(slots, num_kept, num_rows // len(slots))

@@ -93,6 +93,7 @@ class KVCacheManager:
         disk: Disk | None = None,
         max_in_transit: int = 0,
         num_snapshots: int | None = None,
+        looks_ahead: bool = False,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: number of pages that travel there beside a decode step without disturbing
@@ -100,6 +101,7 @@ class KVCacheManager:
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
         always fit. num_snapshots: of the states of requests; None: the model keeps none.
+        looks_ahead: what a page has of its last token depends on the next one.
         """
         self.page_size = page_size
         self.num_pages = num_pages
@@ -115,9 +117,8 @@ class KVCacheManager:
         keeps = cache_type == "radix"
         self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
         self._takes_snapshots = keeps and bool(num_snapshots)
-        self._cache = RadixCache(
-            page_size, self._host, self._disk, keeps=keeps, snapshots=self.snapshots
-        )
+        tiers, ahead = (self._host, self._disk), looks_ahead
+        self._cache = RadixCache(page_size, *tiers, self.snapshots, keeps=keeps, looks_ahead=ahead)
         self._leases: set[Lease] = set()
         self.loads = Loads(self._cache, self._device, max_loading)
         self.transits = Transits(self._cache, self._device, self._host, self.loads, max_in_transit)

@@ -67,7 +67,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' K and V into the layer's KV cache."""
-        qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
+        return self.attend(*self.qkv_proj.product.of_norm(residual, norm), step)
+
+    def attend(self, qkv: Tensor, rows: Tensor, step: Step) -> Residual:
+        """As forward, given q, k and v of x, and the stream as one tensor."""
         kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_tables[self._layer])
         if not self.has_gate:
             out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
-from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.segments import Runs
 from minisgl.layers.convolution import Convolution
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
@@ -52,6 +53,7 @@ class DeltaHeads:
             ),
             dtypes=(dtype, "float32"),
             num_heads=self.num_key_heads,
+            row_sizes=(channels, self.num_value_heads, self.num_value_heads),
         )
 
 
@@ -108,11 +110,13 @@ class GatedDeltaNet(nn.Module):
 
     def _delta(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
         """Returns [num_rows, value heads, value_dim]."""
-        conv_states, states = step.state(self._layer).tensors
+        conv_states, states, *kept = step.state(self._layer).tensors
         weight, batch = self.conv1d.weight[:, 0], step.batch
         parts: list[Tensor] = []
         num_decodes = batch.decodes.num_rows
-        if num_decodes:
+        if num_decodes and kept:
+            parts.append(self._delta_of_runs(qkv[:num_decodes], gates, step))
+        elif num_decodes:
             slots = batch.slots.decodes
             convolved = delta_net.causal_conv_decode(
                 qkv[:num_decodes], weight, None, conv_states, slots
@@ -129,6 +133,24 @@ class GatedDeltaNet(nn.Module):
             of_rows = gates._replace(a=gates.a[num_decodes:], b=gates.b[num_decodes:])
             parts.append(delta_net.gated_delta_prefill(q, k, v, of_rows, states, segments))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _delta_of_runs(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
+        """As _delta, of decode rows of which not all may count. gates: of all rows."""
+        conv_states, states, *kept = step.state(self._layer).tensors
+        num_rows, weight, slots = len(qkv), self.conv1d.weight[:, 0], step.batch.slots
+        runs = Runs.of(slots.decodes, slots.num_kept, num_rows)
+        older, newer = delta_net.causal_conv_runs(qkv, weight, None, conv_states, kept[0], runs)
+        of_rows = gates._replace(a=gates.a[:num_rows], b=gates.b[:num_rows])
+        of_kept = gates._replace(
+            a=delta_net.swap_rows(of_rows.a, kept[1], runs),
+            b=delta_net.swap_rows(of_rows.b, kept[2], runs),
+        )
+        return delta_net.gated_delta_runs(
+            DeltaRows(*self._split(older), of_kept),
+            DeltaRows(*self._split(newer), of_rows),
+            states,
+            runs,
+        )
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads of queries, keys and values."""

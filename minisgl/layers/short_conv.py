@@ -10,6 +10,7 @@ from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.segments import Runs
 from minisgl.layers.convolution import Convolution
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear
@@ -22,7 +23,9 @@ _PARTS = ("b", "c", "x")  # the gate of the inputs, that of the results, and the
 
 def state_of(channels: int, width: int, dtype: str) -> StateSpec:
     """What a request keeps: the last inputs of the convolution, in the dtype of the activations."""
-    return StateSpec(shapes=((channels, width - 1),), dtypes=(dtype,), num_heads=channels)
+    return StateSpec(
+        shapes=((channels, width - 1),), dtypes=(dtype,), num_heads=channels, row_sizes=(channels,)
+    )
 
 
 class ShortConv(nn.Module):
@@ -51,12 +54,18 @@ class ShortConv(nn.Module):
         return self.out_proj.add_to(gate_of_result * self._convolved(gate * x, step), rows)
 
     def _convolved(self, x: Tensor, step: Step) -> Tensor:
-        (state,) = step.state(self._layer).tensors
+        state, *kept = step.state(self._layer).tensors
         weight, slots = self.conv.weight[:, 0], step.batch.slots
         num_decodes = step.batch.decodes.num_rows
         decoded, rows = x[:num_decodes], x[num_decodes:]
         parts: list[Tensor] = []
-        if len(decoded):
+        if len(decoded) and kept:
+            runs = Runs.of(slots.decodes, slots.num_kept, num_decodes)
+            _, newer = delta_net.causal_conv_runs(
+                decoded, weight, None, state, kept[0], runs, silu=False
+            )
+            parts.append(newer)
+        elif len(decoded):
             operands = decoded, weight, None, state, slots.decodes
             parts.append(delta_net.causal_conv_decode(*operands, silu=False))
         if len(rows):

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _AT_THE_END = (_HEAD, "norm.weight")  # of the last stage
 GIB, MIB = 1 << 30, 1 << 20
-_DUMMY_SEED = 0
+DUMMY_SEED = 0
 
 # Called with the number of bytes filled so far, and the total.
 Progress = Callable[[int, int], None]
@@ -102,7 +102,7 @@ def load_model(
         assert isinstance(config, AdoptedConfig)
         blueprint = Blueprint(config, dtype, device, max_seq_len, ranks, layers)
         names, made = blueprint.names(), blueprint.build
-    format = _weight_format(config, folder, files, dtype, device, names)
+    format = weight_format(config.quantization, folder, files, dtype, device, names)
     model = made(format=format)
     module = model if isinstance(model, CausalLM) else model.module
     if files:
@@ -111,16 +111,16 @@ def load_model(
             if isinstance(model, CausalLM)
             else model.destinations(config.quantization)
         )
-        _fill_from_files(to, names, files, progress or (lambda done, total: None))
+        fill_from_files(to, names, files, progress or (lambda done, total: None))
     else:
         # The same for all stages, so that a head that is an embedding is that of the first.
-        fill_randomly(module, device, _DUMMY_SEED + ranks.rank)
+        fill_randomly(module, device, DUMMY_SEED + ranks.rank)
     if isinstance(format, QuantizedFormat):
-        _log_quantized(module, replace(format.scheme, activations=format.activations))
+        log_quantized(module, replace(format.scheme, activations=format.activations))
     return model
 
 
-def _log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
+def log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
     """Which weights are quantised how, and the memory of this rank's."""
     num_maps = num_quantized = num_bytes = 0
     for path, module in model.named_modules():
@@ -145,8 +145,8 @@ def _shown(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
-def _weight_format(
-    config: ModelConfig,
+def weight_format(
+    scheme: QuantScheme | None,
     folder: Path,
     files: list[Path],
     dtype: torch.dtype,
@@ -154,12 +154,12 @@ def _weight_format(
     names: Names,
 ) -> WeightFormat:
     """files: of the weights; none: they are made up, and quantised as the config says."""
-    scheme, scales = config.quantization, dtype
+    scales = dtype
     is_quantized = names.is_quantizable
     if scheme is not None and scheme.only_experts:
         is_quantized = are_experts
     if files:
-        stored = _headers(files, names)
+        stored = stored_tensors(files, names)
         maps = quantized_maps(stored, scheme, folder)
         if scheme is not None and scheme.storage != Storage.FLOAT:
             is_quantized, scales = maps.__contains__, scale_dtype(stored, maps, dtype)
@@ -175,7 +175,7 @@ def _weight_format(
     )
 
 
-def _headers(files: list[Path], names: Names) -> dict[str, StoredTensor]:
+def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
     """The tensors of all files by their names in the model."""
     return {
         name: StoredTensor(stored_name, stored.get_dtype(), file)
@@ -197,7 +197,7 @@ def _destinations(model: CausalLM) -> Destinations:
     )
 
 
-def _fill_from_files(to: Destinations, names: Names, files: list[Path], progress: Progress) -> None:
+def fill_from_files(to: Destinations, names: Names, files: list[Path], progress: Progress) -> None:
     """Read the parts of this rank, one tensor at a time. Raises CheckpointError if a tensor is
     missing or left over, is there twice, or is another one than the model has."""
     targets, stacks = to.targets, to.stacks

@@ -27,7 +27,7 @@ TEXT = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 WITH_TOWER = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 _TOWER = "visual"
-_DRAFTER = "mtp"
+DRAFTER = "mtp"
 # Of the config of a model with a tower, beside text_config.
 _FIELDS_OF_WHOLE = field_names(
     """architectures model_type text_config vision_config image_token_id video_token_id
@@ -146,7 +146,7 @@ def name_of(stored_name: str) -> str | None:
     """What a tensor of a checkpoint is called in the model; None for what is left aside: the tower,
     and the layers that draft tokens."""
     name = stored_name.removeprefix("model.")
-    if name.startswith((f"{_TOWER}.", f"{_DRAFTER}.")):
+    if name.startswith((f"{_TOWER}.", f"{DRAFTER}.")):
         return None
     return name.removeprefix("language_model.")
 

@@ -28,6 +28,7 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig
+from minisgl.models.decoder import Taps
 from minisgl.models.rope import Rotations
 from minisgl.shards import vocab_shard, whole
 
@@ -160,6 +161,7 @@ class CausalLM(nn.Module):
         states: Sequence[LayerState],
         attention: Attention,
         received: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """As in Decoder: the rows after the final norm; of a stage that is not the last, the
         residual stream."""
@@ -170,7 +172,9 @@ class CausalLM(nn.Module):
         residual = Residual(received)
         by_number = dict(zip(self._numbers, states, strict=True))
         step = Step(batch, by_number, attention, self.rope.tables)
-        for layer in self.layers.values():
+        for number, layer in zip(self._numbers, self.layers.values(), strict=True):
+            if taps is not None:
+                residual = taps.tapped(residual, number, layer)
             residual = layer(residual, step)
         if self.norm is None:
             assert isinstance(layer, DecoderLayer)

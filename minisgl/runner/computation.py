@@ -57,6 +57,7 @@ class Computation:
         self.stage = stage = stage or whole_model()
         self._model = model
         self._drafter = drafter
+        self._num_layers = len(states) - (len(drafter.layer_specs("float32")) if drafter else 0)
         self._attention = attention
         self._captured_attention = captured_attention
         self.sampler = Sampler(
@@ -69,6 +70,7 @@ class Computation:
             prompt_lengths=self.sampler.num_prompt_tokens,
             lanes=lanes,
             max_run=max_run,
+            has_states=any(isinstance(state, StateBySlot) for state in states),
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
@@ -114,12 +116,16 @@ class Computation:
         inputs, samples = self.tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
-        hidden = self._model(inputs, self.states, attention, received)
+        states, taps = self.states[: self._num_layers], None
+        if self._drafter is not None:
+            taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
+        hidden = self._model(inputs, states, attention, received, taps)
         if self._drafter is not None:
             step = DraftStep(
                 *(inputs, hidden, self.tables.state, self.states, attention),
                 *(samples.slots, samples.output_index, samples.rows),
                 None if chunks is None else chunks.next_tokens,
+                None if taps is None else taps.rows,
             )
             samples = replace(samples, drafting=step)
         return hidden, samples

@@ -13,11 +13,14 @@ import torch
 
 from minisgl.attention.backends import make_attention, make_captured_attention
 from minisgl.attention.base import AttentionShape
-from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig
+from minisgl.config import Capacity, LayerSpec, ModelFacts, ResolvedConfig, StateSpec
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.drafting.drafter import Drafter
+from minisgl.drafting.network_drafter import NetworkDrafter
+from minisgl.drafting.networks.loading import find_network, load_network
+from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.drafting.ngram import NgramDrafter
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -85,11 +88,31 @@ def load_runner(
     lanes.enter_thread()
     free_at_start = free_bytes(device)
     pipeline = pipeline or OneStage(ranks)
-    layers = model_config.facts().stages(pipeline.size)[pipeline.stage]
-    facts = model_config.facts().on_rank(config.tp).on_stage(layers)
+    facts = model_config.facts()
+    drafting = find_network(
+        config.speculative, model_config, folder, load_format=config.load_format
+    )
+    if drafting is not None:
+        facts = drafting.added_to(facts)
+    layers = facts.stages(pipeline.size)[pipeline.stage]
+    facts = facts.on_rank(config.tp).on_stage(layers)
     model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
+    network: DraftNetwork | None = None
+    if drafting is not None:
+        report("loading the drafter", 0.0)
+        network = load_network(
+            drafting,
+            model,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            load_format=config.load_format,
+            max_seq_len=config.max_seq_len,
+            ranks=ranks,
+        )
     report("tuning GEMMs", 0.0)
-    layer_specs = model.layer_specs(config.kv_dtype)
+    if network is not None:
+        network.prepare()
+    layer_specs = _layer_specs(config, model, network)
     config = _with_fitting_slots(config, layer_specs, device, free_at_start, pipeline)
     copy_bytes = prepare_model(config, model, layer_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
@@ -99,7 +122,7 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    build = _Builder(config, facts, model, lanes, ranks, stage)
+    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
@@ -145,6 +168,17 @@ def load_runner(
         runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     return runner
+
+
+def _layer_specs(
+    config: ResolvedConfig, model: Decoder, network: DraftNetwork | None
+) -> list[LayerSpec]:
+    """What the layers of the model keep, then those of the network that drafts."""
+    of_model = (
+        spec.for_runs(config.max_run) if isinstance(spec, StateSpec) else spec
+        for spec in model.layer_specs(config.kv_dtype)
+    )
+    return [*of_model, *(network.layer_specs(config.kv_dtype) if network else ())]
 
 
 def _with_fitting_slots(
@@ -228,17 +262,21 @@ class _Builder:
         config: ResolvedConfig,
         facts: ModelFacts,
         model: Decoder,
+        layer_specs: Sequence[LayerSpec],
+        network: DraftNetwork | None,
         lanes: Lanes,
         ranks: Communicator,
         stage: Stage,
     ) -> None:
-        """facts: for this rank of its stage."""
+        """facts: for this rank of its stage. network: that drafts, if it is one."""
         self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
         self._stage = stage
         self._facts = facts
         self._model = model
+        self._layer_specs = layer_specs
+        self._network = network
         self._lanes = lanes
         shape = AttentionShape(
             layers=frozenset(self._facts.attention),
@@ -264,7 +302,7 @@ class _Builder:
         host cache."""
         config = self._config
         states = allocate_states(
-            self._model.layer_specs(config.kv_dtype),
+            self._layer_specs,
             num_pages=num_pages,
             page_size=config.page_size,
             num_slots=config.max_running_requests,
@@ -315,6 +353,8 @@ class _Builder:
     def _drafter(self, capacity: Capacity) -> Drafter | None:
         if not self._config.num_drafts or not self._stage.is_last:
             return None
+        if self._network is not None:
+            return NetworkDrafter(self._network)
         return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self._lanes)
 
 

@@ -52,9 +52,8 @@ def allocate_states(
                     k, v = (zeros(spec.dtype, num_pages, page_size, *its) for its in spec.shapes)
                     states.append(PagedKV(k, v, spec.scales))
                 case StateSpec():
-                    sizes = zip(spec.dtypes, spec.shapes, strict=True)
                     num = num_slots + 1 + num_snapshots
-                    tensors = tuple(zeros(dtype, num, *shape) for dtype, shape in sizes)
+                    tensors = tuple(zeros(dtype, num, *shape) for dtype, shape in spec.tensors)
                     states.append(StateBySlot(tensors))
                 case SharedKV():
                     states.append(states[spec.layer])

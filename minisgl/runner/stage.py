@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import SINGLE_RANK
 from minisgl.distributed.pipeline import OneStage, Pipeline
+from minisgl.models.decoder import Taps
 from minisgl.runner.stage_times import StageTimes
 from minisgl.scheduler.plan import StepPlan
 
@@ -50,6 +51,12 @@ class Stage:
         """Memory of the rows that are being sent, if steps have `num_rows` of them."""
         row_bytes = self.inbox.shape[1] * self.inbox.itemsize
         return 0 if self.is_last else self.pipeline.num_in_flight * num_rows * row_bytes
+
+    def taps(self, layers: tuple[int, ...], num_rows: int) -> Taps | None:
+        """Room for the residual stream of these layers; None if there are none."""
+        if not layers:
+            return None
+        return Taps(layers, self.inbox.new_empty((num_rows, len(layers) * self.inbox.shape[1])))
 
     def make_boxes(self, num_rows: int) -> None:
         """Make room for captured steps of up to `num_rows` rows."""

@@ -14,6 +14,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.kept_rows import KeptRows
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -45,9 +46,10 @@ class SlotTables:
         prompt_lengths: Tensor,
         lanes: Lanes,
         max_run: int = 1,
+        has_states: bool = False,
     ) -> None:
         """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
-        of all plans."""
+        of all plans. has_states: of a model with a StateBySlot."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
@@ -72,6 +74,7 @@ class SlotTables:
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device)
         self._max_run = max_run
+        self._kept = KeptRows(lengths, has_any=has_states and max_run > 1)
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
         self.counts_lengths = max_run == 1
@@ -144,10 +147,12 @@ class SlotTables:
         read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
         decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
         decode_slots = rows.slots[:: shape.run]
+        num_kept = self._kept.advance(decode_slots, rows.positions, shape.run)
         if chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
-            slots = BatchSlots(decode_slots, Segments(rows.slots[:0], rows.slots[:0], nothing))
+            no_segments = Segments(rows.slots[:0], rows.slots[:0], nothing)
+            slots = BatchSlots(decode_slots, no_segments, num_kept)
             inputs = ForwardBatch(
                 rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
             )
@@ -155,6 +160,7 @@ class SlotTables:
 
         state = self.state
         state.lengths[chunks.slots] = chunks.ends.int()
+        self._kept.cover(chunks.slots, chunks.ends)
         row_starts = chunks.row_starts.int()
         segments = Segments(chunks.slots, chunks.slots, row_starts)
         if shape.num_segments:
@@ -176,7 +182,7 @@ class SlotTables:
                 starts=starts,
                 lengths=lengths,
             ),
-            slots=BatchSlots(decode_slots, segments),
+            slots=BatchSlots(decode_slots, segments, num_kept),
         )
         decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]

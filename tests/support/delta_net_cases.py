@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels.gated_delta.reference import Gates
-from minisgl.kernels.segments import Segments
+from minisgl.kernels.segments import Runs, Segments
 
 # Source, slot and number of rows. The longest crosses chunks of 64 rows; one has no row; one starts
 # from another's snapshot; three continue one another through a snapshot in slot 1.
@@ -112,3 +112,11 @@ def recurrence(inputs: Inputs, segments: Segments) -> tuple[Tensor, Tensor]:
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.double().cpu(), wanted.double().cpu()
     return float((found - wanted).norm() / wanted.norm())
+
+
+RUN_SLOTS = (5, NUM_SLOTS, 0, 8)
+
+
+def runs_of(size: int, num_kept: Sequence[int], device: torch.device | str = "cpu") -> Runs:
+    slots = torch.tensor(RUN_SLOTS, device=device)
+    return Runs(slots, torch.tensor(num_kept, dtype=torch.int32, device=device), size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ class KnowingDrafter:
     streams: Sequence[Sequence[int]]
     vocab_size: int
     looks_ahead = False
+    taps: ClassVar[tuple[int, ...]] = ()
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     following: dict[int, Sequence[int]] = field(default_factory=dict)
 

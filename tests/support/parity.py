@@ -25,6 +25,7 @@ from support.checkpoints import (
 from support.forked_ranks import forked_ranks
 
 from minisgl.config import EngineConfig, resolve
+from minisgl.drafting.networks.loading import find_network
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import EngineStats
@@ -96,6 +97,14 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     if options.get("kv_cache_dtype") != "model":
         model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
+    if network := find_network(
+        options.get("speculative") or "",
+        model_config,
+        folder,
+        load_format="auto",
+        num_ranks=options.get("tp", 1),
+    ):
+        facts = network.added_to(facts)
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
     config = resolve(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.gated_delta import reference
-from minisgl.kernels.gated_delta.reference import Gates
-from minisgl.kernels.segments import Segments
+from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
+from minisgl.kernels.segments import Runs, Segments
 
 
 def causal_conv(
@@ -60,6 +60,36 @@ def causal_conv_decode(
     return reference.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
 
 
+def causal_conv_runs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    kept: Tensor,
+    runs: Runs,
+    *,
+    silu: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As causal_conv, for runs, of which x has the rows.
+
+    kept: [num_slots, max_run, channels], the rows of the last run of each slot, contiguous; the
+    first num_kept of a slot advance its state. Then those of x are kept, or, if a run is one row,
+    advance it as well. Returns the results of the kept rows, [num_runs · max_run, channels], where
+    those that do not count are undefined, and of the rows of x.
+    """
+    if runs_triton(x.device):
+        from minisgl.kernels.gated_delta import run_kernels
+
+        return run_kernels.causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
+    return reference.causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
+
+
+def swap_rows(x: Tensor, kept: Tensor, runs: Runs) -> Tensor:
+    """Keep x [num_runs · size, width] in `kept` [num_slots, max_run, width] unless a run is one
+    row, and return what was kept of these slots: [num_runs · max_run, width]."""
+    return reference.swap_rows(x, kept, runs)
+
+
 def gated_delta_prefill(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, segments: Segments
 ) -> Tensor:
@@ -90,6 +120,20 @@ def gated_delta_decode(
 
         return delta_decode.gated_delta_decode(q, k, v, gates, state, slots)
     return reference.gated_delta_decode(q, k, v, gates, state, slots)
+
+
+def gated_delta_runs(older: DeltaRows, newer: DeltaRows, state: Tensor, runs: Runs) -> Tensor:
+    """As gated_delta_prefill, for runs.
+
+    older: max_run rows of each run, of which the first num_kept advance the state. newer: the rows
+    of the runs, which leave the state as it is, unless a run is one row. The state is read and
+    written once. Returns the results of the newer rows, a new tensor like newer.v.
+    """
+    if runs_triton(newer.v.device):
+        from minisgl.kernels.gated_delta import run_kernels
+
+        return run_kernels.gated_delta_runs(older, newer, state, runs)
+    return reference.gated_delta_runs(older, newer, state, runs)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import rms_norm
-from minisgl.kernels.segments import Segments
+from minisgl.kernels.segments import Runs, Segments
 
 L2_EPS = 1e-6  # added to the square of the length of queries and keys
 
@@ -24,6 +24,15 @@ class Gates(NamedTuple):
     b: Tensor  # [num_rows, v_heads]
     a_log: Tensor  # [v_heads]
     dt_bias: Tensor  # [v_heads]
+
+
+class DeltaRows(NamedTuple):
+    """Rows for the gated delta rule, as `gated_delta_prefill` takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
 
 
 def causal_conv(
@@ -60,6 +69,44 @@ def causal_conv_decode(
     return F.silu(result) if silu else result
 
 
+def causal_conv_runs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    kept: Tensor,
+    runs: Runs,
+    *,
+    silu: bool = True,
+) -> tuple[Tensor, Tensor]:
+    slots, size = runs.slots, runs.size
+    past, own = state[slots], torch.arange(len(slots), device=x.device)
+
+    def advance(x: Tensor, past: Tensor) -> Tensor:
+        return causal_conv_decode(x, weight, bias, past, own, silu=silu)
+
+    older: list[Tensor] = []
+    for place, row in enumerate(kept[slots].unbind(1)):
+        after = past.clone()
+        older.append(advance(row, after))
+        past = after.where((place < runs.num_kept)[:, None, None], past)
+    rows = x.unflatten(0, (-1, size))
+    if size > 1:
+        state[slots] = past
+        kept[slots, :size] = rows
+    newer = [advance(row, past) for row in rows.unbind(1)]
+    if size == 1:
+        state[slots] = past
+    return torch.stack(older, dim=1).flatten(0, 1), torch.stack(newer, dim=1).flatten(0, 1)
+
+
+def swap_rows(x: Tensor, kept: Tensor, runs: Runs) -> Tensor:
+    older = kept[runs.slots]
+    if runs.size > 1:
+        kept[runs.slots, : runs.size] = x.unflatten(0, (-1, runs.size))
+    return older.flatten(0, 1)
+
+
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.conv1d(x, weight[:, None], bias, groups=len(weight))
 
@@ -84,6 +131,29 @@ def gated_delta_decode(
     out = _advance(current, *_tokens(q, k, v, gates))
     state[slots] = current
     return out.to(v.dtype)
+
+
+def gated_delta_runs(older: DeltaRows, newer: DeltaRows, state: Tensor, runs: Runs) -> Tensor:
+    slots, size = runs.slots, runs.size
+    current, num_kept = state[slots], runs.num_kept[:, None, None, None]
+
+    def advance(rows: DeltaRows, num: int, place: int) -> Tensor:
+        q, k, v, gates = rows
+        parts = (part.unflatten(0, (-1, num))[:, place] for part in (q, k, v, gates.a, gates.b))
+        q, k, v, a, b = parts
+        return _advance(current, *_tokens(q, k, v, gates._replace(a=a, b=b)))
+
+    most = len(older.v) // max(1, len(slots))
+    for place in range(most):
+        before = current.clone()
+        advance(older, most, place)
+        current = current.where(place < num_kept, before)
+    if size > 1:
+        state[slots] = current
+    out = torch.stack([advance(newer, size, place) for place in range(size)], dim=1)
+    if size == 1:
+        state[slots] = current
+    return out.flatten(0, 1).to(newer.v.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,6 +26,7 @@ from minisgl.models.adopted.names import joined_maps
 from minisgl.models.adopted.rows import computed, rows_of
 from minisgl.models.adopted.stages import OtherStages
 from minisgl.models.adopted.swap import PACKED
+from minisgl.models.decoder import Taps
 from minisgl.models.target import Target
 from minisgl.models.targets import (
     Destinations,
@@ -112,8 +113,10 @@ class AdoptedModel:
         states: Sequence[LayerState],
         attention: Attention,
         received: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """As in Decoder."""
+        assert taps is None, "the code of transformers leaves no residual stream"
         by_number = dict(zip(self._layers, states, strict=True))
         self._seat.step = Step(batch, by_number, attention, {})
         if self._stages is not None:

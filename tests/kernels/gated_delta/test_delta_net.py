@@ -10,11 +10,13 @@ import pytest
 import torch
 from support.delta_net_cases import (
     NUM_SLOTS,
+    RUN_SLOTS,
     UNREAD,
     Heads,
     Inputs,
     recurrence,
     relative_error,
+    runs_of,
     segments_of,
 )
 from torch import Tensor
@@ -24,10 +26,14 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from minisgl.kernels.gated_delta.delta_net import (
     causal_conv,
     causal_conv_decode,
+    causal_conv_runs,
     gated_delta_decode,
     gated_delta_prefill,
+    gated_delta_runs,
     gated_rms_norm,
+    swap_rows,
 )
+from minisgl.kernels.gated_delta.reference import DeltaRows
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
@@ -136,3 +142,94 @@ def test_the_gated_norm_is_that_of_transformers(norm: Any, dtype: torch.dtype) -
     x, gate = torch.randn(2, 5, 3, 16).to(dtype)
     found = gated_rms_norm(x, gate, layer.weight.detach(), 1e-6)
     torch.testing.assert_close(found, layer(x, gate).detach(), rtol=1e-6, atol=1e-6)
+
+
+# Of each step: the rows of a run, and how many of them count in the slots that are not scratch.
+STEPS = (
+    (3, (1, 1, 3, 2)),
+    (3, (3, 1, 1, 2)),
+    (1, (1, 1, 1, 1)),
+    (4, (2, 4, 4, 1)),
+    (2, (1, 2, 2, 1)),
+)
+MOST = 4
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_only_rows_that_count_advance_a_convolution(silu: bool) -> None:
+    channels = 5
+    weight, state = torch.randn(channels, 4), torch.randn(NUM_SLOTS + 1, channels, 3)
+    alone = state.clone()
+    kept, num_kept = torch.randn(NUM_SLOTS + 1, MOST, channels), (0, 0, 0, 0)
+    for size, counts in STEPS:
+        runs = runs_of(size, num_kept)
+        rows = torch.randn(len(RUN_SLOTS) * size, channels)
+        _, newer = causal_conv_runs(rows, weight, None, state, kept, runs, silu=silu)
+        for place, slot in enumerate(RUN_SLOTS):
+            if slot == NUM_SLOTS:
+                continue
+            for index in range(size):
+                ahead = alone if index < counts[place] else alone.clone()
+                row, own = place * size + index, torch.tensor([slot])
+                if index < counts[place]:
+                    wanted = causal_conv_decode(
+                        rows[row, None], weight, None, ahead, own, silu=silu
+                    )
+                    torch.testing.assert_close(newer[row, None], wanted)
+        num_kept = counts if size > 1 else (0, 0, 0, 0)
+    last = torch.randn(len(RUN_SLOTS), channels)
+    causal_conv_runs(last, weight, None, state, kept, runs_of(1, num_kept), silu=silu)
+    real = torch.tensor([slot for slot in RUN_SLOTS if slot < NUM_SLOTS])
+    causal_conv_decode(last[[0, 2, 3]], weight, None, alone, real, silu=silu)
+    torch.testing.assert_close(state[:-1], alone[:-1])
+
+
+def test_only_rows_that_count_advance_a_delta_net() -> None:
+    heads = Heads()
+    first = Inputs.draw(MOST * len(RUN_SLOTS), heads, torch.float32)
+    state, alone = first.state.clone(), first.state.clone()
+    older = DeltaRows(first.q, first.k, first.v, first.gates)
+    num_kept: tuple[int, ...] = (0, 0, 0, 0)
+    for step, (size, counts) in enumerate(STEPS):
+        drawn = Inputs.draw(size * len(RUN_SLOTS) + step, heads, torch.float32)
+        rows = slice(0, size * len(RUN_SLOTS))
+        gates = first.gates._replace(a=drawn.gates.a[rows], b=drawn.gates.b[rows])
+        newer = DeltaRows(drawn.q[rows], drawn.k[rows], drawn.v[rows], gates)
+        out = gated_delta_runs(older, newer, state, runs_of(size, num_kept))
+        for place, slot in enumerate(RUN_SLOTS):
+            for index in range(counts[place] if slot < NUM_SLOTS else 0):
+                row = slice(place * size + index, place * size + index + 1)
+                of_row = gates._replace(a=gates.a[row], b=gates.b[row])
+                wanted = gated_delta_decode(
+                    *(part[row] for part in newer[:3]), of_row, alone, torch.tensor([slot])
+                )
+                torch.testing.assert_close(out[row], wanted)
+        older, num_kept = padded(newer, size), counts if size > 1 else (0, 0, 0, 0)
+    gated_delta_runs(older, older, state, runs_of(MOST, num_kept))
+    torch.testing.assert_close(state[:-1], alone[:-1])
+
+
+def padded(rows: DeltaRows, size: int) -> DeltaRows:
+    """Runs of MOST rows, of which the others are noise."""
+
+    def pad(part: Tensor) -> Tensor:
+        wide = torch.randn(len(RUN_SLOTS), MOST, *part.shape[1:])
+        wide[:, :size] = part.unflatten(0, (-1, size))
+        return wide.flatten(0, 1)
+
+    gates = rows.gates._replace(a=pad(rows.gates.a), b=pad(rows.gates.b))
+    return DeltaRows(pad(rows.q), pad(rows.k), pad(rows.v), gates)
+
+
+def test_rows_are_kept_until_the_next_run_of_their_slot() -> None:
+    kept = torch.randn(NUM_SLOTS + 1, MOST, 3)
+    before, runs = kept.clone(), runs_of(2, (0, 0, 0, 0))
+    x = torch.randn(len(RUN_SLOTS) * 2, 3)
+    assert torch.equal(swap_rows(x, kept, runs), before[runs.slots].flatten(0, 1))
+    assert torch.equal(kept[[5, 0, 8], :2].flatten(0, 1), x[[0, 1, 4, 5, 6, 7]])
+    assert torch.equal(kept[:, 2:], before[:, 2:]) and torch.equal(kept[1:5], before[1:5])
+    after = kept.clone()
+    assert torch.equal(
+        swap_rows(x[:4], kept, runs_of(1, (2, 1, 1, 2))), after[runs.slots].flatten(0, 1)
+    )
+    assert torch.equal(kept, after)

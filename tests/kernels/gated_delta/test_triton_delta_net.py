@@ -14,11 +14,13 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.delta_net_cases import (
     NUM_SLOTS,
+    RUN_SLOTS,
     UNREAD,
     Heads,
     Inputs,
     recurrence,
     relative_error,
+    runs_of,
     segments_of,
 )
 
@@ -27,6 +29,8 @@ from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_dec
 from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
+from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.gated_delta.run_kernels import causal_conv_runs, gated_delta_runs
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DeltaDecodeTiles, DeltaPrefillTiles
 
@@ -156,3 +160,48 @@ def test_the_gated_norm_takes_a_gate_among_other_columns(size: int, dtype: torch
     weight = torch.randn(size).to(DEVICE, dtype)
     wanted = reference.gated_rms_norm(x, gate, weight, 1e-6)
     torch.testing.assert_close(gated_rms_norm(x, gate, weight, 1e-6), wanted, **CLOSE[dtype])
+
+
+RUNS = [(1, (0, 0, 3, 4)), (3, (0, 1, 4, 2)), (4, (4, 0, 0, 1))]
+MOST = 4
+
+
+@pytest.mark.parametrize(("size", "num_kept"), RUNS)
+@pytest.mark.parametrize(("width", "biased", "dtype"), CONVOLUTIONS)
+def test_runs_are_convolved_as_in_the_reference(
+    size: int, num_kept: tuple[int, ...], width: int, biased: bool, dtype: torch.dtype
+) -> None:
+    runs = runs_of(size, num_kept, DEVICE)
+    x, weight, bias, state = inputs_of_convolution(len(RUN_SLOTS) * size, width, biased, dtype)
+    kept = torch.randn(NUM_SLOTS + 1, MOST, CHANNELS).to(DEVICE, dtype)
+    expected, rows, silu = state.clone(), kept.clone(), width != 2
+    wanted = reference.causal_conv_runs(x, weight, bias, expected, rows, runs, silu=silu)
+    found = causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
+    counts = torch.arange(MOST, device=DEVICE) < runs.num_kept[:, None]
+    older = (part[0].view(-1, MOST, CHANNELS)[counts] for part in (found, wanted))
+    torch.testing.assert_close(*older, **CLOSE[dtype])
+    torch.testing.assert_close(found[1], wanted[1], **CLOSE[dtype])
+    assert torch.equal(state[:-1], expected[:-1]) and torch.equal(kept[:-1], rows[:-1])
+
+
+@pytest.mark.parametrize(("size", "num_kept"), RUNS)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_runs_follow_the_rule_as_in_the_reference(
+    size: int, num_kept: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    runs, drawn = runs_of(size, num_kept, DEVICE), []
+    for rows in (MOST * len(RUN_SLOTS), size * len(RUN_SLOTS)):
+        inputs = Inputs.draw(rows + 1, Heads(), dtype, DEVICE)
+        gates = inputs.gates._replace(a=inputs.gates.a[:rows], b=inputs.gates.b[:rows])
+        drawn.append(DeltaRows(inputs.q[:rows], inputs.k[:rows], inputs.v[:rows], gates))
+    older, newer = drawn
+    of_layer = {"a_log": newer.gates.a_log, "dt_bias": newer.gates.dt_bias}
+    older = older._replace(gates=older.gates._replace(**of_layer))
+    state, expected = inputs.state, inputs.state.clone()
+    wanted = reference.gated_delta_runs(older, newer, expected, runs)
+    tiles = DeltaDecodeTiles(block_v=8, num_warps=1)
+    out = gated_delta_runs(older, newer, state, runs, tiles=tiles)
+    assert out.dtype == dtype
+    real = (runs.slots < NUM_SLOTS).repeat_interleave(size)
+    assert relative_error(out[real], wanted[real]) < BOUNDS[dtype][0]
+    assert relative_error(state[:-1], expected[:-1]) < BOUNDS[torch.float32][1]

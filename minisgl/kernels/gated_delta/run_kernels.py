@@ -1,0 +1,284 @@
+"""The operations of a gated delta net on runs of rows in Triton.
+
+The state lacks the rows of the last run; they are few, so a program advances its part by those that
+count, row by row, before it writes it once, and then computes the new rows from registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.gated_delta.delta_decode import check_heads
+from minisgl.kernels.gated_delta.delta_parts import decay_log, inverse_length, strength_of
+from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.segments import Runs
+from minisgl.kernels.tuning import DeltaDecodeTiles, tuning_of
+
+_CHANNELS = 256  # of a program
+
+
+def causal_conv_runs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    kept: Tensor,
+    runs: Runs,
+    *,
+    silu: bool = True,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
+    launch_options.py; it holds for `kept` and num_kept, too."""
+    num_runs, (channels, width), most = len(runs.slots), weight.shape, kept.shape[1]
+    assert x.stride(1) == 1 and weight.is_contiguous() and state.is_contiguous()
+    assert kept.is_contiguous() and kept.shape[2] == channels and runs.size <= most
+    older, newer = x.new_empty((num_runs * most, channels)), x.new_empty(x.shape)
+    if num_runs == 0:
+        return older, newer
+    _convolve_runs[(triton.cdiv(channels, _CHANNELS), num_runs)](
+        older,
+        newer,
+        x,
+        weight,
+        bias,
+        state,
+        kept,
+        runs.slots,
+        runs.num_kept,
+        x.stride(0),
+        channels=channels,
+        width=width,
+        most=most,
+        size=runs.size,
+        silu=silu,
+        block=_CHANNELS,
+        num_warps=2,
+        **pdl_options(x.device, pdl),
+    )
+    return older, newer
+
+
+def gated_delta_runs(
+    older: DeltaRows,
+    newer: DeltaRows,
+    state: Tensor,
+    runs: Runs,
+    *,
+    tiles: DeltaDecodeTiles | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """As in delta_net.py; sizes of heads are powers of two, pdl as above."""
+    q, k, v, gates = newer
+    num_runs, (_, v_heads, value_dim), (k_heads, key_dim) = len(runs.slots), v.shape, k.shape[1:]
+    check_heads(older.q, older.k, older.v, older.gates, state)
+    check_heads(q, k, v, gates, state)
+    tiles = tiles or tuning_of(v.device).delta_decode
+    block = min(tiles.block_v, value_dim)
+    out = v.new_empty(v.shape)
+    if num_runs == 0:
+        return out
+    _advance_runs[(v_heads * (value_dim // block), num_runs)](
+        out,
+        older.k,
+        older.v,
+        older.gates.a,
+        older.gates.b,
+        q,
+        k,
+        v,
+        gates.a,
+        gates.b,
+        gates.a_log,
+        gates.dt_bias,
+        state,
+        runs.slots,
+        runs.num_kept,
+        older.k.stride(0),
+        older.v.stride(0),
+        older.gates.a.stride(0),
+        older.gates.b.stride(0),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        gates.a.stride(0),
+        gates.b.stride(0),
+        most=len(older.v) // num_runs,
+        size=runs.size,
+        v_heads=v_heads,
+        group=v_heads // k_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        block=block,
+        num_warps=tiles.num_warps,
+        **pdl_options(v.device, pdl),
+    )
+    return out
+
+
+@triton.jit
+def _convolve_runs(
+    older,
+    newer,
+    x,
+    weight,
+    bias,
+    state,
+    kept,
+    slots,
+    num_kept,
+    x_stride,
+    channels: tl.constexpr,
+    width: tl.constexpr,
+    most: tl.constexpr,
+    size: tl.constexpr,
+    silu: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of the channels of a run."""
+    run = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * block + tl.arange(0, block)
+    inside = channel < channels
+    slot, count = tl.load(slots + run), tl.load(num_kept + run)
+    past = state + (slot * channels + channel) * (width - 1)
+    rows = kept + slot * (most * channels) + channel
+    seen, factors = (), ()
+    for tap in tl.static_range(width - 1):
+        seen += (tl.load(past + tap, mask=inside, other=0.0),)
+    for tap in tl.static_range(width):
+        factors += (tl.load(weight + channel * width + tap, mask=inside, other=0.0),)
+    shift = tl.zeros([block], tl.float32)
+    if bias is not None:
+        shift += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for place in tl.static_range(most):
+        counts = place < count
+        value = tl.load(rows + place * channels, mask=inside & counts, other=0.0)
+        result = _convolved(shift, seen, value, factors, width, silu, older.dtype.element_ty)
+        at = older + (run * most + place) * channels + channel
+        tl.store(at, result, mask=inside & counts)
+        after = ()
+        for tap in tl.static_range(width - 2):
+            after += (tl.where(counts, seen[tap + 1], seen[tap]),)
+        after += (tl.where(counts, value, seen[width - 2]),)
+        seen = after
+    if pdl:  # for x
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    tl.debug_barrier()  # every thread has what it needs of the state and of the rows
+    if size > 1:
+        for tap in tl.static_range(width - 1):
+            tl.store(past + tap, seen[tap], mask=inside)
+    for place in tl.static_range(size):
+        row = run * size + place
+        value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+        if size > 1:
+            tl.store(rows + place * channels, value, mask=inside)
+        result = _convolved(shift, seen, value, factors, width, silu, newer.dtype.element_ty)
+        tl.store(newer + row * channels + channel, result, mask=inside)
+        after = ()
+        for tap in tl.static_range(width - 2):
+            after += (seen[tap + 1],)
+        after += (value,)
+        seen = after
+    if size == 1:
+        for tap in tl.static_range(width - 1):
+            tl.store(past + tap, seen[tap], mask=inside)
+
+
+@triton.jit
+def _convolved(
+    shift, seen, value, factors, width: tl.constexpr, silu: tl.constexpr, dtype: tl.constexpr
+):
+    """The result for the row `value` behind those in `seen`."""
+    result = shift
+    for tap in tl.static_range(width - 1):
+        result += factors[tap].to(tl.float32) * seen[tap].to(tl.float32)
+    result += factors[width - 1].to(tl.float32) * value.to(tl.float32)
+    if silu:
+        result = result.to(dtype).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result))
+    return result
+
+
+@triton.jit
+def _advance_runs(
+    out,
+    older_k,
+    older_v,
+    older_a,
+    older_b,
+    q,
+    k,
+    v,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    state,
+    slots,
+    num_kept,
+    older_k_stride,
+    older_v_stride,
+    older_a_stride,
+    older_b_stride,
+    q_stride,
+    k_stride,
+    v_stride,
+    a_stride,
+    b_stride,
+    most: tl.constexpr,
+    size: tl.constexpr,
+    v_heads: tl.constexpr,
+    group: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of the values of a head of a run."""
+    parts: tl.constexpr = value_dim // block
+    head, run = tl.program_id(0) // parts, tl.program_id(1).to(tl.int64)
+    key = tl.arange(0, key_dim)
+    value = tl.program_id(0) % parts * block + tl.arange(0, block)
+    place = state + (tl.load(slots + run) * v_heads + head) * (key_dim * value_dim)
+    place += key[:, None] * value_dim + value[None, :]
+    # Nothing of the state is read again before the next step.
+    kept = tl.load(place, eviction_policy="evict_first")
+    rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
+    count = tl.load(num_kept + run)
+    if pdl:  # for all but the state and the weights
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    of_keys, of_values = head // group * key_dim + key, head * value_dim + value
+    for index in range(count):
+        row = run * most + index
+        k_row = tl.load(older_k + row * older_k_stride + of_keys).to(tl.float32)
+        v_row = tl.load(older_v + row * older_v_stride + of_values).to(tl.float32)
+        decay = tl.exp(decay_log(tl.load(older_a + row * older_a_stride + head), rate, shift))
+        strength = strength_of(tl.load(older_b + row * older_b_stride + head))
+        k_row *= inverse_length(tl.sum(k_row * k_row, 0))
+        change = strength * (v_row - decay * tl.sum(kept * k_row[:, None], 0))
+        kept = decay * kept + k_row[:, None] * change[None, :]
+    if size > 1:
+        tl.store(place, kept, eviction_policy="evict_first")
+    for index in tl.static_range(size):
+        row = run * size + index
+        k_row = tl.load(k + row * k_stride + of_keys).to(tl.float32)
+        q_row = tl.load(q + row * q_stride + of_keys).to(tl.float32)
+        v_row = tl.load(v + row * v_stride + of_values).to(tl.float32)
+        decay = tl.exp(decay_log(tl.load(a + row * a_stride + head), rate, shift))
+        strength = strength_of(tl.load(b + row * b_stride + head))
+        k_row *= inverse_length(tl.sum(k_row * k_row, 0))
+        q_row *= inverse_length(tl.sum(q_row * q_row, 0)) * (key_dim**-0.5)
+        change = strength * (v_row - decay * tl.sum(kept * k_row[:, None], 0))
+        result = decay * tl.sum(kept * q_row[:, None], 0) + tl.sum(q_row * k_row, 0) * change
+        kept = decay * kept + k_row[:, None] * change[None, :]
+        tl.store(out + (row * v_heads + head) * value_dim + value, result)
+    if size == 1:
+        tl.store(place, kept, eviction_policy="evict_first")

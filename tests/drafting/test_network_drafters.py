@@ -1,0 +1,338 @@
+"""The whole engine with networks that draft, in float32: tokens do not change, and drafts are those
+of plain torch over whole sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import load_reference, spec_named
+from support.draft_networks import Head, HeadReference, Mtp, drafts_after, hybrid, save_head
+from support.parity import FEW_PAGES, batch, case_of, load_engine
+
+from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.network_drafter import NetworkDrafter, _Ahead
+from minisgl.engine import AsyncEngine
+from minisgl.kvcache.radix import RadixCache
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import StepResult
+from minisgl.scheduler.scheduler import Scheduler
+
+_FOLDER = TemporaryDirectory()
+PATH = Path(_FOLDER.name)
+CASE = "qwen3"  # of three layers
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"page_size": 1, "max_prefill_length": 7},
+    "padded": {"padded": 4},
+    "no-overlap": {"overlap": False},
+    "few-pages": FEW_PAGES,
+    "ranks": {"tp": 2},
+}
+
+
+@dataclass
+class Verified:
+    """What the steps of an engine have drafted and verified."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    retractions: int = 0
+    answers: list[list[int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # tokens of each prompt
+    # The length of the prompt, of what is computed of the request, and the drafts behind that and
+    # the last token.
+    drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: Any, **options: Any) -> Verified:
+    found, settle, draft = Verified(), Scheduler.settle, NetworkDrafter.draft
+
+    def noting_drafts(self: NetworkDrafter, step: DraftStep, *args: Any) -> None:
+        draft(self, step, *args)
+        state = step.state
+        for slot in step.ending_slots().tolist():
+            if slot != state.scratch_slot:
+                lengths = int(state.prompt_lengths[slot]), int(state.lengths[slot])
+                found.drafts.append((*lengths, state.drafts[slot, : step.run - 1].tolist()))
+
+    def noting(scheduler: Scheduler, result: StepResult) -> Any:
+        for length, drafted in zip(result.run_lengths or (), result.num_drafted or (), strict=True):
+            found.num_drafted += drafted
+            found.num_accepted += length - 1
+        return settle(scheduler, result)
+
+    async def answer() -> None:
+        async with AsyncEngine(load_engine(folder, **options)) as engine:
+            params = [PARAMS[index % len(PARAMS)] for index in range(len(prompts))]
+            outputs = await batch(engine, prompts, params)
+            found.answers = [output.token_ids for output in outputs]
+            found.cached = [output.num_cached_tokens for output in outputs]
+            found.retractions = engine.stats().counters.num_retractions
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "settle", noting)
+        patch.setattr(NetworkDrafter, "draft", noting_drafts)
+        asyncio.run(answer())
+    return found
+
+
+HEAD = Head(spec_named(CASE), taps=(0, 1, 2))
+
+
+@cache
+def head() -> Path:
+    return save_head(HEAD, PATH / "head")
+
+
+@cache
+def small() -> Path:
+    return case_of("qwen3-biased").folder
+
+
+def drafter(kind: str) -> str:
+    return str(head() if kind == "eagle3" else small())
+
+
+RUNS = [("plain", 1), ("plain", 7), *((name, 3) for name in OPTIONS)]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+@pytest.mark.parametrize(("name", "num_drafts"), RUNS)
+def test_no_drafter_changes_a_token(
+    monkeypatch: pytest.MonkeyPatch, kind: str, num_drafts: int, name: str
+) -> None:
+    case = case_of(CASE)
+    drafting = {"speculative": drafter(kind), "draft_tokens": num_drafts}
+    found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
+    assert found.answers == answers()
+    assert found.num_drafted > 0
+    assert (found.retractions > 0) == (name == "few-pages")
+
+
+@cache
+def answers() -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        return run(patch, case_of(CASE).folder, case_of(CASE).prompts).answers
+
+
+@pytest.mark.parametrize(("name", "num_drafts"), RUNS)
+def test_all_drafts_of_the_model_itself_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, num_drafts: int, name: str
+) -> None:
+    """Greedy and sampled: the drafts have the noise of their own places."""
+    case = case_of(CASE)
+    drafting = {"speculative": str(case.folder), "draft_tokens": num_drafts}
+    found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
+    assert found.answers == answers()
+    assert found.num_drafted == found.num_accepted > 40
+
+
+def check_drafts(
+    found: Verified, oracle: HeadReference | Mtp, prompts: Any, num_drafts: int
+) -> None:
+    """Compare every draft with the greedy one of plain torch, up to one without a page. What a run
+    has left behind the end of a request is left out."""
+    requests = zip(prompts, found.answers, strict=True)
+    known = {len(prompt): prompt + answer for prompt, answer in requests}
+    num_compared = 0
+    for prompt, length, drafts in found.drafts:
+        tokens = known.get(prompt, [])[: length + 1]  # of none: the trial of the largest step
+        if len(tokens) <= length or not drafts:
+            continue
+        drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        assert drafts == drafts_after(oracle, tokens, num_drafts)[: len(drafts)]
+        num_compared += len(drafts)
+    assert num_compared > 100
+
+
+@pytest.mark.parametrize("name", ["plain", "chunks", "padded", "few-pages"])
+def test_heads_draft_in_the_engine_as_in_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case, num_drafts = case_of(CASE), 3
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    drafting = {"speculative": str(head()), "draft_tokens": num_drafts}
+    found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
+    oracle = HeadReference(HEAD, load_reference(case.folder))
+    check_drafts(found, oracle, case.prompts, num_drafts)
+
+
+def found_after_hits(monkeypatch: pytest.MonkeyPatch, page_size: int) -> tuple[Verified, Any]:
+    """Prompts that leave the first one after 32 tokens."""
+    case = case_of(CASE)
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    first = case.prompts[3][:39]
+    prompts = [first, *(first[:32] + [number] * number for number in (1, 2, 3))]
+    drafting = {"speculative": str(head()), "draft_tokens": 3}
+    return (
+        run(
+            monkeypatch,
+            case.folder,
+            prompts,
+            **drafting,
+            page_size=page_size,
+            max_running_requests=1,
+        ),
+        prompts,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_drafts_after_a_prefix_hit_are_those_without(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """The match ends a page before the deepest one."""
+    found, prompts = found_after_hits(monkeypatch, page_size)
+    assert found.cached == [0, *[32 - page_size] * 3]
+    check_drafts(found, HeadReference(HEAD, load_reference(case_of(CASE).folder)), prompts, 3)
+
+
+# -- mistakes that must show ----------------------------------------------------------------------
+
+
+def _position_of_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = NetworkDrafter._over_step
+
+    def shifted(self: NetworkDrafter, step: DraftStep, token_ids: Any) -> Any:
+        batch = dataclasses.replace(step.batch, positions=step.batch.positions + 1)
+        return over(self, dataclasses.replace(step, batch=batch), token_ids)
+
+    monkeypatch.setattr(NetworkDrafter, "_over_step", shifted)
+
+
+def _hidden_of_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_rows(step: DraftStep) -> Any:
+        rows = step.num_decode_rows
+        ends = torch.arange(0, rows, step.run) + step.run - 1
+        return ends if step.sample_rows is None else torch.cat((ends, step.sample_rows[rows:]))
+
+    monkeypatch.setattr(DraftStep, "ending_rows", last_rows)
+
+
+def _own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftStep, "next_tokens", lambda step, token_ids: step.batch.token_ids)
+
+
+def _stay_where_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = _Ahead.__init__
+    monkeypatch.setattr(
+        _Ahead,
+        "__init__",
+        lambda self, step, slots, lengths, num_rows: init(self, step, slots, lengths - 1, num_rows),
+    )
+
+
+MISTAKES = (_position_of_next, _hidden_of_last_row, _own_tokens, _stay_where_prompt_ends)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_drafter_shows(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    case = case_of(CASE)
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    mistake(monkeypatch)
+    prompts = case.prompts[:2]
+    found = run(monkeypatch, case.folder, prompts, speculative=str(head()), draft_tokens=3)
+    assert found.answers == answers()[:1] + found.answers[1:]
+    with pytest.raises(AssertionError):
+        check_drafts(found, HeadReference(HEAD, load_reference(case.folder)), prompts, 3)
+
+
+def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    match_pages = RadixCache.match_pages
+
+    def deepest(self: RadixCache, *args: Any) -> int:
+        self._spared = 0
+        return match_pages(self, *args)
+
+    monkeypatch.setattr(RadixCache, "match_pages", deepest)
+    found, prompts = found_after_hits(monkeypatch, 8)
+    assert found.cached == [0, 32, 32, 32]
+    with pytest.raises(AssertionError):
+        check_drafts(found, HeadReference(HEAD, load_reference(case_of(CASE).folder)), prompts, 3)
+
+
+# -- layers for multi-token prediction, of a model with states ------------------------------------
+
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+LENGTHS = (3, 17, 40, 41, 9)
+
+
+def hybrid_prompts() -> list[list[int]]:
+    """Those of 40 and 41 tokens share a beginning."""
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(499, (39,), generator=generator).tolist()
+    own = [torch.randint(499, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [(shared + each)[: len(each)] if len(each) > 39 else each for each in own]
+
+
+def guess_at_times(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) -> None:
+    """Let drafts be what is answered, but for some that are wrong."""
+    known = {
+        len(prompt): prompt + answer
+        for prompt, answer in zip(hybrid_prompts(), answers, strict=True)
+    }
+    draft = NetworkDrafter.draft
+
+    def guess(self: NetworkDrafter, step: DraftStep, *args: Any) -> None:
+        draft(self, step, *args)
+        state, num = step.state, step.run - 1
+        for slot in step.ending_slots().tolist():
+            length = int(state.lengths[slot])
+            after = known.get(int(state.prompt_lengths[slot]), [])[length + 1 :]
+            guessed = (after + [0] * num)[:num]
+            guessed = [
+                token if hash((slot, length, place)) % 10 < 7 else 0
+                for place, token in enumerate(guessed)
+            ]
+            state.drafts[slot, :num] = torch.tensor(guessed, dtype=torch.int32)
+
+    monkeypatch.setattr(NetworkDrafter, "draft", guess)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "ranks"])
+def test_states_advance_by_what_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _, folder = hybrid(HYBRIDS[0])
+    prompts = hybrid_prompts()
+    expected = run(monkeypatch, folder, prompts)
+    guess_at_times(monkeypatch, expected.answers)
+    for num_drafts in (1, 3):
+        drafting = {"speculative": "mtp", "draft_tokens": num_drafts}
+        found = run(monkeypatch, folder, prompts, **drafting, **OPTIONS[name])
+        assert found.answers == expected.answers
+        assert 20 < found.num_accepted < found.num_drafted - 10
+
+
+def test_ranks_divide_the_rows_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = hybrid(HYBRIDS[1])
+    prompts = hybrid_prompts()
+    expected = run(monkeypatch, folder, prompts)
+    found = run(monkeypatch, folder, prompts, speculative="mtp", draft_tokens=3, tp=2)
+    assert found.answers == expected.answers and found.num_accepted > 0
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_layers_of_a_model_draft_in_the_engine_as_in_transformers(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    mtp, folder = hybrid(architecture)
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    drafting = {"speculative": "mtp", "draft_tokens": 3}
+    found = run(monkeypatch, folder, hybrid_prompts(), **drafting, max_prefill_length=20)
+    check_drafts(found, mtp, hybrid_prompts(), 3)
