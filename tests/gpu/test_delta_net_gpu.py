@@ -94,10 +94,8 @@ def test_the_convolution_and_the_norm_equal_their_references() -> None:
 def test_runs_equal_their_references(size: int) -> None:
     most, runs = 4, runs_of(size, (0, 2, 4, 1), "cuda")
     num_rows, width = len(RUN_SLOTS) * size, 4
-    older, newer = (
-        Inputs.draw(rows, HEADS, torch.bfloat16, "cuda")
-        for rows in (len(RUN_SLOTS) * most, num_rows)
-    )
+    newer = Inputs.draw(num_rows, HEADS, torch.bfloat16, "cuda")
+    older = Inputs.draw(len(RUN_SLOTS) * most, HEADS, torch.bfloat16, "cuda")
     of_layer = {"a_log": newer.gates.a_log, "dt_bias": newer.gates.dt_bias}
     rows = (
         DeltaRows(older.q, older.k, older.v, older.gates._replace(**of_layer)),

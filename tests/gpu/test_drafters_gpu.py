@@ -1,5 +1,5 @@
-"""Networks that draft on a GPU, in captured steps and without: no token changes, and a model accepts
-what it drafts for itself."""
+"""Networks that draft on a GPU, in captured steps and without: no token changes, and a model
+accepts what it drafts for itself."""
 
 from __future__ import annotations
 
