@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
+from minisgl.runner.draft_sampling import drawing
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
@@ -146,7 +146,7 @@ class Computation:
         sampled = self.draw(logits, samples, features)
         self.outputs.send(samples, sampled, self.tables.state)
         if self._drafter is not None and samples.drafting is not None:
-            draw = partial(self.sampler.draw, features=features)
+            draw = drawing(self.sampler, features)
             self._drafter.draft(samples.drafting, sampled.token_ids, draw)
 
     def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:
