@@ -67,7 +67,7 @@ def check(**options: Any) -> list[int]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"pp": 2}])
+@pytest.mark.parametrize("options", [{"max_prefill_length": 7}, {"padded": 8}])
 def test_only_what_counts_of_a_run_advances_a_state(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
