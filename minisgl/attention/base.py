@@ -14,7 +14,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.segments import Runs, Segments
+from minisgl.kernels.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,6 @@ class BatchSlots(NamedTuple):
     segments: Segments  # of the chunks; a chunk that leaves snapshots is several
     num_kept: Tensor | None = None  # as in Runs; None if no state lacks a row
 
-    def runs(self, num_rows: int) -> Runs:
-        """The runs of `num_rows` decode rows."""
-        assert self.num_kept is not None
-        return Runs(self.decodes, self.num_kept, num_rows // len(self.decodes))
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -158,7 +153,7 @@ class HostPlanned(Protocol):
     """
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Plan the decode rows. Raises ValueError if `lengths_host` is needed but None."""
+        """Plan the decode rows. May wait for the device if `lengths_host` is None."""
         ...
 
     def plan_prefill(self, batch: PrefillBatch) -> None: ...

@@ -63,11 +63,13 @@ class FlashInferAttention:
         self._scratch: Tensor | None = None
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Plan the decode rows of a step. Raises ValueError without `lengths_host`."""
-        if batch.lengths_host is None:
-            raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
+        """Plan the decode rows of a step. Without `lengths_host` the host waits for the device, to
+        read them there."""
+        lengths = batch.lengths_host
+        if lengths is None:  # rows of the scratch slot, which have none, may be among them
+            lengths = [max(1, length) for length in batch.lengths.tolist()]
         page_size = self._shape.page_size
-        pages = list_pages(batch.page_table, batch.lengths_host, page_size)
+        pages = list_pages(batch.page_table, lengths, page_size)
         for layer, wrapper in self._decodes.next(batch).items():
             wrapper.plan(
                 pages.indptr,

@@ -22,6 +22,8 @@ from minisgl.kernels.attention.paged_prefill import (
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
+MOST_QUERIES, MOST_WIDE_QUERIES = 32, 16  # of a program, and of one with heads over 128
+
 
 def decode_tiles(
     num_items: int,
@@ -42,6 +44,14 @@ def decode_tiles(
         return next(tiles for widest, tiles in tuning.wide_decode_tiles if head_dim <= widest)
     table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
     return next(tiles for most, tiles in table if num_items <= most)
+
+
+def reads_runs_together(num_queries: int, head_dim: int, spec: AttentionSpec) -> bool:
+    """Whether the rows of a run read their keys and values once. num_queries: of a run, for each KV
+    head. The tensor cores multiply 16 at least; many more would take too many registers. The rows
+    of a window begin at different keys, and those of latents have many heads as it is."""
+    most = MOST_QUERIES if head_dim <= 128 else MOST_WIDE_QUERIES
+    return spec.window is None and not spec.v_in_k and num_queries <= most
 
 
 def prefill_tiles(
@@ -167,6 +177,10 @@ class TritonAttention:
         v_head_dim = kv.v.shape[3]
         num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)
         tuning = tuning_of(heads.device)
+        run = batch.run
+        if not reads_runs_together(run * num_heads // num_kv_heads, head_dim, spec):
+            run = 1
+        num_rows //= run  # that read keys and values
         tiles = self._decode_tiles or decode_tiles(
             num_rows * num_kv_heads,
             head_dim,
@@ -176,7 +190,7 @@ class TritonAttention:
             v_in_k=spec.v_in_k,
         )
         target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
-        num_stats = (target_splits + num_rows) * num_heads
+        num_stats = (target_splits + num_rows) * run * num_heads
         return paged_decode(
             heads,
             kv.k,
@@ -197,6 +211,7 @@ class TritonAttention:
             norm_rope=norm_rope,
             scales=kv.scales,
             pdl=self._pdl,
+            run=run,
         )
 
     def prefill(

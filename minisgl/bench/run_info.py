@@ -90,7 +90,7 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
     )
     if config.num_drafts:
         by_chance = ""
-        if config.draft_acceptance is not None:
+        if config.draft_acceptance >= 0:
             by_chance = f", accepted with probability {config.draft_acceptance:g} by a coin"
         yield f"speculation {config.speculative}: up to {config.num_drafts} drafts{by_chance}"
     if engine.model.vocab_size <= MAX_TOKEN_ID:

@@ -79,7 +79,7 @@ class ResolvedConfig:
     step_timeout: float
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
-    draft_acceptance: float | None  # None: drafts are accepted if they are right
+    draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int
@@ -202,7 +202,7 @@ def resolve(
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
         "num_drafts": _resolve_drafts(config, model),
-        "draft_acceptance": config.draft_acceptance,
+        "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
         "cuda_graph_max_bs": _resolve_graphs(config, device, decode, notes),

@@ -22,7 +22,8 @@ class NetworkDrafter:
     """The Drafter of a DraftNetwork, whose layers keep their KV in the pages of the target's.
 
     A step that verifies nothing and has no chunks drafts nothing, and leaves no KV: such steps are
-    those of many requests, in which the network would cost and bring nothing.
+    those of many requests, in which the network would cost and bring nothing. A request that goes
+    through such steps has fewer of its drafts accepted later.
     """
 
     def __init__(self, network: DraftNetwork) -> None:
@@ -78,6 +79,7 @@ class NetworkDrafter:
         token_ids = found[0] if found else state.last_tokens[slots].long()
         for place in range(num_rows):
             batch = rows.batch(place, token_ids)
+            step.attention.prepare(batch)
             drafted = network(batch, drafted.hidden, self._states(step), step.attention)
             token_ids = draw(network.logits(drafted.rows), slots, lengths + place + behind)
             exists = exists & rows.has_page[place]

@@ -36,3 +36,9 @@ class Runs(NamedTuple):
     slots: Tensor  # [num_runs] int64; only the scratch slot may occur more than once
     num_kept: Tensor  # [num_runs] int32: kept rows that count, by which the state advances first
     size: int
+
+    @staticmethod
+    def of(slots: Tensor, num_kept: Tensor | None, num_rows: int) -> Runs:
+        """The runs of `num_rows` rows in all."""
+        assert num_kept is not None, "the layer keeps rows"
+        return Runs(slots, num_kept, num_rows // len(slots))

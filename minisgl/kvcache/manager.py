@@ -108,7 +108,7 @@ class KVCacheManager:
         always fit. num_snapshots: of the states of requests; None: the model keeps none.
         looks_ahead: what a page has of its last token depends on the next one.
         """
-        self.page_size, self._looks_ahead = page_size, looks_ahead
+        self.page_size = page_size
         self.num_pages = num_pages
         self._device = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
@@ -123,9 +123,8 @@ class KVCacheManager:
         self.snapshots = None if num_snapshots is None else Snapshots(num_snapshots)
         self._takes_snapshots = keeps and bool(num_snapshots)
         self.windows: Windows | None = None  # see WindowedCacheManager
-        self._cache = RadixCache(
-            page_size, self._host, self._disk, keeps=keeps, snapshots=self.snapshots
-        )
+        tiers, ahead = (self._host, self._disk), looks_ahead
+        self._cache = RadixCache(page_size, *tiers, self.snapshots, keeps=keeps, looks_ahead=ahead)
         self._leases: set[Lease] = set()
         self.loads = Loads(self._cache, self._device, max_loading)
         self.transits = Transits(self._cache, self._device, self._host, self.loads, max_in_transit)
@@ -155,15 +154,8 @@ class KVCacheManager:
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""
-        max_pages = self._num_matching(key, num_tokens, namespace)
-        return self._cache.match_pages(key, max_pages, namespace) * self.page_size
-
-    def _num_matching(self, key: bytes, num_tokens: int, namespace: bytes) -> int:
-        """Number of pages to match: all, or with look-ahead all but the deepest that are found."""
         max_pages = self._cache.max_match(num_tokens)
-        if self.snapshots is None and self._looks_ahead:
-            return max(0, self._cache.match_pages(key, max_pages, namespace) - 1)
-        return max_pages
+        return self._cache.match_pages(key, max_pages, namespace) * self.page_size
 
     def acquire(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
@@ -173,7 +165,7 @@ class KVCacheManager:
         Only prefixes committed in the same namespace match. `reserve` loads the pages that are in
         host memory; until it is called, the lease has none of them.
         """
-        max_pages = self._num_matching(key, num_tokens, namespace) if reuse else 0
+        max_pages = self._cache.max_match(num_tokens) if reuse else 0
         match = self._cache.acquire(key, max_pages, namespace)
         lease = Lease(match.pages, match.node, len(match.pages), match.num_host)
         loads = self.loads.above(match.node)

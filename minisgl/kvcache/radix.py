@@ -36,13 +36,15 @@ class RadixCache:
         page_size: int,
         host: HostPool,
         disk: DiskTier | None = None,
+        snapshots: Snapshots | None = None,
         *,
         keeps: bool = True,
-        snapshots: Snapshots | None = None,
+        looks_ahead: bool = False,
     ) -> None:
-        """disk: behind host memory, without which there is none. keeps: otherwise it takes no page,
-        and every request computes its whole prompt. snapshots: without which a prefix is of no use;
-        None: it needs none."""
+        """disk: behind host memory, without which there is none. snapshots: without which a prefix
+        is of no use; None: it needs none. keeps: otherwise it takes no page, and every request
+        computes its whole prompt. looks_ahead: what a page has of its last token depends on the
+        next one, which its key does not have; so a match without snapshots ends a page earlier."""
         assert snapshots is None or not host.num_pages, "host memory keeps no snapshots"
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -50,6 +52,7 @@ class RadixCache:
         self._host = host
         self._disk = disk
         self._snapshots = snapshots
+        self._spared = int(looks_ahead and snapshots is None)  # pages at the end of a match
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
         self._num_ahead = 0  # of these, pages of nodes that are ahead
@@ -81,7 +84,7 @@ class RadixCache:
             found += common
             if self._snapshots is None or (node.snapshot is not None and common == node.num_pages):
                 useful = found
-        return useful
+        return max(0, useful - self._spared)
 
     def find(self, key: bytes, max_pages: int, namespace: bytes = b"") -> list[int]:
         """The pages of `key`, at most `max_pages`, that are on the device. Changes nothing."""
@@ -98,6 +101,8 @@ class RadixCache:
         """
         self._clock += 1
         root = self._root(namespace)
+        if self._spared:
+            max_pages = self.match_pages(key, max_pages, namespace)
         path = [*self._walk(root, key, 0, max_pages)]
         num_found = sum(each.num_pages for each in path)
         if self._snapshots is not None:

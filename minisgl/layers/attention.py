@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
     of the RMS norm of every head of q and k; None: they have none. `adds_one`: as in RMSNorm.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
-    the one to q, head by head. `num_inputs`: the width of x, if it is not that of the stream.
+    the one to q, head by head.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
         adds_one: bool = False,
         has_gate: bool = False,
-        num_inputs: int | None = None,
     ) -> None:
         super().__init__()
         self._layer = layer
@@ -55,8 +54,7 @@ class SelfAttention(nn.Module):
         if has_gate:
             parts[_GATE] = heads
             merged.append(MergedMap("q_proj", ("q_proj", _GATE), spec.num_heads))
-        inputs = whole(num_inputs or hidden_size)
-        self.qkv_proj = Linear(inputs, parts, format, bias=qkv_bias, merged=merged)
+        self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias, merged=merged)
         self.o_proj = RowParallelLinear("o_proj", heads, hidden_size, format, comm, bias=o_bias)
         self.sinks: nn.Parameter | None = None
         if spec.sinks:

@@ -14,6 +14,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
 from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.segments import Runs
 from minisgl.layers.convolution import Convolution
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
@@ -136,7 +137,8 @@ class GatedDeltaNet(nn.Module):
     def _delta_of_runs(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
         """As _delta, of decode rows of which not all may count. gates: of all rows."""
         conv_states, states, *kept = step.state(self._layer).tensors
-        runs, num_rows, weight = step.batch.slots.runs(len(qkv)), len(qkv), self.conv1d.weight[:, 0]
+        num_rows, weight, slots = len(qkv), self.conv1d.weight[:, 0], step.batch.slots
+        runs = Runs.of(slots.decodes, slots.num_kept, num_rows)
         older, newer = delta_net.causal_conv_runs(qkv, weight, None, conv_states, kept[0], runs)
         of_rows = gates._replace(a=gates.a[:num_rows], b=gates.b[:num_rows])
         of_kept = gates._replace(

@@ -10,6 +10,7 @@ from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.segments import Runs
 from minisgl.layers.convolution import Convolution
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear
@@ -59,7 +60,7 @@ class ShortConv(nn.Module):
         decoded, rows = x[:num_decodes], x[num_decodes:]
         parts: list[Tensor] = []
         if len(decoded) and kept:
-            runs = slots.runs(num_decodes)
+            runs = Runs.of(slots.decodes, slots.num_kept, num_decodes)
             _, newer = delta_net.causal_conv_runs(
                 decoded, weight, None, state, kept[0], runs, silu=False
             )

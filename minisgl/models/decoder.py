@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec
+from minisgl.kernels.residual import NormWeights, Residual, joined
 
 
 class Taps(NamedTuple):
@@ -18,10 +19,14 @@ class Taps(NamedTuple):
     layers: tuple[int, ...]
     rows: Tensor  # [num_rows, len(layers) * hidden_size]: the streams side by side
 
-    def fill(self, layer: int, stream: Tensor) -> None:
-        """stream: [num_rows, hidden_size], of one of the layers."""
-        width, place = stream.shape[1], self.layers.index(layer)
-        self.rows[:, place * width : (place + 1) * width] = stream
+    def tapped(self, residual: Residual, number: int, layer: nn.Module) -> Residual:
+        """The same stream, as it enters layer `number`; copied if that is one of these."""
+        if number not in self.layers:
+            return residual
+        rows = joined(residual, cast(NormWeights, layer.input_layernorm))
+        width, place = rows.shape[1], self.layers.index(number)
+        self.rows[:, place * width : (place + 1) * width] = rows
+        return Residual(rows)
 
 
 class Decoder(Protocol):

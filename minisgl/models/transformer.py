@@ -176,10 +176,8 @@ class CausalLM(nn.Module):
         by_number = dict(zip(self._numbers, states, strict=True))
         step = Step(batch, by_number, attention, self.rope.tables)
         for number, layer in zip(self._numbers, self.layers.values(), strict=True):
-            if taps is not None and number in taps.layers:
-                assert isinstance(layer, DecoderLayer)
-                residual = Residual(joined(residual, layer.input_layernorm))
-                taps.fill(number, residual.rows)
+            if taps is not None:
+                residual = taps.tapped(residual, number, layer)
             residual = layer(residual, step)
         if self.norm is None:
             assert isinstance(layer, DecoderLayer)

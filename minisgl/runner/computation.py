@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -15,8 +14,9 @@ from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.kernels.moe.tally import ExpertTally
-from minisgl.models.decoder import Decoder, Taps
+from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
+from minisgl.runner.draft_sampling import drawing
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.rank_tables import slot_tables
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
@@ -121,17 +121,17 @@ class Computation:
         attention.prepare(inputs)
         if self.tally is not None:
             self.tally.kv_slots = inputs.slot_mapping
-        states, taps = self.states[: self._num_layers], dict[str, Taps]()
-        if self._drafter is not None and self._drafter.taps:
-            taps["taps"] = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
-        hidden = self._model(inputs, states, attention, received, **taps)
+        states, taps = self.states[: self._num_layers], None
+        if self._drafter is not None:
+            taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
+        hidden = self._model(inputs, states, attention, received, taps)
         if self._drafter is not None:
             chunks = None if packed_chunks is None else ChunkTensors.split(packed_chunks, shape)
             step = DraftStep(
                 *(inputs, hidden, self.tables.state, self.states, attention),
                 *(samples.slots, samples.output_index, samples.rows),
                 None if chunks is None else chunks.next_tokens,
-                taps["taps"].rows if taps else None,
+                None if taps is None else taps.rows,
             )
             samples = replace(samples, drafting=step)
         return hidden, samples
@@ -152,7 +152,7 @@ class Computation:
         sampled = self.draw(logits, samples, features)
         self.outputs.send(samples, sampled, self.tables.state)
         if self._drafter is not None and samples.drafting is not None:
-            draw = partial(self.sampler.draw, features=features)
+            draw = drawing(self.sampler, features)
             self._drafter.draft(samples.drafting, sampled.token_ids, draw)
 
     def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:

@@ -398,7 +398,7 @@ class _Builder:
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
         capacity = Capacity.of(config, num_pages, num_snapshots, num_window_pages)
         acceptance = self._config.draft_acceptance
-        make = Computation if acceptance is None else partial(AssumedAcceptance, acceptance)
+        make = Computation if acceptance < 0 else partial(AssumedAcceptance, acceptance)
         computation = make(
             model=self._model,
             states=states,

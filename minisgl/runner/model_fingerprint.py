@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minisgl import __version__
 from minisgl.config import ResolvedConfig
+from minisgl.drafting.networks.loading import find_network
 from minisgl.models.config import ModelConfig
 from minisgl.models.fingerprint import weights_fingerprint
 
@@ -17,9 +18,14 @@ def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder:
 
     The same on all ranks. Reads all weights, once per machine. Raises CheckpointError.
     """
-    weights = b"random"  # which are drawn from a fixed seed
+    weights = drafter = b"random"  # which are drawn from a fixed seed
+    drafting = find_network(
+        config.speculative, model_config, folder, load_format=config.load_format
+    )
     if config.load_format != "dummy":
         weights = weights_fingerprint(folder)
+        if drafting is not None:
+            drafter = weights_fingerprint(drafting.folder)
     parts = (
         __version__,  # computes and lays out KV in its own way
         weights,
@@ -33,4 +39,6 @@ def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder:
         config.pp,
         config.ep,
     )
-    return blake2b(repr(parts).encode(), digest_size=32).digest()
+    # The KV of a drafter is part of the pages.
+    of_drafter = () if drafting is None else (drafter, drafting.of)
+    return blake2b(repr((*parts, *of_drafter)).encode(), digest_size=32).digest()

@@ -41,7 +41,7 @@ from minisgl.kernels.sampling.tables import (
     pack_record,
 )
 from minisgl.runner.sampled_rows import SampledRows
-from minisgl.runner.sampling_features import COMMON_FILTERS, SamplingFeatures
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
@@ -217,15 +217,6 @@ class Sampler:
         if features.num_logprobs >= 0 and scores is None:
             scores = top_logprobs(logits.float(), token_ids, features.num_logprobs)
         return SampledRows(token_ids, scores)
-
-    def draw(
-        self, logits: Tensor, slots: Tensor, output_index: Tensor, features: SamplingFeatures
-    ) -> Tensor:
-        """Draw a draft for each row as `sample` would a token, with the same noise, from the logits
-        of a drafter: [rows] int64. Nothing is counted; logits are not penalized, biased or masked.
-        """
-        plain = SamplingFeatures(features.random, features.filters & COMMON_FILTERS)
-        return self.sample(logits, slots, output_index, plain).token_ids
 
     def _sample_shard(
         self, logits: Tensor, slots: Tensor, output_index: Tensor, features: SamplingFeatures

@@ -52,8 +52,10 @@ class Stage:
         row_bytes = self.inbox.shape[1] * self.inbox.itemsize
         return 0 if self.is_last else self.pipeline.num_in_flight * num_rows * row_bytes
 
-    def taps(self, layers: tuple[int, ...], num_rows: int) -> Taps:
-        """Room for the residual stream of these layers."""
+    def taps(self, layers: tuple[int, ...], num_rows: int) -> Taps | None:
+        """Room for the residual stream of these layers; None if there are none."""
+        if not layers:
+            return None
         return Taps(layers, self.inbox.new_empty((num_rows, len(layers) * self.inbox.shape[1])))
 
     def make_boxes(self, num_rows: int) -> None:

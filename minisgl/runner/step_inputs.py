@@ -11,6 +11,7 @@ from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.kept_rows import KeptRows
 from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.window_inputs import with_windows
@@ -69,8 +70,7 @@ class SlotTables(RowOrder):
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device, window)
         self._max_run = max_run
         self.scratch_state = num_slots  # where layers keep the state of padded rows
-        # Number of tokens by which the states have advanced, if they may lack some.
-        self._covered = torch.zeros_like(lengths) if has_states and max_run > 1 else None
+        self._kept = KeptRows(lengths, has_any=has_states and max_run > 1)
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
         self.counts_lengths = max_run == 1
@@ -144,11 +144,8 @@ class SlotTables(RowOrder):
         rows = self._rows.first(shape.num_decode_rows, width)
         read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
         decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
-        decode_slots, num_kept = rows.slots[:: shape.run], None
-        if self._covered is not None:
-            positions = rows.positions[:: shape.run].int()
-            num_kept = positions - self._covered[decode_slots]
-            self._covered[decode_slots] = positions + (shape.run == 1)
+        decode_slots = rows.slots[:: shape.run]
+        num_kept = self._kept.advance(decode_slots, rows.positions, shape.run)
         if packed_chunks is None:
             nothing = rows.lengths[:0]
             no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
@@ -161,9 +158,8 @@ class SlotTables(RowOrder):
             return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
 
         state, chunks = self.state, ChunkTensors.split(packed_chunks, shape)
-        for lengths_of in (state.lengths, self._covered):
-            if lengths_of is not None:
-                lengths_of[chunks.slots] = chunks.ends.int()
+        state.lengths[chunks.slots] = chunks.ends.int()
+        self._kept.cover(chunks.slots, chunks.ends)
         row_starts = chunks.row_starts.int()
         segments = Segments(chunks.slots, chunks.slots, row_starts)
         if shape.num_segments:

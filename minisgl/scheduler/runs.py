@@ -73,9 +73,9 @@ class Speculation:
         num_drafting = self._num_drafting(decoding) + sum(
             running.takes_drafts for running in work.sampling
         )
-        num = self._policy.choose(num_rows, num_drafting, is_timed=not work.chunks)
-        if self._max_rows is not None and num_rows * (1 + num) > self._max_rows:
-            num = 0
+        num = 0
+        if self._max_rows is None or num_rows * (1 + self.num_drafts) <= self._max_rows:
+            num = self._policy.choose(num_rows, num_drafting, is_timed=not work.chunks)
         self.counters.num_in_use = num
         return 1 + num
 

@@ -12,6 +12,8 @@ With --quantization it is that of a quantised checkpoint, as the tools that make
 | awq | AutoAWQ: with zero points, in groups of 128 |
 | gptq | GPTQModel: symmetric, in groups of 128 |
 | none | not quantised, where it is published quantised |
+
+A name that ends with -eagle3 is that of a drafter of the model: --speculative FOLDER.
 """
 
 from __future__ import annotations
@@ -332,6 +334,25 @@ MODELS = {
 }
 
 
+def eagle3_head(model: str) -> dict[str, Any]:
+    """An EAGLE-3 head of 32,000 tokens for one of MODELS."""
+    target = MODELS[model]
+    taken = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    taken = (*taken, "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
+    taken = (*taken, "rope_theta", "vocab_size", "dtype")
+    return {name: target[name] for name in taken} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": 32000,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+
+
+# Of drafters, which are no models: for --speculative FOLDER with --load-format dummy.
+DRAFTERS = {f"{name}-eagle3": eagle3_head(name) for name in ("Llama-3.1-8B", "Qwen3-14B")}
+
+
 def compressed_tensors(format: str, weights: dict[str, Any], inputs: Any) -> dict[str, Any]:
     """What llm-compressor writes: `weights` and `inputs` say how these are quantised."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -397,9 +418,10 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
-    """The content of config.json. model: of MODELS; quantization: of QUANTIZATIONS."""
+    """The content of config.json. model: of MODELS, or without a quantisation of DRAFTERS;
+    quantization: of QUANTIZATIONS."""
     if quantization is None:
-        return MODELS[model]
+        return (MODELS | DRAFTERS)[model]
     return MODELS[model] | {"quantization_config": QUANTIZATIONS[quantization]}
 
 
@@ -407,10 +429,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
+    names = [*MODELS, *DRAFTERS]
+    parser.add_argument("model", choices=names, metavar="MODEL", help=", ".join(names))
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where config.json goes")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the format of the weights")
     given = parser.parse_args()
+    if given.quantization and given.model in DRAFTERS:
+        parser.error(f"--quantization: {given.model} is a drafter, and not quantised")
     given.folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(config_of(given.model, given.quantization), indent=2)
     (given.folder / "config.json").write_text(content + "\n")

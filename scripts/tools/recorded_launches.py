@@ -37,9 +37,10 @@ from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_dec
 from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
-from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
+from minisgl.kernels.gated_delta.run_kernels import causal_conv_runs, gated_delta_runs
 from minisgl.kernels.hardware import has_fp8_products
-from minisgl.kernels.segments import Segments
+from minisgl.kernels.segments import Runs, Segments
 from minisgl.kernels.tuning import H200, UNTRIED, DeviceTuning
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
@@ -63,6 +64,7 @@ class Served:
     ep: bool = False
     kv_cache_dtype: str = "auto"
     dense_copies: str = "auto"
+    speculative: str | None = None
     multiplies_fp8: bool = False  # it has no kernels for devices that cannot
 
     def runs_on(self, device: Device) -> bool:
@@ -74,6 +76,9 @@ SERVED = (
     Served("Qwen3-14B"),
     Served("Llama-3.1-8B"),
     Served("Qwen3-30B-A3B"),
+    Served("Llama-3.1-8B", speculative="ngram"),
+    Served("Qwen3-14B", kv_cache_dtype="fp8", speculative="ngram", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", speculative="ngram"),
     Served("Qwen3-14B", tp=2),
     Served("Qwen3-14B", tp=4),
     Served("Qwen3-14B", kv_cache_dtype="fp8", multiplies_fp8=True),
@@ -125,6 +130,7 @@ ATTENDED = (
     (_attention(128, 1, 576, value_dim=512, v_in_k=True), 512, torch.bfloat16),  # DeepSeek-V3
 )
 
+RUN = 4  # rows of a request in a step that verifies drafts
 # The heads of keys and of values of gated delta nets. All have 128 dimensions.
 DELTA_NETS = (
     (16, 48),  # Qwen3.8-27B
@@ -299,9 +305,35 @@ def _keep_states(k_heads: int, v_heads: int, tuning: DeviceTuning) -> None:
     q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
     gated_delta_decode(q, k, v, gates, state, slots, tiles=tuning.delta_decode)
     gated_delta_prefill(q, k, v, gates, state, segments, tiles=tuning.delta_prefill)
+    _keep_rows(x, weight, past, gates, state, (k_heads * dim, v_heads * dim), tuning)
     for rows in (num_rows, 8192):
         gate = half(rows, channels + v_heads * dim)[:, channels:].unflatten(1, (v_heads, dim))
         gated_rms_norm(half(rows, v_heads, dim), gate, half(dim), 1e-6)
+
+
+def _keep_rows(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor,
+    gates: Gates,
+    state: Tensor,
+    sizes: tuple[int, int],
+    tuning: DeviceTuning,
+) -> None:
+    """A gated delta net of runs of RUN rows, and of one. sizes: of keys and values."""
+    kept = torch.empty((len(state), RUN, x.shape[1]), dtype=x.dtype, device=GPU)
+
+    def rows(mixed: Tensor) -> DeltaRows:
+        q, k, v = mixed.split((sizes[0], *sizes), dim=1)
+        parts = (part.unflatten(1, (-1, state.shape[2])) for part in (q, k, v))
+        return DeltaRows(*parts, gates._replace(a=gates.a[: len(mixed)], b=gates.b[: len(mixed)]))
+
+    for size in (RUN, 1):
+        num_runs = len(x) // RUN
+        slots = torch.empty(num_runs, dtype=torch.int64, device=GPU)
+        runs = Runs(slots, torch.empty(num_runs, dtype=torch.int32, device=GPU), size)
+        older, newer = causal_conv_runs(x[: num_runs * size], weight, None, past, kept, runs)
+        gated_delta_runs(rows(older), rows(newer), state, runs, tiles=tuning.delta_decode)
 
 
 def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
@@ -313,6 +345,7 @@ def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
         ep=served.ep,
         kv_cache_dtype=served.kv_cache_dtype,
         dense_copies=served.dense_copies,
+        speculative=served.speculative,
     )
     facts = model.facts()
     return resolve(options, facts, device_facts(facts.on_rank(served.tp)), overlap=True)

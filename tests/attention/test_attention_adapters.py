@@ -333,13 +333,19 @@ def test_attention_of_unplanned_rows_is_refused(packages: Callable[..., None]) -
         case.attend(attention)
 
 
-def test_a_host_plan_needs_host_lengths(packages: Callable[..., None]) -> None:
-    case = Case.of([5], [], 16, (2, 2, 16))
-    rows = DecodeBatch(case.decodes.page_table, case.decodes.lengths, 5)
+def test_a_host_plan_reads_the_lengths_that_only_the_device_knows(
+    packages: Callable[..., None],
+) -> None:
+    case = Case.of([5, 6, 1], [], 16, (2, 2, 16))
+    known = case.decodes.lengths.clone()
+    known[2] = 0  # a row of the scratch slot
+    decodes = DecodeBatch(case.decodes.page_table, known, 6, run=3)
     attention = make_attention("fi", "fi", case.shape)
     assert isinstance(attention.decode_backend, HostPlanned)
-    with pytest.raises(ValueError, match="lengths_host"):
-        attention.decode_backend.plan_decode(rows)
+    attention.decode_backend.plan_decode(decodes)
+    found = attention.decode_backend.decode(case.decode_q, case.kv, decodes, case.spec)
+    expected = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
+    torch.testing.assert_close(found[:2], expected[:2])
 
 
 class Recorder(TorchAttention):

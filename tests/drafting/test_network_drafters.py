@@ -4,6 +4,8 @@ of plain torch over whole sequences."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,8 +19,9 @@ from support.draft_networks import Head, HeadReference, Mtp, drafts_after, hybri
 from support.parity import FEW_PAGES, batch, case_of, load_engine
 
 from minisgl.drafting.drafter import DraftStep
-from minisgl.drafting.network_drafter import NetworkDrafter
+from minisgl.drafting.network_drafter import NetworkDrafter, _Ahead
 from minisgl.engine import AsyncEngine
+from minisgl.kvcache.radix import RadixCache
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler
@@ -105,7 +108,7 @@ def drafter(kind: str) -> str:
     return str(head() if kind == "eagle3" else small())
 
 
-RUNS = [("plain", 1), ("plain", 7), *((name, 3) for name in OPTIONS)]
+RUNS = [("plain", 1), ("plain", 7), *((name, 3) for name in OPTIONS if name != "plain")]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
@@ -167,6 +170,102 @@ def test_heads_draft_in_the_engine_as_in_plain_torch(
     found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
     oracle = HeadReference(HEAD, load_reference(case.folder))
     check_drafts(found, oracle, case.prompts, num_drafts)
+
+
+def found_after_hits(monkeypatch: pytest.MonkeyPatch, page_size: int) -> tuple[Verified, Any]:
+    """Prompts that leave the first one after 32 tokens."""
+    case = case_of(CASE)
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    first = case.prompts[3][:39]
+    prompts = [first, *(first[:32] + [number] * number for number in (1, 2, 3))]
+    drafting = {"speculative": str(head()), "draft_tokens": 3}
+    return (
+        run(
+            monkeypatch,
+            case.folder,
+            prompts,
+            **drafting,
+            page_size=page_size,
+            max_running_requests=1,
+        ),
+        prompts,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_drafts_after_a_prefix_hit_are_those_without(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """The match ends a page before the deepest one."""
+    found, prompts = found_after_hits(monkeypatch, page_size)
+    assert found.cached == [0, *[32 - page_size] * 3]
+    check_drafts(found, HeadReference(HEAD, load_reference(case_of(CASE).folder)), prompts, 3)
+
+
+# -- mistakes that must show ----------------------------------------------------------------------
+
+
+def _position_of_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = NetworkDrafter._over_step
+
+    def shifted(self: NetworkDrafter, step: DraftStep, token_ids: Any) -> Any:
+        batch = dataclasses.replace(step.batch, positions=step.batch.positions + 1)
+        return over(self, dataclasses.replace(step, batch=batch), token_ids)
+
+    monkeypatch.setattr(NetworkDrafter, "_over_step", shifted)
+
+
+def _hidden_of_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_rows(step: DraftStep) -> Any:
+        rows = step.num_decode_rows
+        ends = torch.arange(0, rows, step.run) + step.run - 1
+        return ends if step.sample_rows is None else torch.cat((ends, step.sample_rows[rows:]))
+
+    monkeypatch.setattr(DraftStep, "ending_rows", last_rows)
+
+
+def _own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftStep, "next_tokens", lambda step, token_ids: step.batch.token_ids)
+
+
+def _stay_where_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = _Ahead.__init__
+    monkeypatch.setattr(
+        _Ahead,
+        "__init__",
+        lambda self, step, slots, lengths, num_rows: init(self, step, slots, lengths - 1, num_rows),
+    )
+
+
+MISTAKES = (_position_of_next, _hidden_of_last_row, _own_tokens, _stay_where_prompt_ends)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_drafter_shows(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    case = case_of(CASE)
+    monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
+    mistake(monkeypatch)
+    prompts = case.prompts[:2]
+    found = run(monkeypatch, case.folder, prompts, speculative=str(head()), draft_tokens=3)
+    assert found.answers == answers()[:1] + found.answers[1:]
+    with pytest.raises(AssertionError):
+        check_drafts(found, HeadReference(HEAD, load_reference(case.folder)), prompts, 3)
+
+
+def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    match_pages = RadixCache.match_pages
+
+    def deepest(self: RadixCache, *args: Any) -> int:
+        self._spared = 0
+        return match_pages(self, *args)
+
+    monkeypatch.setattr(RadixCache, "match_pages", deepest)
+    found, prompts = found_after_hits(monkeypatch, 8)
+    assert found.cached == [0, 32, 32, 32]
+    with pytest.raises(AssertionError):
+        check_drafts(found, HeadReference(HEAD, load_reference(case_of(CASE).folder)), prompts, 3)
 
 
 # -- layers for multi-token prediction, of a model with states ------------------------------------

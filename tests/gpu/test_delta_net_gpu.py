@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 
 from support.delta_net_cases import (
     NUM_SLOTS,
+    RUN_SLOTS,
     UNREAD,
     Heads,
     Inputs,
     relative_error,
+    runs_of,
     segments_of,
 )
 
@@ -20,10 +22,13 @@ from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.gated_delta.delta_net import (
     causal_conv,
     causal_conv_decode,
+    causal_conv_runs,
     gated_delta_decode,
     gated_delta_prefill,
+    gated_delta_runs,
     gated_rms_norm,
 )
+from minisgl.kernels.gated_delta.reference import DeltaRows
 
 pytestmark = pytest.mark.gpu
 
@@ -83,3 +88,34 @@ def test_the_convolution_and_the_norm_equal_their_references() -> None:
     heads, gate = half(num_rows, HEADS.v, 128), half(num_rows, HEADS.v, 128)
     wanted = reference.gated_rms_norm(heads, gate, weight := half(128), 1e-6)
     assert relative_error(gated_rms_norm(heads, gate, weight, 1e-6), wanted) < 5e-3
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_runs_equal_their_references(size: int) -> None:
+    most, runs = 4, runs_of(size, (0, 2, 4, 1), "cuda")
+    num_rows, width = len(RUN_SLOTS) * size, 4
+    newer = Inputs.draw(num_rows, HEADS, torch.bfloat16, "cuda")
+    older = Inputs.draw(len(RUN_SLOTS) * most, HEADS, torch.bfloat16, "cuda")
+    of_layer = {"a_log": newer.gates.a_log, "dt_bias": newer.gates.dt_bias}
+    rows = (
+        DeltaRows(older.q, older.k, older.v, older.gates._replace(**of_layer)),
+        DeltaRows(newer.q, newer.k, newer.v, newer.gates),
+    )
+    state, expected = newer.state, newer.state.clone()
+    wanted = reference.gated_delta_runs(*rows, expected, runs)
+    out = gated_delta_runs(*rows, state, runs)
+    real = (runs.slots < NUM_SLOTS).repeat_interleave(size)
+    assert relative_error(out[real], wanted[real]) < 5e-3
+    assert relative_error(state[:-1], expected[:-1]) < 2e-6
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    x, weight = half(num_rows, HEADS.channels), half(HEADS.channels, width)
+    past, kept = half(NUM_SLOTS + 1, HEADS.channels, 3), half(NUM_SLOTS + 1, most, HEADS.channels)
+    expected_past, expected_kept = past.clone(), kept.clone()
+    _, wanted = reference.causal_conv_runs(x, weight, None, expected_past, expected_kept, runs)
+    _, found = causal_conv_runs(x, weight, None, past, kept, runs)
+    assert relative_error(found[real], wanted[real]) < 5e-3
+    assert torch.equal(past[:-1], expected_past[:-1])
+    assert torch.equal(kept[:-1], expected_kept[:-1])

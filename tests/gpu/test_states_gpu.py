@@ -68,3 +68,5 @@ def test_hits_and_captured_steps_change_no_token(graphs: int, tmp_path: Path) ->
     assert found == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert len({token for answer in computed for token in answer}) > 20
     assert tokens == computed
+    drafting = {"speculative": "mtp", "draft_tokens": 3}
+    assert answers(tmp_path, cuda_graph_max_bs=graphs, **drafting) == (tokens, found)

@@ -7,6 +7,7 @@ import random
 import re
 
 import pytest
+import speculate_demo
 import torch
 from support.folders import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,6 +65,16 @@ def test_the_demo_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode("2048")] == [*"2048"]
     questions = " ".join(case.messages[-1]["content"] for case in cases())
     assert len(questions) / len(tokenizer.encode(questions)) > 2  # letters a token
+
+
+def test_drafts_from_what_is_repeated_bring_over_two_tokens_a_step() -> None:
+    questions = [case for case in cases() if case.skill in ("copy", "passage")]
+    some = questions[::16]
+    assert {case.skill for case in some} == {"copy", "passage"}
+    without, drafted = speculate_demo.ask(some), speculate_demo.ask(some, speculative="ngram")
+    assert drafted.answers == without.answers
+    assert without.tokens_per_step <= 1
+    assert drafted.tokens_per_step > 2
 
 
 def test_chat_ends_a_turn_with_an_eos_token(tokenizer: Tokenizer) -> None:

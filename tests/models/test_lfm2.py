@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from support.parity import batch, greedy, load_engine
-from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, save_case
+from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, drafter_of, save_case
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError
@@ -23,6 +23,7 @@ from minisgl.layers.linear import MergedMap
 from minisgl.models import lfm2
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.registry import read_model_config
+from minisgl.runner import load
 
 _FOLDER = TemporaryDirectory()
 
@@ -64,6 +65,14 @@ def check(**options: Any) -> list[int]:
         return [output.num_cached_tokens for output in again]
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{"max_prefill_length": 7}, {"padded": 8}])
+def test_only_what_counts_of_a_run_advances_a_state(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(load, "NgramDrafter", drafter_of(case()))
+    check(speculative="ngram", draft_tokens=3, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

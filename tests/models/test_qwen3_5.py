@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from support.parity import NOISE, batch, greedy, load_engine
-from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, save_case
+from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, drafter_of, save_case
 
 from minisgl.config import page_bytes, slot_bytes
 from minisgl.engine import AsyncEngine
@@ -30,7 +30,7 @@ from minisgl.layers.gated_delta import DeltaHeads
 from minisgl.models import qwen3_5, targets
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
-from minisgl.runner import computation
+from minisgl.runner import computation, load
 
 _FOLDER = TemporaryDirectory()
 SIZES = {
@@ -184,6 +184,19 @@ def test_without_memory_for_snapshots_nothing_is_found() -> None:
     with pytest.raises(AssertionError):
         check_hits(case_of(TEXT[0]), state_cache=0)
     check(case_of(TEXT[0]), state_cache=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [(NEXT, {}), (TEXT[0], {"max_prefill_length": 7}), (TEXT[0], {"padded": 8})],
+)
+def test_only_what_counts_of_a_run_advances_a_state(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, options: dict[str, Any]
+) -> None:
+    """Also where a request goes on from a snapshot."""
+    case = case_of(architecture)
+    monkeypatch.setattr(load, "NgramDrafter", drafter_of(case))
+    check_hits(case, speculative="ngram", draft_tokens=3, **options)
 
 
 # -- mistakes that must show ----------------------------------------------------------------------

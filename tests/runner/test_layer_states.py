@@ -29,6 +29,7 @@ from minisgl.device.lanes import Lanes
 from minisgl.errors import DeviceMemoryError
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.models.decoder import Taps
 from minisgl.request import Request, SamplingParams
 from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
@@ -75,6 +76,7 @@ class Toy:
         states: Sequence[LayerState],
         attention: Attention,
         received: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         by_slot, kv, shared = states
         assert isinstance(by_slot, StateBySlot) and isinstance(kv, PagedKV) and shared is kv

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_runner import FakeRunner
 
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import Request, SamplingParams
 from minisgl.scheduler.run_lengths import ROWS_ASSUMED, Acceptance, RunChooser
+from minisgl.scheduler.runs import SameDrafts, Speculation
+from minisgl.scheduler.scheduler import Scheduler
 
 NUM_STEPS = 5000
 
@@ -286,3 +291,33 @@ def test_what_is_forgotten_weighs_as_much_as_a_few_rows() -> None:
     acceptance.forget()
     acceptance.add(ROWS_ASSUMED, [2] * ROWS_ASSUMED, 1)
     assert acceptance.expected_run(1) == pytest.approx(1.5, abs=0.03)
+
+
+# -- in the scheduler ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_requests", "longest"), [(2, 4), (3, 1)])
+def test_a_step_of_more_rows_than_it_may_have_verifies_nothing(
+    num_requests: int, longest: int
+) -> None:
+    speculation = Speculation(SameDrafts(3), 3, max_rows=8)
+    scheduler = Scheduler(
+        kv=KVCacheManager(num_pages=40, page_size=2, cache_type="radix"),
+        num_slots=4,
+        max_seq_len=40,
+        max_prefill_length=64,
+        max_queued_requests=4,
+        speculation=speculation,
+    )
+    runner = FakeRunner(page_size=2)
+    params = SamplingParams(max_tokens=12)
+    for index in range(num_requests):
+        scheduler.submit(Request(str(index), [index, 1], params, max_tokens=12, seed=index))
+    most: list[int] = []
+    while (plan := scheduler.plan()) is not None:
+        if len(plan.decode_slots) == num_requests:
+            most.append(plan.max_run)
+            assert speculation.counters.num_in_use == plan.max_run - 1
+        scheduler.settle(runner.collect(runner.launch(plan)))
+        scheduler.audit()
+    assert most and {*most} == {longest}

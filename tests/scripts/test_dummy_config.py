@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dummy_config import MODELS, QUANTIZATIONS, config_of
+from dummy_config import DRAFTERS, MODELS, QUANTIZATIONS, config_of
 from support.folders import SCRIPTS
 
+from minisgl.drafting.networks.loading import read_network
 from minisgl.models.registry import read_model_config
 
 SCRIPT = SCRIPTS / "tools" / "dummy_config.py"
@@ -26,6 +27,17 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_config_of_a_model_is_read_by_the_engine(tmp_path: Path, model: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
     assert read_model_config(tmp_path).hidden_size == MODELS[model]["hidden_size"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_config_of_a_drafter_fits_its_model(tmp_path: Path, name: str) -> None:
+    model, drafter = tmp_path / "model", tmp_path / "drafter"
+    assert run(name.removesuffix("-eagle3"), model).returncode == 0
+    assert run(name, drafter).returncode == 0
+    found = read_network(drafter, read_model_config(model))
+    assert found.kind == "eagle3"
+    refused = run(name, drafter, "--quantization", "awq")
+    assert refused.returncode == 2 and "is a drafter" in refused.stderr
 
 
 def test_the_script_writes_what_it_is_asked_for(tmp_path: Path) -> None:

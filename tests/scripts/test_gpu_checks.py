@@ -20,7 +20,7 @@ from unittest import mock
 import gpu_checks
 import pytest
 import typer
-from dummy_config import MODELS, QUANTIZATIONS
+from dummy_config import DRAFTERS, MODELS, QUANTIZATIONS
 from gpu_checks import LIST, SHOWN, Check, Figure, Machine, Run, read_checks, write_checks
 from support.folders import ROOT
 
@@ -151,7 +151,7 @@ def test_every_check_is_named_once_and_has_figures_that_can_be_read() -> None:
         names = {figure.name for figure in check.figures}
         assert all(names >= set(run.figures) for run in check.runs.values()), check.name
         for model, _, kind in re.findall(r"\{([^{}:]+)(:(\w[\w-]*))?\}", check.command):
-            assert model in MODELS
+            assert model in MODELS | DRAFTERS
             assert kind in ("", "tokenizer", *QUANTIZATIONS)
 
 

@@ -242,7 +242,8 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
 
 async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Path) -> None:
     runner = ScriptedRunner(page_size=4)
-    async with engine_on(runner, host_cache=0.1) as engine, http_client(engine) as client:
+    options: Any = {"host_cache": 0.1, "speculative": "ngram"}
+    async with engine_on(runner, **options) as engine, http_client(engine) as client:
         await engine.share_pages(str(tmp_path / "pages"), always_load=False)
         engine._scheduler.kv.snapshots = Snapshots(3)  # as of a model with states
         engine._tally = ExpertTally(4, 1, torch.device("cpu"))  # as of one with --ep

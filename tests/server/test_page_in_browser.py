@@ -24,6 +24,7 @@ from support.serving import Served, served
 from minisgl.engine.stats import SnapshotStats
 from minisgl.request import PARAMETERS
 from minisgl.router.metrics import join_pages
+from minisgl.scheduler.runs import DraftCounters
 from minisgl.server.history import SECONDS
 from minisgl.server.requests.request_types import SHARED_FIELDS
 from minisgl_cli.chat import conversation_file
@@ -109,7 +110,7 @@ def engine(server: Served[PageEngine]) -> Iterator[PageEngine]:
     """The engine of the server, with nothing scripted."""
     found = server.engine
     found.answers, found.run, found.hold_after, found.num_running = ["Hello!"], 1, None, 0
-    found.snapshots = None
+    found.snapshots = found.drafts = None
     found.texts.clear()
     found.streams.clear()
     yield found
@@ -880,7 +881,7 @@ def test_the_second_view_draws_the_metrics_while_they_change(
 ) -> None:
     ask(page, "hello")
     answered(page)
-    engine.num_running = 1
+    engine.num_running, engine.drafts = 1, DraftCounters()
     page.clock.install()
     page.clock.pause_at(time.time() + 60)  # so that the first sample is the only one
     page.get_by_role("link", name="Server at work").click()
@@ -891,13 +892,17 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     expect(kv.locator("dd").first).to_have_text("76 %")
     snapshots = kv.locator("dl > div").nth(1)
     expect(snapshots).to_be_hidden()
+    guesses = page.locator(".card").filter(has_text="Guessed tokens")
+    expect(guesses).to_be_hidden()
     path = requests.locator("path.line0")
     expect(path).to_have_attribute("d", "M150 0.00")
     engine.num_running, engine.snapshots = 0, SnapshotStats(4, 1)
+    engine.drafts = DraftCounters(num_rows=9, num_drafted=8, num_accepted=6)
     page.clock.resume()
     expect(path).to_have_attribute("d", re.compile(r"^M\d+.* 0\.00L150 100\.00$"))
     expect(requests.locator("dd").first).to_have_text("0")
     expect(snapshots).to_have_text("of the snapshots of states25 %")
+    expect(guesses.locator("dl > div")).to_have_text("of the guesses75 %")
     page.go_back()
     expect(page.locator(".body .text")).to_have_text("Hello!")
 

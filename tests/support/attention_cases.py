@@ -141,6 +141,27 @@ def check_decode(
     return out
 
 
+def check_decode_runs(
+    backend: AttentionBackend, shape: Shape, run: int, runs: Sequence[tuple[int, int]]
+) -> Tensor:
+    """runs: the length of the first row of each, and how many of its `run` rows are real."""
+    kv, table = paged_cache(shape, [max(0, first + count - 1) for first, count in runs])
+    lengths = torch.zeros((len(runs), run), dtype=torch.int32)
+    for index, (first, count) in enumerate(runs):
+        lengths[index, :count] = torch.arange(first, first + count)
+    on_device, table = lengths.flatten().to(shape.device), table.repeat_interleave(run, dim=0)
+    rows = DecodeBatch(table, on_device, int(lengths.max()), run=run)
+    q = shape.queries(len(on_device))
+    out = backend.decode(q, kv, rows, shape.spec, shape.sinks)
+    live = on_device > 0
+    one_by_one = DecodeBatch(table[live], on_device[live], rows.longest)
+    arguments = in_float32(q[live], kv)
+    expected = TorchAttention().decode(*arguments, one_by_one, shape.spec, shape.sinks)
+    assert_close(out[live], expected, shape)
+    assert (out[~live] == 0).all()
+    return out
+
+
 def check_decode_qkv(
     backend: FusedDecode, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
 ) -> None:

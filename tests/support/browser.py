@@ -19,6 +19,7 @@ from support.waiting import LIMIT_S
 
 from minisgl.engine.stats import EngineStats, SnapshotStats
 from minisgl.request import FinishReason
+from minisgl.scheduler.runs import DraftCounters
 from minisgl.scheduler.scheduler import SchedulerCounters
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -85,6 +86,7 @@ class PageEngine(ScriptedEngine):
         self.hold_after: int | None = None
         self.num_tokens = self.num_running = 0
         self.snapshots: SnapshotStats | None = None
+        self.drafts: DraftCounters | None = None
         self._let_go = asyncio.Event()
 
     def let_go(self) -> None:
@@ -116,4 +118,5 @@ class PageEngine(ScriptedEngine):
             counters=counters,
             totals=stats.totals,
             snapshots=self.snapshots,
+            drafts=self.drafts,
         )

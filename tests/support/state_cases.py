@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from support.checkpoints import GreedyRun, greedy_reference
+from support.drafters import KnowingDrafter
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 24
@@ -19,6 +20,12 @@ class StateCase:
     folder: Path
     prompts: list[list[int]]
     runs: list[GreedyRun]
+
+
+def drafter_of(case: StateCase) -> KnowingDrafter:
+    """Drafts what the requests of the case are known to get, and at times something else."""
+    runs = zip(case.prompts, case.runs, strict=True)
+    return KnowingDrafter("fading", [prompt + run.token_ids for prompt, run in runs], 257)
 
 
 def save_case(model: PreTrainedModel, folder: Path) -> StateCase:

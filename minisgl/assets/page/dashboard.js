@@ -71,12 +71,15 @@ const quantile = (name, share) => (now, then) => {
 const latency = (title, name) => [title, LATELY, seconds, { median: quantile(name, 0.5), "99th percentile": quantile(name, 0.99) }];
 
 
-const SNAPSHOTS = "of the snapshots of states"; // which few models have
+// What few servers have: snapshots of states, and speculation.
+const SNAPSHOTS = "of the snapshots of states", DRAFTS = "of the guesses", RARE = [SNAPSHOTS, DRAFTS];
+const acceptance = (now, then) => change(now, then, "accepted_draft_tokens") / change(now, then, "drafted_tokens");
 const CHARTS = [
 	["Requests", NOW, number, { running: gauge("running_requests"), waiting: gauge("queued_requests") }],
 	["Tokens per second", `mean ${LATELY}`, number, { generated: rate("generated_tokens"), "of prompts": rate("prompt_tokens") }],
 	["KV cache in use", NOW, percent, { "of its pages": ({ sums, replicas }) => sums.token_usage_ratio / replicas, [SNAPSHOTS]: ({ sums }) => sums.snapshots_cached / sums.snapshots }, 1],
 	["Prefix cache", LATELY, percent, { "of prompt tokens found": hitRate }, 1],
+	["Guessed tokens that were right", LATELY, percent, { [DRAFTS]: acceptance }, 1],
 	latency("Time to first token", "time_to_first_token_seconds"),
 	latency("Time between tokens", "inter_token_seconds"),
 	latency("Whole requests", "request_seconds"),
@@ -137,6 +140,7 @@ class Chart {
 			this.shown[index].textContent = said(this.format, last?.values[index]);
 			this.shown[index].parentNode.hidden = name === SNAPSHOTS && !Number.isFinite(last?.values[index]);
 		});
+		this.element.hidden = this.names.every(name => RARE.includes(name)) && !this.points.some(({ values }) => values.some(Number.isFinite));
 		const { top, most } = topFor(this.points.flatMap(({ values }) => values));
 		this.most = this.top ?? top;
 		this.span.textContent = `last ${Object.keys(SPANS).find(name => SPANS[name] === seconds)}`;

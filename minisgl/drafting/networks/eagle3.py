@@ -128,17 +128,19 @@ class _Layer(nn.Module):
         layer, size = config.layer, config.layer.hidden_size
         self.input_layernorm = RMSNorm(size, layer.norm_eps, format.dtype)
         self.hidden_norm = RMSNorm(size, layer.norm_eps, format.dtype)
+        of_attention, bias = format.within("self_attn"), layer.qkv_bias
         self.self_attn = SelfAttention(
             size,
             0,
             layer.attention(0),
-            format.within("self_attn"),
+            of_attention,
             comm,
-            qkv_bias=layer.qkv_bias,
+            qkv_bias=bias,
             o_bias=layer.o_bias,
             qk_norm_eps=None,
-            num_inputs=2 * size,
         )
+        parts = self.self_attn.qkv_proj.parts
+        self.self_attn.qkv_proj = Linear(whole(2 * size), parts, of_attention, bias=bias)
         self.post_attention_layernorm = RMSNorm(size, layer.norm_eps, format.dtype)
         self.mlp = GatedMLP(
             size, layer.intermediate_size, format.within("mlp"), comm, bias=layer.mlp_bias

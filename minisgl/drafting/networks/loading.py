@@ -72,7 +72,10 @@ def find_network(
         return None
     if name == MTP:
         return read_mtp(folder, target, num_ranks)
-    return read_network(locate_model(name, load_format=load_format), target, num_ranks)
+    found = Path(name).expanduser()
+    if not found.is_dir():
+        found = locate_model(name, load_format=load_format)
+    return read_network(found, target, num_ranks)
 
 
 def read_network(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkConfig:
@@ -203,12 +206,12 @@ def load_network(
 
 def _files(folder: Path) -> list[Path]:
     """As safetensors_files; many heads are published in another format."""
-    pickled = sorted(folder.glob("*.bin"))
-    if pickled and not any(folder.glob("*.safetensors")):
-        name = pickled[0].name
+    if not any(folder.glob("*.safetensors")):
+        name = next((path.name for path in sorted(folder.glob("*.bin"))), "pytorch_model.bin")
         raise CheckpointError(
-            f"{folder}: {name} is in PyTorch's pickle format, which can run any code when it is "
-            "read. Convert it in that folder: python -c 'import torch, safetensors.torch as s; "
+            f"{folder} has no weights in safetensors. {name}, as many heads are published, is in "
+            "PyTorch's pickle format, which can run any code when it is read; where you trust it, "
+            "convert it in that folder: python -c 'import torch, safetensors.torch as s; "
             f'w = torch.load("{name}", weights_only=True); '
             's.save_file({k: w[k].contiguous() for k in w}, "model.safetensors")\''
         )

@@ -48,6 +48,7 @@ def paged_decode(
     norm_rope: NormRope | None = None,
     scales: KVScales = UNSCALED,
     pdl: bool = True,
+    run: int = 1,
 ) -> Tensor:
     """Attends from one token of each row to all keys of the row.
 
@@ -63,11 +64,17 @@ def paged_decode(
     nothing. K, q and normed v may differ from those of qk_norm_rope_store_kv in the last place, and
     rarely do. Keys and values are then of one width.
 
+    run: rows of one request that follow each other, of which the first n have lengths that grow by
+    1, and the others length 0. The first is read with all others of its run, so that keys and
+    values are read once; of a run of n tokens, the page table of the last is used. Without windows
+    and `norm_rope` only.
+
     The keys that the rows see are divided into about `target_splits` splits of equal size. Every
     row has at least one, so there are up to `target_splits + num_rows` work *items*, for which the
     workspace must have room.
     """
     num_rows, num_heads, head_dim = q.shape
+    num_runs = num_rows // run
     page_size, num_kv_heads = k.shape[1:3]
     v_head_dim = v.shape[3]
     fp8 = k.dtype == torch.float8_e4m3fn
@@ -85,13 +92,14 @@ def paged_decode(
     out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    block_g = triton.next_power_of_2(group)
+    assert run == 1 or (spec.window is None and norm_rope is None and num_runs * run == num_rows)
+    block_g = triton.next_power_of_2(run * group)
     # The tensor cores multiply by no fewer columns at a time, which in FP8 are pairs.
     tail_or_all = head_dim - v_head_dim if spec.v_in_k else head_dim
     block_d, block_v = (
         max(32 if fp8 else 16, triton.next_power_of_2(width)) for width in (tail_or_all, v_head_dim)
     )
-    _decode_kernel[(num_kv_heads, target_splits + num_rows)](
+    _decode_kernel[(num_kv_heads, target_splits + num_runs)](
         out,
         q,
         k,
@@ -103,7 +111,7 @@ def paged_decode(
         workspace.totals,
         workspace.semaphores,
         *(norm_rope[:4] if norm_rope else (None, None, None, 0.0)),
-        num_rows,
+        num_runs,
         target_splits,
         tiles.min_split,
         q.stride(0),
@@ -120,7 +128,8 @@ def paged_decode(
         page_size=page_size,
         norms_v=norm_rope is not None and norm_rope.norms_v,
         v_is_k=norm_rope is not None and norm_rope.v_is_k,
-        block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
+        run=run,
+        block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_runs)),
         block_h=max(16, block_g),  # the tensor cores multiply no fewer rows at a time
         block_g=block_g,
         block_n=tiles.block_n,
@@ -192,6 +201,7 @@ def _decode_kernel(
     page_size: tl.constexpr,
     norms_v: tl.constexpr,
     v_is_k: tl.constexpr,
+    run: tl.constexpr,
     block_rows: tl.constexpr,
     block_h: tl.constexpr,
     block_g: tl.constexpr,
@@ -214,15 +224,18 @@ def _decode_kernel(
     With a rotary table, q is qkv, and each program norms and rotates the queries that it needs. The
     program whose split has the row's own token starts its softmax with it, and writes it to the
     cache, from which no program reads it.
+
+    With runs, a row is a run of rows, and its group of heads that of each of its tokens: token by
+    token, and each sees the keys up to its own.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, window, block_rows
+        lengths, item, num_rows, target_splits, min_split, window, run, block_rows
     )
     if row >= num_rows:
         return  # without a wait; every row has a program that waits
     # The row's splits are of equal size, in whole tiles.
-    length = tl.load(lengths + row)
+    length = _longest(tl.load(lengths + row * run), run)
     num_visible = _num_visible(length, window)
     begin = length - num_visible
     num_splits = _num_splits(num_visible, split_size)
@@ -231,7 +244,15 @@ def _decode_kernel(
     if (first > begin) & (first >= length):
         return
     end = tl.minimum(first + split_size, length)
-    table = page_table + row * table_stride
+    table = page_table + row * run * table_stride
+    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
+    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_k), tl.arange(0, block_v)
+    ends = None  # of the keys that each head sees, with runs
+    if run > 1:
+        ends = tl.load(lengths + row * run + heads // group, heads < run * group, 0)
+        longest = tl.max(ends)
+        end = tl.minimum(end, longest)
+        table += tl.maximum(longest - tl.load(lengths + row * run), 0) * table_stride
     num_own = ((end == length) & (length > 0)).to(tl.int32)  # 1 in the split of the own token
     if rotary_table is not None:
         end = tl.minimum(end, tl.maximum(length - 1, 0))  # the own token is not in the cache
@@ -239,23 +260,25 @@ def _decode_kernel(
     in_page: tl.constexpr = window is None and page_size % block_n == 0
     pages = load_pages(table, first, end, page_size, in_page, block_n)
 
-    num_heads: tl.constexpr = num_kv_heads * group
+    num_queries: tl.constexpr = run * group
+    num_heads: tl.constexpr = num_kv_heads * num_queries
     row_size: tl.constexpr = head_dim if v is None else num_kv_heads * head_dim
     v_row_size: tl.constexpr = num_kv_heads * v_head_dim
     key_dim: tl.constexpr = v_head_dim if v is None else head_dim  # without a tail
     if v is not None:
         k += kv_head * head_dim
         v += kv_head * v_head_dim
-    q += row.to(tl.int64) * q_stride
-    block_k: tl.constexpr = block_v if v is None else block_d  # without a tail
-    heads, dims, v_dims = tl.arange(0, block_h), tl.arange(0, block_k), tl.arange(0, block_v)
+    q += row.to(tl.int64) * run * q_stride
     within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim], of queries
-    real = (heads < group)[:, None] & (dims < key_dim)[None, :]
+    if run > 1:
+        places = heads // group * q_stride + heads % group * head_dim
+        within = places[:, None] + dims[None, :]
+    real = (heads < num_queries)[:, None] & (dims < key_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]  # the same of values
-    v_real = (heads < group)[:, None] & (v_dims < v_head_dim)[None, :]
+    v_real = (heads < num_queries)[:, None] & (v_dims < v_head_dim)[None, :]
     if sinks is not None:  # in the first split only
-        in_first = (item == first_item) & (heads < group)
-        sink = tl.load(sinks + kv_head * group + heads, in_first, -float("inf"))
+        in_first = (item == first_item) & (heads < num_queries)
+        sink = tl.load(sinks + kv_head * group + heads % group, in_first, -float("inf"))
     if rotary_table is None:
         if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
             tl.extra.cuda.gdc_wait()
@@ -319,7 +342,11 @@ def _decode_kernel(
                 tail, odd_tail = _even_and_odd(tail, query.dtype)
                 scores = tl.dot(odd_tail_query, tl.trans(odd_tail), scores, input_precision="ieee")
             scores = tl.dot(tail_query, tl.trans(tail), scores, input_precision="ieee")
-        weights, decay, peak = fold(scores, (keys < end)[None, :], scale, softcap, peak, fp8)
+        if run > 1:
+            visible = keys[None, :] < tl.minimum(ends, end)[:, None]
+        else:
+            visible = (keys < end)[None, :]
+        weights, decay, peak = fold(scores, visible, scale, softcap, peak, fp8)
         if v is not None:
             v_mask = in_cache(keys, end, v_head_dim // words, block_v // words)
             if fp8:
@@ -343,30 +370,51 @@ def _decode_kernel(
         acc, peak, total = add_sinks(acc, peak, total, sink)
     num_splits = tl.cdiv(num_visible, split_size)
     if num_splits <= 1:
-        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim + v_within
-        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=v_real)
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim
+        places = _places(heads, run, group, num_kv_heads) * v_head_dim
+        acc /= tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(result + places[:, None] + v_dims[None, :], acc, mask=v_real)
         return
 
-    mine = item * num_heads + kv_head * group
+    mine = item * num_heads + kv_head * num_queries
     tl.store(accs + mine * v_head_dim + v_within, acc, mask=v_real)
-    tl.store(peaks + mine + heads, peak, mask=heads < group)
-    tl.store(totals + mine + heads, total, mask=heads < group)
+    tl.store(peaks + mine + heads, peak, mask=heads < num_queries)
+    tl.store(totals + mine + heads, total, mask=heads < num_queries)
     if v is None:
         return
     semaphores += row * num_kv_heads
     if arrive(semaphores, kv_head) == num_splits - 1:
         tl.store(semaphores + kv_head, 0)  # for the next launch
         merged = _merge(
-            accs, peaks, totals, first_item, num_splits, kv_head * group,
-            num_heads, group, v_head_dim, block_g, block_v, block_s,
+            accs, peaks, totals, first_item, num_splits, kv_head * num_queries,
+            num_heads, num_queries, v_head_dim, block_g, block_v, block_s,
         )  # fmt: skip
         group_heads = tl.arange(0, block_g)
         result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim
+        places = _places(group_heads, run, group, num_kv_heads) * v_head_dim
         tl.store(
-            result + group_heads[:, None] * v_head_dim + v_dims[None, :],
+            result + places[:, None] + v_dims[None, :],
             merged,
-            mask=(group_heads < group)[:, None] & (v_dims < v_head_dim)[None, :],
+            mask=(group_heads < num_queries)[:, None] & (v_dims < v_head_dim)[None, :],
         )
+
+
+@triton.jit
+def _places(heads, run: tl.constexpr, group: tl.constexpr, num_kv_heads: tl.constexpr):
+    """Where the heads of a KV head are among all heads of a run of rows, from its first on."""
+    if run == 1:
+        return heads
+    else:
+        return heads // group * (num_kv_heads * group) + heads % group
+
+
+@triton.jit
+def _longest(length, run: tl.constexpr):
+    """The most keys that a run sees whose first row sees `length`."""
+    if run == 1:
+        return length
+    else:
+        return tl.where(length > 0, length + run - 1, 0)
 
 
 @triton.jit
@@ -546,12 +594,14 @@ def _find_row(
     target_splits,
     min_split,
     window,
+    run: tl.constexpr,
     block_rows: tl.constexpr,
 ):
     """(row of `item`, num_rows or more if there is none; the row's first item; keys in a split).
     Every row has at least one item, and items are numbered row by row."""
     rows = tl.arange(0, block_rows)
-    numbers = _num_visible(tl.load(lengths + rows, rows < num_rows, 0), window)
+    numbers = _longest(tl.load(lengths + rows * run, rows < num_rows, 0), run)
+    numbers = _num_visible(numbers, window)
     split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
     items = tl.where(rows < num_rows, _num_splits(numbers, split_size), 0)
     ends = tl.cumsum(items)

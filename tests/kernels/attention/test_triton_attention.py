@@ -23,6 +23,7 @@ from support.attention_cases import (
     assert_rounded_alike,
     check_decode,
     check_decode_qkv,
+    check_decode_runs,
     check_prefill,
     forget_own,
     own_places,
@@ -125,6 +126,27 @@ def test_decode_matches_the_reference_for_any_number_of_splits(programs_per_sm: 
     """A whole row each, and at last shares of the least size, more than are merged at once."""
     tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     check_decode(TritonAttention(tiles), Shape(2, 64, 16, device=DEVICE), [700, 1, 128, 129])
+
+
+RUNS = [(1, 1), (1, 4), (0, 0), (30, 3), (63, 2), (64, 4), (700, 4), (129, 1), (16, 2)]
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 64])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "page_size"), [(1, 64, 1), (2, 128, 16), (5, 64, 64), (8, 96, 4)]
+)
+def test_the_rows_of_a_run_see_the_keys_up_to_their_own(
+    group: int, head_dim: int, page_size: int, programs_per_sm: int
+) -> None:
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
+    shape = Shape(group, head_dim, page_size, num_kv_heads=1 + group % 2, device=DEVICE)
+    check_decode_runs(TritonAttention(tiles), shape, 4, RUNS)
+
+
+def test_longer_runs_and_those_of_many_heads_see_the_same() -> None:
+    runs = [(10, 6), (300, 8), (5, 1), (0, 0)]
+    check_decode_runs(TritonAttention(TILES), Shape(2, 64, 16, device=DEVICE), 8, runs)
+    check_decode_runs(TritonAttention(TILES), Shape(8, 64, 16, device=DEVICE), 8, runs)
 
 
 def test_a_long_row_beside_many_short_ones_matches_the_reference() -> None:
