@@ -70,11 +70,11 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: Any, **options: 
                 lengths = int(state.prompt_lengths[slot]), int(state.lengths[slot])
                 found.drafts.append((*lengths, state.drafts[slot, : step.run - 1].tolist()))
 
-    def noting(scheduler: Scheduler, result: StepResult) -> Any:
+    def noting(scheduler: Scheduler, result: StepResult, *args: Any) -> Any:
         for length, drafted in zip(result.run_lengths or (), result.num_drafted or (), strict=True):
             found.num_drafted += drafted
             found.num_accepted += length - 1
-        return settle(scheduler, result)
+        return settle(scheduler, result, *args)
 
     async def answer() -> None:
         async with AsyncEngine(load_engine(folder, **options)) as engine:
