@@ -169,6 +169,7 @@ class SnapshotStats:
 
 
 def drafts_of(speculation: Speculation | None) -> DraftCounters | None:
+    """The counts of drafts as they are now."""
     return None if speculation is None else replace(speculation.counters)
 
 

@@ -59,13 +59,11 @@ class Interval:
         drafts, before = self.after.drafts, self.before.drafts
         if drafts is None or before is None:
             return ""
-        num_rows, num_accepted = (
-            drafts.num_rows - before.num_rows,
-            drafts.num_accepted - before.num_accepted,
-        )
-        accepted = _ratio(num_accepted, drafts.num_drafted - before.num_drafted)
+        num_accepted = drafts.num_accepted - before.num_accepted
+        num_drafted = drafts.num_drafted - before.num_drafted
+        num_rows = drafts.num_rows - before.num_rows
         return (
-            f"drafts accepted: {accepted}, "
+            f"drafts accepted: {_ratio(num_accepted, num_drafted)}, "
             f"tokens per step: {_ratio(num_rows + num_accepted, num_rows)}, "
         )
 
