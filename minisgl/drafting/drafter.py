@@ -116,6 +116,7 @@ class Drafter(Protocol):
         """Write `step.state.drafts` of the slots that a settled step has sampled; -1 where there is
         no draft, and from there on.
 
-        token_ids: [num_samples] int64: what was sampled for the rows of `step.slots`.
+        token_ids: [num_samples] int64: what was sampled for the rows of `step.slots`; there may be
+        none.
         """
         ...

@@ -45,7 +45,7 @@ class NetworkDrafter:
         drafts = state.drafts.new_full((len(slots), state.drafts.shape[1]), -1)
         if num_drafts or step.batch.chunks.num_rows:
             drafted = self._over_step(step, token_ids)
-            if num_drafts:
+            if num_drafts and len(slots):
                 drafts[:, :num_drafts] = self._ahead(step, drafted, num_drafts, draw)
         state.drafts[slots] = drafts
 

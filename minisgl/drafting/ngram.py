@@ -33,6 +33,8 @@ class NgramDrafter:
             self._history[slot, : len(ids)] = ids
 
     def draft(self, step: DraftStep, token_ids: Tensor, draw: Draw) -> None:
+        if not len(token_ids):
+            return
         draft_ngrams(
             self._history,
             step.state,

@@ -151,9 +151,12 @@ class Computation:
         ring's open entry, and draft what may follow."""
         sampled = self.draw(logits, samples, features)
         self.outputs.send(samples, sampled, self.tables.state)
+        self.draft(samples, sampled.token_ids, features)
+
+    def draft(self, samples: SampleRows, token_ids: Tensor, features: SamplingFeatures) -> None:
+        """Let the drafter, if there is one, take note of a step and of what it has sampled."""
         if self._drafter is not None and samples.drafting is not None:
-            draw = drawing(self.sampler, features)
-            self._drafter.draft(samples.drafting, sampled.token_ids, draw)
+            self._drafter.draft(samples.drafting, token_ids, drawing(self.sampler, features))
 
     def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:
         return self.sampler.sample(logits, samples.slots, samples.output_index, features)

@@ -335,6 +335,8 @@ class ModelRunner:
         elif step.logits is not None and step.samples is not None:
             ring_entry = computation.outputs.open()
             computation.sample(step.logits, step.samples, step.features)
+        elif step.samples is not None:  # chunks that sample nothing
+            computation.draft(step.samples, step.samples.slots, step.features)
         computation.stage.return_tokens(plan, computation.tables.returned)
         wants_logprobs = step.features.num_logprobs >= 0
         return QueuedStep(
