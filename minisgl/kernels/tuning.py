@@ -302,7 +302,7 @@ class DeviceTuning:
     # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has
     # up to 32 heads of a row, or their pairs with tokens. Not measured yet; none spills registers
     # on sm_90.
-    latent_decode_tiles: DecodeTiles = DecodeTiles(32, 8, 3, programs_per_sm=1, min_split=128)
+    latent_decode_tiles: DecodeTiles = DecodeTiles(32, 8, 3, programs_per_sm=4, min_split=64)
     latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=64, block_n=16, num_warps=8, num_stages=2
     )
@@ -353,7 +353,7 @@ UNTRIED = replace(
         (256, PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2)),
         (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     ),
-    latent_decode_tiles=DecodeTiles(32, 8, 2, programs_per_sm=1, min_split=128),
+    latent_decode_tiles=DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64),
     latent_prefill_tiles=PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2),
     delta_prefill=DeltaPrefillTiles(prepare_warps=8, block_v=16, num_warps=8, num_stages=1),
 )

@@ -59,8 +59,12 @@ class GroupedMoeBlock(nn.Module):
         choice = choose_grouped(logits, self._routing, self.e_score_correction_bias)
         if self.shared_experts is None:
             return self.experts.add_to(hidden, choice, rows)
-        summand = self.shared_experts.summand(hidden)
-        summand += self.experts.product(hidden, choice)
-        if self._comm.size == 1:
-            return Residual(rows, delta=summand)
-        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
+        if self._comm.size > 1:
+            summand = self.shared_experts.summand(hidden)
+            summand += self.experts.product(hidden, choice)
+            return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
+        stream = self.shared_experts.add_to(hidden, rows)
+        if stream.delta is None:  # where a GEMM adds its result to the stream
+            return self.experts.add_to(hidden, choice, stream.rows)
+        stream.delta.add_(self.experts.product(hidden, choice))
+        return stream

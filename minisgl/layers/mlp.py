@@ -46,5 +46,12 @@ class GatedMLP(nn.Module):
 
     def summand(self, x: Tensor) -> Tensor:
         """This rank's summand of the result for x [num_rows, hidden_size]: a new tensor like x."""
-        down = self.down_proj.product
-        return down(self.gate_up_proj.product.gated_mul_of(x, down, gelu=self._gelu))
+        return self.down_proj.product(self._inner(x))
+
+    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        """The stream rows + the result for x, both [num_rows, hidden_size]. May overwrite rows."""
+        return self.down_proj.add_to(self._inner(x), rows)
+
+    def _inner(self, x: Tensor) -> Any:
+        gate_up, down = self.gate_up_proj.product, self.down_proj.product
+        return gate_up.gated_mul_of(x, down, gelu=self._gelu)

@@ -17,6 +17,7 @@ from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.latent_attention import LatentAttention, LatentSizes
+from minisgl.layers.linear import Linear
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
@@ -302,7 +303,14 @@ class LatentForCausalLM(CausalLM):
 
     def prepare(self, *, dense_copies: bool = False) -> None:
         """As in CausalLM."""
-        for module in self.layers.modules():
-            if isinstance(module, LatentAttention):
-                module.prepare()
+        for attention in self._attentions():
+            attention.prepare()
         super().prepare(dense_copies=dense_copies)
+
+    def _linears(self) -> list[Linear]:
+        """Without those that are multiplied head by head, which need no kernels."""
+        by_head = {attention.kv_b_proj for attention in self._attentions()}
+        return [linear for linear in super()._linears() if linear not in by_head]
+
+    def _attentions(self) -> list[LatentAttention]:
+        return [module for module in self.layers.modules() if isinstance(module, LatentAttention)]

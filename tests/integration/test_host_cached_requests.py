@@ -84,6 +84,11 @@ def test_pages_in_fp8_survive_host_memory() -> None:
     check_rounds(shortened(fp8_case("llama3", scaled=True)))
 
 
+def test_latents_survive_host_memory() -> None:
+    """Whose pages have no values beside the keys."""
+    check_rounds(short_case_of("glm-flash"))
+
+
 def test_a_host_tier_smaller_than_the_device_gives_the_reference_tokens() -> None:
     page_gb = load_engine(case_of("llama3").folder).model.kv_bytes_per_token("float32") * 4e-9
     check_rounds(short_case_of("llama3"), host_cache=20 * page_gb)

@@ -74,6 +74,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         # AutoFP8, Mistral
         ({**FORMATS["fp8-static"].config, "weight_block_size": None}, "fp8-static"),
         ({**FP8_BLOCK, "modules_to_not_convert": ["lm_head", "model.layers.0"]}, "fp8-block"),
+        ({**FP8_BLOCK, "scale_fmt": "ue8m0"}, "fp8-block"),  # DeepSeek-V3.1
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}, "awq"),
         ({**AWQ, "version": "GEMM", "backend": "autoawq", "do_fuse": False}, "awq"),
         ({**GPTQ, "damp_percent": 0.01, "true_sequential": True, "static_groups": False}, "gptq"),
@@ -140,7 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FP8_BLOCK, "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\].*128"),
     ({**FP8_BLOCK, "activation_scheme": "static"}, "activation_scheme 'static'.*dynamic"),
     ({**FP8_BLOCK, "fmt": "e5m2"}, "fmt 'e5m2'.*e4m3"),
-    ({**FP8_BLOCK, "scale_fmt": "ue8m0"}, "scale_fmt"),
+    ({**FP8_BLOCK, "scale_fmt": "e5m2"}, "scale_fmt 'e5m2'.*ue8m0"),
     ({**AWQ, "bits": 8}, "bits 8.*4.*4-bit checkpoint"),
     ({**AWQ, "zero_point": False}, "zero_point False"),
     ({**AWQ, "version": "gemv"}, "version 'gemv'.*gemm"),

@@ -45,8 +45,6 @@ LOWEST = tl.constexpr(-3.0e38)
 # Rows or chunks that a program searches at once for its own; steps with no more share one variant
 # of a kernel.
 LOOKED_THROUGH = 256
-
-
 # Query heads in a group of one KV head that holds the values, too.
 _MOST_HEADS = 32
 

@@ -218,8 +218,9 @@ def _decode_kernel(
     merges the splits, which costs less than a second launch in a short step; a row of one split
     needs no merging. Tensor cores are used with the group padded to block_h, even for a single
     head: compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA
-    cores. Where the keys hold the values, splits are left to _merge_kernel: a row has a single KV
-    head, for whose many query heads one program would take longer than all others.
+    cores. Where the keys hold the values, `block_d` is the width of the tail alone, and splits are
+    left to _merge_kernel: a row has a single KV head, for whose many query heads one program would
+    take longer than all others.
 
     With a rotary table, q is qkv, and each program norms and rotates the queries that it needs. The
     program whose split has the row's own token starts its softmax with it, and writes it to the

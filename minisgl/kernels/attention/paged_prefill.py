@@ -182,6 +182,8 @@ def _prefill_kernel(
     With a window the tiles of keys begin with the first key that a token of the item sees. Those
     that a later token sees only in part are masked, like those on the diagonal.
 
+    Where the keys hold the values, `block_d` is the width of the tail alone.
+
     With a workspace a program has one split of the keys of an item, which it finds by such sums
     (_find_split). The splits of an item are equal in whole tiles, and the last one has those on the
     diagonal, too. The last program to finish merges them.
@@ -234,23 +236,25 @@ def _prefill_kernel(
     rows = (first_row + first_token).to(tl.int64) + tokens
     key_dim: tl.constexpr = v_head_dim if v is None else head_dim  # without a tail
     real = (tokens < num_tokens)[:, None] & (dims < key_dim)[None, :]
-    places = (rows * q_stride + heads * head_dim)[:, None]
-    query = tl.load(q + places + dims[None, :], real, 0.0)
+    within = heads[:, None] * head_dim + dims[None, :]
+    query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
     v_real = (tokens < num_tokens)[:, None] & (v_dims < v_head_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]
     fp8: tl.constexpr = v_scale is not None
     tail = None
     if v is None:
-        tail_dims = tl.arange(0, block_d)
-        in_tail = (tokens < num_tokens)[:, None] & (tail_dims < head_dim - key_dim)[None, :]
-        tail = tl.load(q + places + key_dim + tail_dims[None, :], in_tail, 0.0)
+        tails = key_dim + tl.arange(0, block_d)
+        in_tail = (tokens < num_tokens)[:, None] & (tails < head_dim)[None, :]
+        within = heads[:, None] * head_dim + tails[None, :]
+        tail = tl.load(q + (rows * q_stride)[:, None] + within, in_tail, 0.0)
         query, tail, scale = both_to_multiply(query, tail, scale, fp8)
     else:
         query, scale = to_multiply(query, scale, fp8)
-        k += kv_head * head_dim
-        v += kv_head * v_head_dim
 
     table = page_table + chunk * table_stride
+    if v is not None:
+        k += kv_head * head_dim
+        v += kv_head * v_head_dim
     acc = tl.zeros((block_m, block_v), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
@@ -268,21 +272,21 @@ def _prefill_kernel(
         acc, peak, total = _attend_tiles(
             acc, peak, total, query, tail, position + tokens, k, v, table,
             first, tl.minimum(whole, stop), window, scale, softcap,
-            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
-            fp8,             stages,
+            num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
+            stages,
         )  # fmt: skip
         first = tl.maximum(first, whole)
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, tail, position + tokens, k, v, table,
         first, stop, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False,
-        fp8,         stages,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, False, fp8,
+        stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, tail, position + tokens, k, v, table,
         diagonal, position + num_tokens if accs is None else end, window, scale, softcap,
-        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True,
-            fp8,         stages,
+        num_kv_heads, head_dim, v_head_dim, page_size, block_n, block_d, block_v, True, fp8,
+        stages,
     )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + heads)
@@ -445,20 +449,20 @@ def _attend_tiles(
             tile = tl.load(k + offsets, in_cache(keys, end, key_dim, block_k), 0.0)
         else:
             tile = tl.load(k + offsets)
-        tile = tile.to(query.dtype)
         if v is None:
-            values = tile
             in_tail = in_cache(keys, end, head_dim - key_dim, block_d)
             tails = tl.load(k + key_dim + v_offsets, in_tail, 0.0).to(query.dtype)
-            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
-            scores = tl.dot(tail, tl.trans(tails), scores, input_precision="ieee")
+            tile = tile.to(query.dtype)
+            values = tile
         else:
             if masked or v_head_dim != block_v:
                 values = tl.load(v + v_offsets, in_cache(keys, end, v_head_dim, block_v), 0.0)
             else:
                 values = tl.load(v + v_offsets)
-            values = values.to(query.dtype)
-            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+            tile, values = tile.to(query.dtype), values.to(query.dtype)
+        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        if v is None:
+            scores = tl.dot(tail, tl.trans(tails), scores, input_precision="ieee")
         visible = None
         if masked:
             if window is None:

@@ -26,8 +26,8 @@ def store_latents(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch.py; within a row all is contiguous. pdl: overlap launches where the device can,
-    by the rule of launch_options.py."""
+    """As in dispatch.py; within a row all is contiguous. pdl: overlap launches where the device
+    can, by the rule of launch_options.py."""
     num_rows, num_heads, head_dim = q.shape
     rank, rope_dim = len(norm.weight), norm.table.shape[1]
     assert kv.stride(1) == 1 and q.stride()[1:] == (head_dim, 1) and cache.is_contiguous()

@@ -42,6 +42,7 @@ SHAPES = [
     latents(5, 40, 24, 3, window=20, has_sinks=True, softcap=5.0),
     latents(16, 64, 10, 64, dtype=torch.float16),
     latents(20, 48, 10, 16, kv_scales=SCALES),
+    latents(3, 32, 6, 16, kv_scales=SCALES, dtype=torch.bfloat16),
 ]
 
 
