@@ -249,7 +249,7 @@ def test_the_log_compares_the_layouts(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in said[:-1]] == [
         "--tp 2",
         "--tp 2 --ep",
-        "--tp 2 --ep with attention divided by requests (not to be had)",
+        "--tp 2 --ep with attention divided by requests (for comparison)",
     ]
     assert all("GB for the KV cache" in line and "a step reads" in line for line in said[:-1])
     assert said[-1].endswith("by this arithmetic --tp 2 is best")
