@@ -56,6 +56,9 @@ class Load:
     num_tokens: int  # in the KV cache, of all rows
 
 
+SINGLE_ROW = Load(num_rows=1, num_tokens=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
     """What the fullest rank of a layout has of a model."""
@@ -218,13 +221,14 @@ def advise(
     lines = [
         f"{share.layout}{'' if share.layout in able else ' (for comparison)'}: "
         f"{share.weight_bytes / GB:.2f} GB of weights a rank, "
-        f"{_room(share, memory_bytes, room[share.layout])}; a step reads "
-        f"{read[share.layout] / GB:.2f} GB"
+        f"{_room(share, memory_bytes, room[share.layout])}; a full step reads "
+        f"{read[share.layout] / GB:.2f} GB, one of a single row "
+        f"{share.step_bytes(SINGLE_ROW) / GB:.2f} GB"
         for share in shares
     ]
     lines.append(
-        f"steps of {load.num_rows} rows with {load.num_tokens:,} tokens are compared, before "
-        f"states, activations and graphs; by this arithmetic {best} is best"
+        f"full steps have {load.num_rows} rows with {load.num_tokens:,} tokens, before states, "
+        f"activations and graphs; by this arithmetic {best} is best"
     )
     return Advice(best, tuple(lines))
 
