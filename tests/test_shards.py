@@ -18,7 +18,14 @@ from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.targets import checkpoint_targets
 from minisgl.models.transformer import CausalLM
-from minisgl.shards import Shard, even_shard, kv_head_shard, split_layers, vocab_shard
+from minisgl.shards import (
+    Shard,
+    even_shard,
+    kv_head_shard,
+    split_layers,
+    uneven_shard,
+    vocab_shard,
+)
 
 
 def load(
@@ -151,3 +158,17 @@ def test_dummy_weights_differ_by_rank_and_have_the_scale_of_a_single_ranks(tmp_p
         assert not torch.equal(one, other)
         ratio = float(one.std() / alone.get_submodule(path).weight.std())
         assert ratio == pytest.approx(1, abs=0.05), path
+
+
+@given(size=st.integers(1, 300), num_ranks=st.integers(1, 16))
+def test_uneven_parts_follow_each_other_and_differ_by_one_at_most(
+    size: int, num_ranks: int
+) -> None:
+    num_ranks = min(num_ranks, size)
+    parts = [uneven_shard(size, rank, num_ranks) for rank in range(num_ranks)]
+    assert [entry for part in parts for entry in range(part.first, part.first + part.size)] == [
+        *range(size)
+    ]
+    sizes = {part.size for part in parts}
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+    assert all(part.whole == size for part in parts)

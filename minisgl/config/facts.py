@@ -220,7 +220,7 @@ class ExpertFacts:
     num_experts: int  # per layer
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
-    size: int  # inner dimension of one expert
+    size: int  # inner dimension of one expert, which ranks divide; 0: they do not
     inner_block: int = 1  # a rank's part of it is whole blocks of so many, the last ones padded
     quantized: Quantized | None = None  # of these
     not_by_rank: str | None = None  # why ranks cannot have whole experts; None: they can

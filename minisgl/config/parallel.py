@@ -1,9 +1,9 @@
 """Arithmetic of how tensor-parallel ranks may divide a model: what a rank holds, what it keeps of a
 token, and what it reads in a decode step.
 
-Counted are matrices and the KV cache; norms, biases, activations and graphs are small beside them,
-or the same for all layouts. A step waits for its fullest rank. Of the experts it reads those that
-some row has chosen, as if each row chose at random.
+Counted are matrices and the KV cache; norms, biases, states, activations and graphs are small
+beside them, or the same for all layouts. A step waits for its fullest rank. Of the experts it reads
+those that some row has chosen, as if each row chose at random.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class Load:
     num_tokens: int  # in the KV cache, of all rows
 
 
+SINGLE_ROW = Load(num_rows=1, num_tokens=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
     """What the fullest rank of a layout has of a model."""
@@ -65,7 +68,7 @@ class RankShare:
     embedding_bytes: int  # of which a step reads a few rows
     expert_bytes: int  # of all experts on the rank
     kv_bytes: float  # in the KV cache, for each token of all ranks together
-    state_bytes: int  # of each request of all ranks together
+    state_bytes: int  # that a step reads and writes, for each request of all ranks together
     experts: ExpertFacts | None
 
     @property
@@ -74,7 +77,7 @@ class RankShare:
 
     def num_tokens(self, memory_bytes: int) -> int:
         """The tokens of all ranks together for which a rank has room beside its weights."""
-        return max(0, int((memory_bytes - self.weight_bytes) / self.kv_bytes))
+        return max(0, int((memory_bytes - self.weight_bytes) / (self.kv_bytes or 1)))
 
     def step_bytes(self, load: Load, seen_share: float = 1.0) -> float:
         """What the fullest rank reads in a decode step. seen_share: of the KV cache."""
@@ -216,14 +219,15 @@ def advise(
     close = [layout for layout in fitting if read[layout] <= least * (1 + CLOSE)]
     best = max(close, key=lambda layout: room[layout])
     lines = [
-        f"{share.layout}{'' if share.layout in able else ' (not to be had)'}: "
+        f"{share.layout}{'' if share.layout in able else ' (for comparison)'}: "
         f"{share.weight_bytes / GB:.2f} GB of weights a rank, "
-        f"{_room(share, memory_bytes, room[share.layout])}; a step reads "
-        f"{read[share.layout] / GB:.2f} GB"
+        f"{_room(share, memory_bytes, room[share.layout])}; a full step reads "
+        f"{read[share.layout] / GB:.2f} GB, one of a single row "
+        f"{share.step_bytes(SINGLE_ROW) / GB:.2f} GB"
         for share in shares
     ]
     lines.append(
-        f"steps of {load.num_rows} rows with {load.num_tokens:,} tokens are compared, before "
+        f"full steps have {load.num_rows} rows with {load.num_tokens:,} tokens, before states, "
         f"activations and graphs; by this arithmetic {best} is best"
     )
     return Advice(best, tuple(lines))

@@ -299,7 +299,9 @@ def _tally(model: Decoder, page_size: int, device: torch.device) -> ExpertTally 
     """Have the tokens of each expert counted; None if no layer of this stage has experts."""
     module: Any = getattr(model, "module", model)  # an adopted model has one
     layers = [each for each in module.modules() if isinstance(each, FusedExperts)]
-    tally = ExpertTally(layers[0].held.whole, page_size, device) if layers else None
+    if not layers:
+        return None
+    tally = ExpertTally(max(experts.held.whole for experts in layers), page_size, device)
     for experts in layers:
         experts.tally = tally
     return tally

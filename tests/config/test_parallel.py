@@ -16,6 +16,7 @@ from support.adopted_checkpoints import write_checkpoint
 from support.checkpoints import make_checkpoint, spec_named
 from support.gemma_checkpoints import checkpoint_of
 from support.parity import load_engine
+from support.quantized import edit_config
 from support.ranks import Rank
 from support.resolving import CPU, GPU, MODEL, resolved
 from torch import nn
@@ -38,6 +39,7 @@ from minisgl.config.parallel import (
     advise,
     rank_share,
 )
+from minisgl.engine.startup import _prepare
 from minisgl.errors import ConfigError
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.models.loader import load_model
@@ -235,6 +237,16 @@ def test_auto_takes_the_gpus_of_the_machine(tmp_path: Path) -> None:
     assert taken(8, device="cpu") == (1, False)
 
 
+def test_an_engine_takes_what_is_best_of_its_ranks(tmp_path: Path) -> None:
+    """Of two ranks on a CPU, for whose experts no two parts are alike."""
+    folder = make_checkpoint(spec_named("moe-5"), tmp_path)
+    edit_config(folder, moe_intermediate_size=93)
+    options = EngineConfig(model=str(folder), device="cpu", tp=2, load_format="dummy")
+    taken = _prepare(replace(options, parallel="auto")).resolved
+    assert (taken.tp, taken.ep) == (2, True)
+    assert any(note.endswith("arithmetic --tp 2 --ep is best") for note in taken.notes)
+
+
 def test_what_was_given_stays(tmp_path: Path) -> None:
     config = EngineConfig(tp=2)
     assert with_layout(config, MODEL, machine(8)) is config
@@ -249,9 +261,9 @@ def test_the_log_compares_the_layouts(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in said[:-1]] == [
         "--tp 2",
         "--tp 2 --ep",
-        "--tp 2 --ep with attention divided by requests (not to be had)",
+        "--tp 2 --ep with attention divided by requests (for comparison)",
     ]
-    assert all("GB for the KV cache" in line and "a step reads" in line for line in said[:-1])
+    assert all("GB for the KV cache" in line and "a full step reads" in line for line in said[:-1])
     assert said[-1].endswith("by this arithmetic --tp 2 is best")
     assert not any("layouts" in note for note in resolved(MODEL, CPU).notes)
 

@@ -217,11 +217,11 @@ def _even(size: int, rank: int, num_ranks: int) -> Shard:
     return Shard(rank * (size // num_ranks), size // num_ranks, size)
 
 
-def _counted_from_the_start(choice: Choice, held: Shard) -> Chosen:
+def _counted_from_the_start(choice: Choice, held: Shard, tally: object) -> Chosen:
     return reference.choose_of(choice, replace(held, first=0))
 
 
-def _first_choice_dropped(choice: Choice, held: Shard) -> Chosen:
+def _first_choice_dropped(choice: Choice, held: Shard, tally: object) -> Chosen:
     right = reference.choose_of(choice, held)
     right.experts[:, 0] = reference.ELSEWHERE
     return right

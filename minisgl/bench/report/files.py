@@ -14,7 +14,7 @@ from minisgl.bench.report.tables import PointResult
 from minisgl.bench.run_info import RunInfo
 
 # Options in the title of a picture, beside the model and the device.
-PLOTTED = ("dtype", "quantization", "kv_dtype", "tp", "pp", "workload", "num_requests")
+PLOTTED = ("dtype", "quantization", "kv_dtype", "tp", "pp", "ep", "workload", "num_requests")
 
 
 def write_files(

@@ -69,7 +69,7 @@ class Divisibility:
     common_size: int  # the greatest common divisor of what is split beside heads and experts, or 0
     expert_size: int  # of the inner dimension of experts that are split; 0: none are
     not_by_rank: str | None  # why ranks cannot have whole experts; None: they can
-    num_attention_weights: int  # in the matrices of attention
+    num_attention_weights: int  # in the matrices of attention that are split
     num_whole_weights: int  # in the matrices of layers that are not split
     tied: bool  # the head is the embedding
 
@@ -88,9 +88,15 @@ def divisibility(model: Any, found: Discovered) -> Divisibility:
     stacks = {name.rpartition(".")[0] for name, w in model.named_parameters() if w.dim() == 3}
     layers = tuple(f"{name}." for name in found.layers)
     matrices = {
-        name: weight
+        name: weight.numel()
         for name, weight in model.named_parameters()
         if weight.dim() == 2 and name.startswith(layers)
+    }
+    divided = {*division.kinds, *division.parameters}
+    split = {
+        name: size
+        for name, size in matrices.items()
+        if name in divided or name.rpartition(".")[0] in divided
     }
     not_by_rank = None
     if not all(has_plain_experts(model.get_submodule(name)) for name in stacks):
@@ -102,14 +108,8 @@ def divisibility(model: Any, found: Discovered) -> Divisibility:
         common_size=math.gcd(*sizes),
         expert_size=math.gcd(*experts),
         not_by_rank=not_by_rank,
-        num_attention_weights=sum(
-            weight.numel() for name, weight in matrices.items() if name.startswith(inside)
-        ),
-        num_whole_weights=sum(
-            weight.numel()
-            for name, weight in matrices.items()
-            if not {name, name.rpartition(".")[0]} & {*division.kinds, *division.parameters}
-        ),
+        num_attention_weights=sum(size for name, size in split.items() if name.startswith(inside)),
+        num_whole_weights=sum(matrices.values()) - sum(split.values()),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 
