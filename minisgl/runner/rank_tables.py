@@ -274,11 +274,13 @@ class RankTables(SlotTables):
         table, page_size = self.state.page_table, self.state.page_size
         num = len(tensors.slots) if captured else len(chunks)
         slots, row_starts = tensors.slots[:num], tensors.row_starts[: num + 1].int()
-        segments = Segments(self._states(slots), self._states(slots), row_starts)
         if len(tensors.segment_slots):
             sources, states = tensors.segment_sources, tensors.segment_slots
             bounds = tensors.segment_starts.int()
             segments = Segments(self._states(sources), self._states(states), bounds)
+        else:
+            states = self._states(slots)
+            segments = Segments(states, states, row_starts)
         mapping = slot_mapping_of(table, tensors.token_slots, tensors.positions, page_size)
         return replace(
             batch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice, takewhile
 
 from minisgl.kvcache.manager import Lease
@@ -77,7 +77,7 @@ class Admission:
     def _take_pages(
         self,
         waiting: Waiting,
-        reserved: Mapping[int, float],
+        reserved: dict[int, float],
         num_granted: int,
         work: StepWork,
         barred: set[str],
@@ -106,11 +106,11 @@ class Admission:
         return None
 
     def _has_room(
-        self, waiting: Waiting, lease: Lease, reserved: Mapping[int, float], barred: set[str]
+        self, waiting: Waiting, lease: Lease, reserved: dict[int, float], barred: set[str]
     ) -> bool:
         """Whether a request fits beside those that run on its rank, and what they still need."""
         kv = self._kv.of(lease)
-        if lease.rank not in reserved:
+        if not self._slots.running:
             return True  # `submit` checks that any request fits if no other runs
         num_cached = len(lease.pages) * kv.page_size
         expected = reserved[lease.rank] + self.ratio.expected(waiting.request)

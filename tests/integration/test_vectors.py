@@ -177,7 +177,11 @@ def test_a_mean_may_leave_out_the_prompt_and_a_vector_may_have_any_length(tmp_pa
 DOCUMENTS = ["It sleeps.", "The fox jumps over the lazy dog.", "def f(x):\n    return x + 1", "no"]
 
 
-@pytest.mark.parametrize("options", [{}, CHUNKED, {"tp": 2}, {"model_impl": "adopted"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, CHUNKED, {"tp": 2}, {"tp": 2, "dp_attention": True}, {"model_impl": "adopted"}],
+    ids=str,
+)
 def test_scores_are_those_of_the_card(options: dict[str, Any]) -> None:
     folder = checkpoint("qwen3")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1852,20 +1852,47 @@ def test_requests_with_one_beginning_are_on_all_ranks() -> None:
 
 
 def test_a_rank_without_pages_takes_them_from_its_own_requests() -> None:
+    """The newest request of all is on the other rank, which has pages enough."""
     harness = Harness(num_ranks=2, num_pages=13, num_slots=6, conservativeness=0.01)
-    requests = [make_request(str(n), [n] * 12, 12, ignore_eos=True) for n in range(5)]
+    lengths = (12, 28, 12, 12, 4)
+    requests = [
+        make_request(str(n), [n] * size, 12, ignore_eos=True) for n, size in enumerate(lengths)
+    ]
     for request in requests:
         harness.scheduler.submit(request)
-    while harness.scheduler.num_waiting:
         harness.launch()
-    assert Counter(ranks_of(harness).values()) == {0: 3, 1: 2}
+        harness.settle()
     before = ranks_of(harness)
     while not harness.scheduler.counters.num_retractions:
         before = ranks_of(harness)
         harness.launch()
         harness.settle()
-    lost = {rank for id, rank in before.items() if id not in ranks_of(harness)}
-    assert lost == {0}, "the other rank has pages enough"
+    assert before == {"0": 0, "1": 1, "2": 0, "3": 0, "4": 1}
+    assert before.keys() - ranks_of(harness).keys() == {"3"}
+    harness.run()
+    for request in requests:
+        check_output(request)
+
+
+def test_two_ranks_admit_twice_as_many_requests() -> None:
+    """What those of a rank are expected to need is reserved on that rank."""
+    admitted = []
+    for num_ranks in (1, 2):
+        harness = Harness(num_ranks=num_ranks, num_slots=40, max_prefill_length=1000)
+        for n in range(40):
+            harness.scheduler.submit(make_request(str(n), [n] * 12, 40, ignore_eos=True))
+        harness.launch()
+        admitted.append(harness.scheduler.num_running)
+    assert 2 < admitted[0] < 20 and admitted[1] == 2 * admitted[0]
+
+
+def test_an_idle_rank_admits_what_fits_it_alone() -> None:
+    harness = Harness(num_ranks=2, num_slots=2, max_prefill_length=1000, conservativeness=9.0)
+    requests = [make_request(str(n), [n] * 100, 150, ignore_eos=True) for n in range(2)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    harness.launch()
+    assert ranks_of(harness) == {"0": 0, "1": 1}
     harness.run()
     for request in requests:
         check_output(request)
