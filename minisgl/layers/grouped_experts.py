@@ -24,7 +24,8 @@ class GroupedMoeBlock(nn.Module):
     the stream.
 
     `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
-    has one for each expert, `e_score_correction_bias`, which counts in the choice alone.
+    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`:
+    as in FusedExperts.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class GroupedMoeBlock(nn.Module):
         expert_size: int,
         shared_size: int,
         has_bias: bool,
+        by_rank: bool = False,
     ) -> None:
         super().__init__()
         self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
@@ -46,7 +48,12 @@ class GroupedMoeBlock(nn.Module):
             bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = parameter(bias)
         self.experts = FusedExperts(
-            num_experts, hidden_size, expert_size, format.within("experts"), comm
+            num_experts,
+            hidden_size,
+            expert_size,
+            format.within("experts"),
+            comm,
+            by_rank=by_rank,
         )
         self.shared_experts: GatedMLP | None = None
         if shared_size:
@@ -61,7 +68,7 @@ class GroupedMoeBlock(nn.Module):
             return self.experts.add_to(hidden, choice, rows)
         if self._comm.size > 1:
             summand = self.shared_experts.summand(hidden)
-            summand += self.experts.product(hidden, choice)
+            summand += self.experts.summand(hidden, choice)
             return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
         stream = self.shared_experts.add_to(hidden, rows)
         if stream.delta is None:  # where a GEMM adds its result to the stream

@@ -293,6 +293,7 @@ class LatentDecoderLayer(DecoderLayer):
             expert_size=experts.size,
             shared_size=experts.shared_size,
             has_bias=config.routing.sigmoid,
+            by_rank=config.experts_by_rank,
         )
 
 

@@ -138,7 +138,7 @@ def load_runner(
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
     tally = None
-    if config.ep and ranks.rank == 0 and stage.is_last:
+    if config.ep and not config.dp_attention and ranks.rank == 0 and stage.is_last:
         tally = _tally(model, config.page_size, device)
     build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage, tally)
     prefill_s = 0.0
