@@ -91,8 +91,8 @@ def _draft(
         is_row = is_run | (step == 0)
         is_row = is_row & (tl.load(slots + first + step, mask=is_row, other=-1) == slot)
         position = tl.load(output_index + first + step, mask=is_row, other=0) + prompt_length
-        token = tl.load(token_ids + first + step, mask=is_row, other=0).to(tl.int32)
-        tl.store(tokens + tl.minimum(position, width - 1), token, mask=is_row)
+        sampled = tl.load(token_ids + first + step, mask=is_row, other=0).to(tl.int32)
+        tl.store(tokens + tl.minimum(position, width - 1), sampled, mask=is_row)
     tl.debug_barrier()  # the whole program reads what it has written
     last = tl.load(lengths + slot)
     best = -1
@@ -108,9 +108,9 @@ def _draft(
             shared += is_match.to(tl.int32)
         score = tl.where(shared >= least_match, (shared << place_bits) + place, -1)
         best = tl.maximum(best, tl.max(score, axis=0))
-    place = tl.where(best < 0, 0, best & ((1 << place_bits) - 1))
-    period = tl.maximum(last - place, 1)
+    match = tl.where(best < 0, 0, best & ((1 << place_bits) - 1))
+    period = tl.maximum(last - match, 1)
     offset = tl.arange(0, draft_block)
-    draft = tl.load(tokens + place + 1 + offset % period)
+    draft = tl.load(tokens + match + 1 + offset % period)
     draft = tl.where(best < 0, -1, draft)
     tl.store(drafts + slot * drafts_stride + offset, draft, mask=offset < num_drafts)
