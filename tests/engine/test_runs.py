@@ -146,6 +146,7 @@ def requests(draw: st.DrawFn) -> Asked:
             stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=4)),
             stop=draw(st.lists(strings_in(prompt, seed), max_size=2)),
             include_stop=draw(st.booleans()),
+            frequency_penalty=draw(st.sampled_from([0, 0, 1])),  # with which it has no runs
             logprobs=draw(st.sampled_from([None, 0])),
         ),
     )

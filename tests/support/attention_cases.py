@@ -142,7 +142,9 @@ def check_decode_runs(
     backend: AttentionBackend, shape: Shape, run: int, runs: Sequence[tuple[int, int]]
 ) -> Tensor:
     """runs: the length of the first row of each, and how many of its `run` rows are real."""
-    kv, table = paged_cache(shape, [max(0, first + count - 1) for first, count in runs])
+    starts = [max(0, first - 1) for first, _ in runs]
+    lengths_of_all = [max(0, first + count - 1) for first, count in runs]
+    kv, table = paged_cache(shape, lengths_of_all, starts=starts)
     lengths = torch.zeros((len(runs), run), dtype=torch.int32)
     for index, (first, count) in enumerate(runs):
         lengths[index, :count] = torch.arange(first, first + count)

@@ -147,6 +147,9 @@ def test_longer_runs_and_those_of_many_heads_see_the_same() -> None:
     runs = [(10, 6), (300, 8), (5, 1), (0, 0)]
     check_decode_runs(TritonAttention(TILES), Shape(2, 64, 16, device=DEVICE), 8, runs)
     check_decode_runs(TritonAttention(TILES), Shape(8, 64, 16, device=DEVICE), 8, runs)
+    check_decode_runs(TritonAttention(TILES), Shape(2, 64, 16, device=DEVICE, window=9), 8, runs)
+    sinks = Shape(2, 64, 16, device=DEVICE, has_sinks=True, softcap=20.0)
+    check_decode_runs(TritonAttention(TILES), sinks, 4, RUNS)
 
 
 def test_a_long_row_beside_many_short_ones_matches_the_reference() -> None:
