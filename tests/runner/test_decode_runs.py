@@ -26,6 +26,7 @@ from minisgl.runner.memory import allocate_states
 from minisgl.runner.runner import ModelRunner, StepHandle
 from minisgl.runner.step_inputs import SampleRows
 from minisgl.scheduler.plan import SlotJoin, StepPlan
+from minisgl.scheduler.runs import SameDrafts, Speculation
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ def answers(
         max_prefill_length=16,
         max_queued_requests=20,
         conservativeness=0.1,
-        max_run=max_run,
+        speculation=Speculation(SameDrafts(max_run - 1), max_run - 1, NUM_SLOTS * max_run),
     )
     params = [
         SamplingParams(temperature=0, ignore_eos=True),
