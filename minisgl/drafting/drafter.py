@@ -95,11 +95,6 @@ class Drafter(Protocol):
     of `draft` may be captured."""
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether the KV that its layers write for a position depends on the token behind it."""
-        ...
-
-    @property
     def taps(self) -> tuple[int, ...]:
         """The layers of the model whose input it needs."""
         ...

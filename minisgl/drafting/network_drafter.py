@@ -28,7 +28,6 @@ class NetworkDrafter:
 
     def __init__(self, network: DraftNetwork) -> None:
         self._network = network
-        self.looks_ahead = network.follows
         self.taps = network.taps
         self._num_layers = len(network.layer_specs("float32"))
 

@@ -17,7 +17,6 @@ class NgramDrafter:
     """Keeps the tokens of all slots on the device, 4 bytes each, and looks for the last place in
     them that agrees with their end."""
 
-    looks_ahead = False
     taps: tuple[int, ...] = ()
 
     def __init__(self, num_slots: int, max_seq_len: int, lanes: Lanes) -> None:

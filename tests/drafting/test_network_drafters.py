@@ -18,11 +18,16 @@ from support.checkpoints import load_reference, spec_named
 from support.draft_networks import Head, HeadReference, Mtp, drafts_after, hybrid, save_head
 from support.parity import FEW_PAGES, batch, case_of, load_engine
 
+from minisgl.config import EngineConfig, resolve
 from minisgl.drafting.drafter import DraftStep
 from minisgl.drafting.network_drafter import NetworkDrafter, _Ahead
 from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
 from minisgl.kvcache.radix import RadixCache
+from minisgl.models.registry import read_model_config
 from minisgl.request import SamplingParams
+from minisgl.runner.facts import device_facts
+from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -155,6 +160,30 @@ def test_all_drafts_of_the_model_itself_are_accepted(
     found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
     assert found.answers == answers()
     assert found.num_drafted == found.num_accepted > 40
+
+
+def test_stages_of_a_pipeline_take_no_drafter_with_weights() -> None:
+    with pytest.raises(ConfigError, match="with --pp allowed: ngram"):
+        load_engine(case_of(CASE).folder, speculative=str(head()), pp=2)
+
+
+def test_pages_with_the_kv_of_another_drafter_are_told_apart() -> None:
+    folder = case_of(CASE).folder
+    config, device = read_model_config(folder), device_facts(read_model_config(folder).facts())
+    prints = {
+        model_fingerprint(
+            resolve(
+                EngineConfig(model=str(folder), device="cpu", speculative=name),
+                config.facts(),
+                device,
+                overlap=True,
+            ),
+            config,
+            folder,
+        )
+        for name in (None, "ngram", str(head()), str(small()))
+    }
+    assert len(prints) == 3  # n-grams leave no KV
 
 
 def check_drafts(

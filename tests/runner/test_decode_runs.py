@@ -27,6 +27,7 @@ from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.scheduler.plan import SlotJoin, StepPlan
+from minisgl.scheduler.runs import SameDrafts, Speculation
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def answers(
         max_prefill_length=16,
         max_queued_requests=20,
         conservativeness=0.1,
-        max_run=max_run,
+        speculation=Speculation(SameDrafts(max_run - 1), max_run - 1, NUM_SLOTS * max_run),
     )
     params = [
         SamplingParams(temperature=0, ignore_eos=True),

@@ -29,7 +29,6 @@ class KnowingDrafter:
     kind: Kind
     streams: Sequence[Sequence[int]]
     vocab_size: int
-    looks_ahead = False
     taps: ClassVar[tuple[int, ...]] = ()
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     following: dict[int, Sequence[int]] = field(default_factory=dict)
