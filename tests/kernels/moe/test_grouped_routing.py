@@ -38,7 +38,7 @@ def test_of_equals_the_lower_comes_first_and_nan_chooses_experts_that_exist() ->
     routing = GroupRouting(3, normalize=True, sigmoid=True, num_groups=4, num_kept=2)
     logits = torch.zeros(2, 12, device=DEVICE)
     logits[1] = torch.nan
-    chosen, weights = choose_grouped(logits, routing)
+    chosen, weights, _ = choose_grouped(logits, routing)
     assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
     torch.testing.assert_close(weights[0].cpu(), torch.full((3,), 1 / 3))
     assert weights[1].isnan().all()
