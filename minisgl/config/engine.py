@@ -226,10 +226,9 @@ class EngineConfig:
     )
     speculative: str | None = option(
         None,
-        "Guess several tokens ahead and verify them in one step, which changes no answer: ngram "
-        "(what followed the same words before, in prompt and answer), mtp (with the layers for it "
-        "that come with Qwen3.5 and later), or the folder or Hugging Face id of an EAGLE-3 head or "
-        "of a small model with the same vocabulary.",
+        "Guess tokens and verify them, which changes no answer: ngram (what followed the same words "
+        "before), mtp (layers of Qwen3.5 and later), or an EAGLE-3 head or small model, as a folder "
+        "or id.",
         group="Speculation",
     )
     draft_tokens: int = option(

@@ -151,6 +151,7 @@ def test_the_facts_of_qwen3_8b_are_read(read: Read) -> None:
         layers=(AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),) * 36,
         intermediate_size=12288,
         num_layer_weights=36 * 4096 * ((32 + 32 + 8 + 8) * 128 + 3 * 12288),
+        num_attention_weights=36 * 4096 * (32 + 32 + 8 + 8) * 128,
         num_head_weights=4096 * 151936,
     )
 
