@@ -466,6 +466,15 @@ async def test_instructions_between_messages_are_the_users_where_a_template_refu
     await engine.close()
 
 
+@pytest.mark.parametrize("field", ["logprobs", "return_token_ids"])
+@pytest.mark.parametrize("path", [PATH, COUNT])
+def test_what_an_answer_cannot_have_is_refused(path: str, field: str, http: httpx.Client) -> None:
+    options = {"max_tokens": ...} if path == COUNT else {}
+    answer = http.post(path, json=asked(**options, **{field: True}))
+    assert answer.status_code == 400 and field in answer.json()["error"]["message"]
+    assert http.post(COUNT, json=asked(max_tokens=..., **{field: False})).status_code == 200
+
+
 def test_the_tools_are_in_the_prompt_with_their_schemas(
     server: Served[ScriptedEngine], http: httpx.Client
 ) -> None:

@@ -208,6 +208,10 @@ class Prompt(TranslatedFields, kw_only=True):
     user_profile_id: Ignored = NOT_GIVEN
     workspace_id: Ignored = NOT_GIVEN
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
+
     @property
     def has_late_system(self) -> bool:
         """Whether instructions follow other messages, which not every chat template takes."""
@@ -230,7 +234,6 @@ class MessagesRequest(Prompt, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
         if self.stop is not None and self.stop_sequences is not None:
             raise InvalidRequestError("stop", "is not allowed beside stop_sequences.")
 
