@@ -31,7 +31,15 @@ from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.names import AUTO, TOOL_PARSERS
 from minisgl.text.tokenizer import Tokenizer
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+# A model writes the spelling of a control token in several tokens, and a tokenizer reads it as one.
+CONTROLS = {
+    spelling
+    for tokenizer in (DEEPSEEK, HARMONY, LLAMA, MISTRAL, PLAIN, QWEN)
+    for spelling in tokenizer.control_tokens().values()
+}
+TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(
+    lambda text: not any(control in text for control in CONTROLS)
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.sampled_from(["</tool_call>", "{", "}", '"', "\\", "[ARGS]", "</think>"]) | TEXT,
