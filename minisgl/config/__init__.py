@@ -58,4 +58,4 @@ from minisgl.config.resolve import (
     with_layout,
 )
 from minisgl.config.torchrun import with_torchrun
-from minisgl.config.windows import LONGEST_RUN, WindowSizes, divide
+from minisgl.config.windows import WindowSizes, divide

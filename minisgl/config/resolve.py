@@ -563,7 +563,14 @@ def _resolve_windows(
     notes: list[str],
 ) -> WindowSizes | None:
     """The sizes of the pages of windowed layers; None if all layers share one page table."""
-    sizes = WindowSizes.of(model, page_size, max_seq_len, config.max_prefill_length, config.pp)
+    sizes = WindowSizes.of(
+        model,
+        page_size,
+        max_seq_len,
+        config.max_prefill_length,
+        config.pp,
+        1 + _resolve_drafts(config, model),
+    )
     if sizes is None:
         return None
     if config.host_cache:

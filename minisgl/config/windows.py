@@ -12,7 +12,7 @@ from minisgl.config.facts import AttentionSpec, KVSpec, LayerSpec, ModelFacts, p
 
 # Tokens of a prompt that a step can compute at least, however many requests run.
 SPARE_TOKENS = 2048
-LONGEST_RUN = 8  # tokens that a decode row may sample in a step
+COUNTED_RUN = 8  # tokens that a decode row samples in a step, as counted at least
 # Tokens of the requests for which memory is divided: so many windows, or so many tokens if that is
 # more. Shorter requests lack windowed pages first, longer ones full pages.
 TYPICAL_WINDOWS = 4
@@ -36,8 +36,10 @@ class WindowSizes:
         max_seq_len: int,
         max_prefill_length: int,
         num_stages: int,
+        max_run: int,
     ) -> WindowSizes | None:
-        """None if no layer has a window shorter than the longest sequence."""
+        """None if no layer has a window shorter than the longest sequence. max_run: of a decode row
+        in a step."""
         windows = [spec.window for spec in model.attention if spec.window is not None]
         windows = [window for window in windows if window < max_seq_len]
         if not windows:
@@ -46,7 +48,7 @@ class WindowSizes:
         return WindowSizes(
             window=max(windows),
             page_size=page_size,
-            in_flight=(num_stages + 1) * LONGEST_RUN,
+            in_flight=(num_stages + 1) * max(COUNTED_RUN, max_run),
             spare=-(-spare // page_size),
         )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Generic
 
 from minisgl.config import (
-    LONGEST_RUN,
     Capacity,
     EngineConfig,
     ModelFacts,
@@ -194,7 +193,6 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager | RankCaches:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     if config.windows is not None and capacity.num_window_pages:
-        assert loaded.config.max_run <= LONGEST_RUN
         return WindowedCacheManager(
             num_window_pages=capacity.num_window_pages,
             sizes=config.windows,

@@ -42,6 +42,12 @@ def test_the_widest_window_that_is_shorter_than_a_sequence_counts() -> None:
     assert sizes.spare == 63
 
 
+@pytest.mark.parametrize(("draft_tokens", "in_flight"), [(3, 16), (7, 16), (8, 18), (15, 32)])
+def test_runs_of_any_length_are_in_flight(draft_tokens: int, in_flight: int) -> None:
+    sizes = options_for(WINDOWED, FULL, speculative="ngram", draft_tokens=draft_tokens).windows
+    assert sizes is not None and sizes.in_flight == in_flight
+
+
 def test_a_request_of_few_tokens_needs_a_page_for_each() -> None:
     sizes = options_for(WINDOWED, FULL).windows
     assert sizes is not None
