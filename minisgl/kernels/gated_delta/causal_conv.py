@@ -193,25 +193,38 @@ def _convolve_rows(
     channel = tl.program_id(0) * block + tl.arange(0, block)
     inside = channel < channels
     past = state + (tl.load(slots + row) * channels + channel) * (width - 1)
-    values, factors = (), ()
+    seen, factors = (), ()
     for tap in tl.static_range(width - 1):
-        values += (tl.load(past + tap, mask=inside, other=0.0),)
+        seen += (tl.load(past + tap, mask=inside, other=0.0),)
     for tap in tl.static_range(width):
         factors += (tl.load(weight + channel * width + tap, mask=inside, other=0.0),)
-    result = tl.zeros([block], tl.float32)
+    shift = tl.zeros([block], tl.float32)
     if bias is not None:
-        result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        shift += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     if pdl:  # for x
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    values += (tl.load(x + row * x_stride + channel, mask=inside, other=0.0),)
+    value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
     tl.debug_barrier()  # every thread has what it needs of the state
-    for tap in tl.static_range(width):
-        result += factors[tap].to(tl.float32) * values[tap].to(tl.float32)
-    for tap in tl.static_range(width - 1):
-        tl.store(past + tap, values[tap + 1], mask=inside)
-    if silu:
-        result = result.to(out.dtype.element_ty).to(tl.float32)
-        result = result / (1.0 + tl.exp(-result))
+    result = convolved(shift, seen, value, factors, width, silu, out.dtype.element_ty)
+    for tap in tl.static_range(width - 2):
+        tl.store(past + tap, seen[tap + 1], mask=inside)
+    tl.store(past + width - 2, value, mask=inside)
     tl.store(out + row * channels + channel, result, mask=inside)
+
+
+@triton.jit
+def convolved(
+    shift, seen, value, factors, width: tl.constexpr, silu: tl.constexpr, dtype: tl.constexpr
+):
+    """The result for the row `value` behind those in `seen`. shift: the bias; dtype: that before
+    the activation."""
+    result = shift
+    for tap in tl.static_range(width - 1):
+        result += factors[tap].to(tl.float32) * seen[tap].to(tl.float32)
+    result += factors[width - 1].to(tl.float32) * value.to(tl.float32)
+    if silu:
+        result = result.to(dtype).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result))
+    return result

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.gated_delta.causal_conv import convolved
 from minisgl.kernels.gated_delta.delta_decode import check_heads
 from minisgl.kernels.gated_delta.delta_parts import decay_log, inverse_length, strength_of
 from minisgl.kernels.gated_delta.reference import DeltaRows
@@ -157,7 +158,7 @@ def _convolve_runs(
     for place in tl.static_range(most):
         counts = place < count
         value = tl.load(rows + place * channels, mask=inside & counts, other=0.0)
-        result = _convolved(shift, seen, value, factors, width, silu, older.dtype.element_ty)
+        result = convolved(shift, seen, value, factors, width, silu, older.dtype.element_ty)
         at = older + (run * most + place) * channels + channel
         tl.store(at, result, mask=inside & counts)
         after = ()
@@ -178,7 +179,7 @@ def _convolve_runs(
         value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
         if size > 1:
             tl.store(rows + place * channels, value, mask=inside)
-        result = _convolved(shift, seen, value, factors, width, silu, newer.dtype.element_ty)
+        result = convolved(shift, seen, value, factors, width, silu, newer.dtype.element_ty)
         tl.store(newer + row * channels + channel, result, mask=inside)
         after = ()
         for tap in tl.static_range(width - 2):
@@ -188,21 +189,6 @@ def _convolve_runs(
     if size == 1:
         for tap in tl.static_range(width - 1):
             tl.store(past + tap, seen[tap], mask=inside)
-
-
-@triton.jit
-def _convolved(
-    shift, seen, value, factors, width: tl.constexpr, silu: tl.constexpr, dtype: tl.constexpr
-):
-    """The result for the row `value` behind those in `seen`."""
-    result = shift
-    for tap in tl.static_range(width - 1):
-        result += factors[tap].to(tl.float32) * seen[tap].to(tl.float32)
-    result += factors[width - 1].to(tl.float32) * value.to(tl.float32)
-    if silu:
-        result = result.to(dtype).to(tl.float32)
-        result = result / (1.0 + tl.exp(-result))
-    return result
 
 
 @triton.jit

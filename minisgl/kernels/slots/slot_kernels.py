@@ -154,7 +154,7 @@ def _read_slot(
     tl.store(row_output_index + first, position + 1 - prompt_length)
     tl.store(row_lengths + first, length)
     tl.store(lengths + slot, length)
-    _copy_pages(row_pages, row_pages_stride, first, pages, tl.cdiv(length, page_size), block)
+    _copy_pages(row_pages, row_pages_stride, first, pages, 0, tl.cdiv(length, page_size), block)
     window_pages = window_table + slot * table_stride
     if window:
         _read_window(
@@ -178,7 +178,7 @@ def _read_slot(
         tl.store(row_slot_mapping + row, tl.where(is_row, page * page_size + here % page_size, 0))
         tl.store(row_output_index + row, tl.where(is_row, here + 1 - prompt_length, scratch_index))
         tl.store(row_lengths + row, length)
-        _copy_pages(row_pages, row_pages_stride, row, pages, tl.cdiv(length, page_size), block)
+        _copy_pages(row_pages, row_pages_stride, row, pages, 0, tl.cdiv(length, page_size), block)
         if window:
             _read_window(
                 window_pages, row_window_mapping, row_window_pages, row_pages_stride, row, here,
@@ -187,9 +187,10 @@ def _read_slot(
 
 
 @triton.jit
-def _copy_pages(row_pages, row_pages_stride, row, pages, num_pages, block: tl.constexpr):
+def _copy_pages(row_pages, row_pages_stride, row, pages, first, num_pages, block: tl.constexpr):
+    """Columns `first` to `num_pages` of a slot's table,."""
     copy = row_pages + row.to(tl.int64) * row_pages_stride
-    for start in range(0, num_pages, block):
+    for start in range(first, num_pages, block):
         column = start + tl.arange(0, block)
         tl.store(
             copy + column,
@@ -216,15 +217,8 @@ def _read_window(
     page = tl.load(table + position // page_size, mask=length > 0, other=0).to(tl.int64)
     offset = tl.where(length > 0, position % page_size, 0)
     tl.store(row_mapping + row, page * page_size + offset)
-    copy = row_pages + row.to(tl.int64) * row_pages_stride
-    num_pages = tl.cdiv(length, page_size)
-    for start in range(tl.maximum(length - window, 0) // page_size, num_pages, block):
-        column = start + tl.arange(0, block)
-        tl.store(
-            copy + column,
-            tl.load(table + column, mask=column < num_pages),
-            mask=column < num_pages,
-        )
+    seen, num_pages = tl.maximum(length - window, 0) // page_size, tl.cdiv(length, page_size)
+    _copy_pages(row_pages, row_pages_stride, row, table, seen, num_pages, block)
 
 
 @triton.jit
