@@ -25,6 +25,7 @@ from support.checkpoints import (
     relative_error,
     spec_named,
 )
+from support.native_models import load_native, logits_error
 from support.paged import PagedModel
 from support.parity import FEW_PAGES, FOLDER, case_of, check
 from support.tensor_parallel import check_with_aborts, short_case_of
@@ -40,7 +41,6 @@ from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import Chosen
 from minisgl.layers import grouped_experts
 from minisgl.models.deepseek import GLM, V2, V3, LatentConfig
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
@@ -60,23 +60,14 @@ def config_of(folder: Path) -> LatentConfig:
 
 
 def load(folder: Path, config: LatentConfig | None = None) -> CausalLM:
-    model = load_model(
-        config or config_of(folder),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=256,
-    )
-    assert isinstance(model, CausalLM)
-    return model
+    return load_native(CausalLM, config or config_of(folder), folder)
 
 
 def error(name: str, model: CausalLM | None = None, *, page_size: int = 16, **cut: int) -> float:
     case = logits_of(name)
     model = model or load(case.folder)
-    paged = PagedModel(model, config_of(case.folder), page_size=page_size)
-    return relative_error(paged.run(case.token_ids, **cut), case.logits)
+    config = config_of(case.folder)
+    return logits_error(case, model, config, page_size=page_size, **cut)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

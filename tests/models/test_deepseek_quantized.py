@@ -7,7 +7,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from support.checkpoints import (
     TOLERANCE,
     random_prompt,
@@ -15,15 +14,15 @@ from support.checkpoints import (
     relative_error,
     spec_named,
 )
+from support.native_models import leave_inputs, load_native
 from support.paged import PagedModel
 from support.quantized import FORMATS, load_plain, quantize
 
-from minisgl.config import FP8_WHILE_LOADING, Activations, Quantized
+from minisgl.config import FP8_WHILE_LOADING, Quantized
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.models.deepseek import LatentConfig, LatentForCausalLM
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 # INT4 needs inputs in multiples of 64; blocks of FP8 end within heads and between maps.
@@ -42,19 +41,9 @@ SPEC = dataclasses.replace(
 
 def load(folder: Path, quantization: str | None = None) -> LatentForCausalLM:
     """Inputs are left as they are, as on a GPU without FP8 products."""
-    model = load_model(
-        read_model_config(folder, quantization=quantization),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=128,
-    )
-    assert isinstance(model, LatentForCausalLM)
-    for module in model.modules():
-        product = getattr(module, "product", None)
-        if isinstance(product, Fp8Product | Fp8Experts):
-            product.activations = Activations.NONE
+    config = read_model_config(folder, quantization=quantization)
+    model = load_native(LatentForCausalLM, config, folder, max_seq_len=128)
+    leave_inputs(model)
     model.prepare()
     return model
 

@@ -15,9 +15,9 @@ import torch
 from dummy_config import MODELS
 from safetensors.torch import load_file, save_file
 from support.adopted_checkpoints import small_config
-from support.checkpoints import TOLERANCE, Case, relative_error
+from support.checkpoints import TOLERANCE, Case
 from support.gemma_checkpoints import CONFIGS, WITH_TOWERS, case_of, prompts_of
-from support.paged import PagedModel
+from support.native_models import load_native, logits_error
 from support.parity import FEW_PAGES, check
 from support.parity import Case as Prompts
 from support.tensor_parallel import check_with_aborts, shortened
@@ -29,7 +29,6 @@ from minisgl.kernels.elementwise import reference
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.models import registry
 from minisgl.models.gemma4 import TEXT, GemmaConfig, GemmaForCausalLM
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 GROSS = 100 * TOLERANCE
@@ -42,21 +41,12 @@ def config_of(folder: Path, **options: Any) -> GemmaConfig:
 
 
 def load(folder: Path, config: GemmaConfig | None = None) -> GemmaForCausalLM:
-    model = load_model(
-        config or config_of(folder),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=256,
-    )
-    assert isinstance(model, GemmaForCausalLM)
-    return model
+    return load_native(GemmaForCausalLM, config or config_of(folder), folder)
 
 
 def error(case: Case, model: GemmaForCausalLM, *, page_size: int = 16, **cut: int) -> float:
-    paged = PagedModel(model, config_of(case.folder), page_size=page_size)
-    return relative_error(paged.run(case.token_ids, **cut), case.logits)
+    config = config_of(case.folder)
+    return logits_error(case, model, config, page_size=page_size, **cut)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoints import TOLERANCE, random_prompt, reference_logits, relative_error
 from support.gemma_checkpoints import WIDER, case_of, checkpoint_of
+from support.native_models import leave_inputs, load_native
 from support.paged import PagedModel
 from support.quantized import FORMATS, Format
 from torch import Tensor
 
-from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.models.gemma4 import GemmaForCausalLM
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 NUM_TOKENS = 60
@@ -28,19 +27,9 @@ NUM_TOKENS = 60
 
 def load(folder: Path, **options: Any) -> GemmaForCausalLM:
     """Inputs are left as they are, as on a GPU without FP8 products."""
-    model = load_model(
-        read_model_config(folder, **options),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=128,
-    )
-    assert isinstance(model, GemmaForCausalLM)
-    for module in model.modules():
-        product = getattr(module, "product", None)
-        if isinstance(product, Fp8Product | Fp8Experts):
-            product.activations = Activations.NONE
+    config = read_model_config(folder, **options)
+    model = load_native(GemmaForCausalLM, config, folder, max_seq_len=128)
+    leave_inputs(model)
     return model
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from dummy_config import MODELS
 from safetensors.torch import load_file, save_file
-from support.checkpoints import TOLERANCE, Case, make_case, relative_error, spec_named
-from support.paged import PagedModel
+from support.checkpoints import TOLERANCE, Case, make_case, spec_named
+from support.native_models import load_native, logits_error
 from support.parity import FEW_PAGES, case_of, check
 from support.tensor_parallel import check_with_aborts, short_case_of
 
@@ -22,7 +22,6 @@ from minisgl.config import ModelFacts
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels.moe.reference import Clamped
 from minisgl.models.config import NativeConfig
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
@@ -41,21 +40,12 @@ def config_of(folder: Path) -> NativeConfig:
 
 
 def load(folder: Path, config: NativeConfig | None = None) -> CausalLM:
-    model = load_model(
-        config or config_of(folder),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=256,
-    )
-    assert isinstance(model, CausalLM)
-    return model
+    return load_native(CausalLM, config or config_of(folder), folder)
 
 
 def error(case: Case, model: CausalLM, *, page_size: int = 16, **cut: int) -> float:
-    paged = PagedModel(model, config_of(case.folder), page_size=page_size)
-    return relative_error(paged.run(case.token_ids, **cut), case.logits)
+    config = config_of(case.folder)
+    return logits_error(case, model, config, page_size=page_size, **cut)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

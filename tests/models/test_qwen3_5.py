@@ -15,7 +15,15 @@ import pytest
 import torch
 import transformers
 from support.parity import NOISE, batch, greedy, load_engine
-from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, drafter_of, save_case
+from support.state_cases import (
+    EXPERTS,
+    HYBRID,
+    LENGTHS,
+    NUM_TOKENS,
+    StateCase,
+    drafter_of,
+    save_case,
+)
 
 from minisgl.config import page_bytes, slot_bytes
 from minisgl.engine import AsyncEngine
@@ -33,29 +41,7 @@ from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
 from minisgl.runner import computation, load
 
 _FOLDER = TemporaryDirectory()
-SIZES = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "full_attention_interval": 2,
-    "max_position_embeddings": 512,
-    "partial_rotary_factor": 0.25,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
-}
+SIZES = HYBRID | {"vocab_size": 257, "num_hidden_layers": 5}
 TOWER = {
     "depth": 1,
     "hidden_size": 32,

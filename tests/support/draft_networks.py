@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec
+from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -257,31 +258,6 @@ class Mtp(torch.nn.Module):
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * (1 + weight)
-
-
-HYBRID = {
-    "vocab_size": 499,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "full_attention_interval": 2,
-    "max_position_embeddings": 512,
-    "partial_rotary_factor": 0.25,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
-}
 
 
 def add_mtp(folder: Path, mtp: Mtp) -> None:

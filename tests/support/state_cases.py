@@ -13,6 +13,30 @@ from transformers import PreTrainedModel
 NUM_TOKENS = 24
 LENGTHS = (3, 17, 70, 70, 9)
 NUM_SHARED = 40  # tokens, of the longer prompts
+# Of Qwen3-Next and Qwen3.5, and of their mixtures.
+HYBRID = {
+    "vocab_size": 499,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "full_attention_interval": 2,
+    "max_position_embeddings": 512,
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 
 
 @dataclass(frozen=True)
