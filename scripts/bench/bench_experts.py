@@ -14,6 +14,7 @@ larger.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,13 +200,11 @@ def many_candidates(num_rows: int, shape: Shape, format: str) -> list[ExpertTile
     from minisgl.kernels.tuning import ExpertTiles
 
     pairs = num_rows * shape.top_k / shape.num_experts
-    if format == "mxfp4" and pairs <= 12:
-        return mxfp4_candidates([8, 16])
+    if format == "mxfp4":
+        return mxfp4_candidates([8, 16]) if pairs <= 12 else mxfp4_many_candidates(pairs)
     itemsize = 2 if format == "bf16" else 1
     depths = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4))
-    if format == "mxfp4":  # whose k of a tile is 64
-        depths = ((64, 4), (64, 6), (64, 8), (64, 10))
-    elif format != "bf16":
+    if format != "bf16":
         depths = ((128, 3), (128, 4), (128, 6))
 
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
@@ -258,6 +257,23 @@ def mxfp4_candidates(members: list[int]) -> list[ExpertTiles]:
         for num_stages in (2, 3, 4)
         if num_warps * chunks <= 8
     ]
+
+
+def mxfp4_many_candidates(pairs: float) -> list[ExpertTiles]:
+    """Tiles that a program's warps multiply together. Of many rows of x, as few tiles of W are
+    unpacked again as the registers have room for sums."""
+    from minisgl.kernels.tuning import ExpertTiles
+
+    found = []
+    for block_n, block_m, num_warps in itertools.product((64, 128), (32, 64, 128, 256), (4, 8)):
+        # Numbers of a thread, in the sums of both halves of the gated product.
+        sums = 2 * block_n * block_m // (32 * num_warps)
+        if not 32 <= sums <= 256 or block_m > 4 * pairs:
+            continue
+        for num_stages in (3, 4, 6):
+            for places in {1, 2} if pairs < 96 else {4, 16}:
+                found.append(ExpertTiles(block_n, block_m, 64, num_warps, num_stages, places))
+    return found
 
 
 def launch(how: FewTiles | PairTiles | ManyTiles, format: str, shape: Shape) -> None:

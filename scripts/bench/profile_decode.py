@@ -66,6 +66,7 @@ class Breakdown:
     """The times of one step, in microseconds."""
 
     by_kind: dict[str, float]
+    by_name: dict[str, float]  # of kernels
     launches: dict[str, float]
     busy: float
     step: float
@@ -82,6 +83,7 @@ def kind_of(name: str) -> str:
 def break_down(kernels: Sequence[tuple[str, float, float]], num_steps: float) -> Breakdown:
     """kernels: name, start and end in microseconds, of `num_steps` steps."""
     by_kind: dict[str, float] = defaultdict(float)
+    by_name: dict[str, float] = defaultdict(float)
     launches: dict[str, float] = defaultdict(float)
     busy, reached = 0.0, float("-inf")
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
@@ -89,10 +91,13 @@ def break_down(kernels: Sequence[tuple[str, float, float]], num_steps: float) ->
         # how far it brings the end of the work.
         gained = max(0.0, end - max(start, reached))
         by_kind[kind_of(name)] += gained / num_steps
+        by_name[name] += gained / num_steps
         launches[kind_of(name)] += 1 / num_steps
         busy, reached = busy + gained, max(reached, end)
     span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    return Breakdown(dict(by_kind), dict(launches), busy / num_steps, span / num_steps)
+    return Breakdown(
+        dict(by_kind), dict(by_name), dict(launches), busy / num_steps, span / num_steps
+    )
 
 
 async def record(
@@ -149,9 +154,13 @@ async def run(arguments: argparse.Namespace) -> None:
         times: dict[str, list[float]] = defaultdict(list)
         for name, start, end in kernels:
             times[name].append(end - start)
-        for name, took in sorted(times.items(), key=lambda entry: -sum(entry[1]))[:40]:
+        for name, us in sorted(result.by_name.items(), key=lambda entry: -entry[1])[:40]:
+            took = times[name]
             mean = sum(took) / len(took)
-            console.print(f"{len(took):6} x {mean:8.2f} µs  {kind_of(name):16} {name[:90]}")
+            console.print(
+                f"{us:8.1f} µs a step: {len(took):6} x {mean:8.2f} µs  {kind_of(name):16} "
+                f"{name[:90]}"
+            )
 
 
 def main() -> int:

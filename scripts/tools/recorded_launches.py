@@ -76,6 +76,7 @@ SERVED = (
     Served("Qwen3-14B"),
     Served("Llama-3.1-8B"),
     Served("Qwen3-30B-A3B"),
+    Served("Qwen3-0.6B", speculative="ngram"),  # a run's group of heads is padded
     Served("Llama-3.1-8B", speculative="ngram"),
     Served("Qwen3-14B", kv_cache_dtype="fp8", speculative="ngram", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", speculative="ngram"),

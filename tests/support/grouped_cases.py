@@ -29,11 +29,12 @@ def check_grouped(
     *,
     has_bias: bool,
 ) -> None:
-    """Compares the weight of each expert, 0 where it is not chosen. Logits differ, all of them, so
-    that no two experts count alike."""
+    """Compares the weight of each expert, -1 where it is not chosen.
+
+    All logits differ, and none is another's negative: no two experts count alike, nor two pairs."""
     generator = torch.Generator().manual_seed(num_rows + num_experts)
     order = torch.rand(num_rows, num_experts, generator=generator).argsort(-1)
-    logits = ((order + 0.5) / num_experts * 8 - 4).to(dtype)
+    logits = ((order + 0.5) / num_experts * 7 - 3).to(dtype)
     bias = torch.rand(num_experts, generator=generator) if has_bias else None
     chosen, weights, _ = choose_grouped(
         logits.to(device), routing, None if bias is None else bias.to(device)

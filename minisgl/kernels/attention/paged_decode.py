@@ -272,8 +272,7 @@ def _decode_kernel(
     q += row.to(tl.int64) * run * q_stride
     within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim], of queries
     if run > 1:
-        places = heads // group * q_stride + heads % group * head_dim
-        within = places[:, None] + dims[None, :]
+        within = (heads // group * q_stride + heads % group * head_dim)[:, None] + dims[None, :]
     real = (heads < num_queries)[:, None] & (dims < key_dim)[None, :]
     v_within = heads[:, None] * v_head_dim + v_dims[None, :]  # the same of values
     v_real = (heads < num_queries)[:, None] & (v_dims < v_head_dim)[None, :]
@@ -392,9 +391,10 @@ def _decode_kernel(
         )  # fmt: skip
         group_heads = tl.arange(0, block_g)
         result = out + (row.to(tl.int64) * num_heads + kv_head * group) * v_head_dim
-        places = _places(group_heads, run, group, num_kv_heads) * v_head_dim
+        # A name of its own: in the block above `places` are of another size.
+        merged_places = _places(group_heads, run, group, num_kv_heads) * v_head_dim
         tl.store(
-            result + places[:, None] + v_dims[None, :],
+            result + merged_places[:, None] + v_dims[None, :],
             merged,
             mask=(group_heads < num_queries)[:, None] & (v_dims < v_head_dim)[None, :],
         )
