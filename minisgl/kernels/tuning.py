@@ -227,12 +227,15 @@ class DeviceTuning:
     )
     mxfp4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
         (2, ManyTiles(ExpertTiles(32, 8, 128, 2, 4), ExpertTiles(32, 8, 256, 2, 3))),
-        (4, ManyTiles(ExpertTiles(32, 8, 128, 1, 3), ExpertTiles(32, 8, 128, 1, 4))),
+        (4, ManyTiles(ExpertTiles(32, 8, 128, 2, 5), ExpertTiles(32, 8, 128, 2, 5))),
         (12, ManyTiles(ExpertTiles(32, 16, 64, 1, 3), ExpertTiles(32, 16, 128, 1, 3))),
-        (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 5), ExpertTiles(64, 32, 64, 4, 6))),
+        (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 4), ExpertTiles(64, 32, 64, 4, 5))),
+        (48, ManyTiles(ExpertTiles(64, 64, 64, 4, 4, 2), ExpertTiles(128, 64, 64, 4, 4, 2))),
+        (192, ManyTiles(ExpertTiles(64, 64, 64, 4, 3, 4), ExpertTiles(128, 64, 64, 4, 3, 4))),
+        (1024, ManyTiles(ExpertTiles(64, 128, 64, 4, 3, 4), ExpertTiles(128, 128, 64, 4, 3, 4))),
         (
             NO_LIMIT,
-            ManyTiles(ExpertTiles(128, 64, 64, 8, 4, 2), ExpertTiles(128, 32, 64, 4, 4, 2)),
+            ManyTiles(ExpertTiles(64, 128, 64, 4, 4, 16), ExpertTiles(128, 256, 64, 8, 3, 16)),
         ),
     )
     # In float32, for tests.
@@ -334,14 +337,21 @@ class DeviceTuning:
 
 H200 = DeviceTuning()
 
-# cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention and
-# of gated delta nets keep their registers on sm_80 and sm_100, except that preparing a chunk spills
-# 112 bytes on sm_80, and fit into 99 KiB of shared memory.
+# cuBLAS and torch multiply, at every number of rows, wherever they can. The tiles of attention, of
+# gated delta nets and of experts in MXFP4 keep their registers on sm_80 and sm_100, except that
+# preparing a chunk spills 112 bytes on sm_80, and fit into 99 KiB of shared memory.
 UNTRIED = replace(
     H200,
     linear_weights=(),
     fp8_rows=0,
     fp8_group_rows=0,
+    mxfp4_many_tiles=(
+        *H200.mxfp4_many_tiles[:4],
+        (
+            NO_LIMIT,
+            ManyTiles(ExpertTiles(128, 64, 64, 8, 4, 2), ExpertTiles(128, 32, 64, 4, 4, 2)),
+        ),
+    ),
     prefill_tiles=(
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
         (192, PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=2)),

@@ -339,16 +339,26 @@ def _multiply(
     w_at = words + groups[:, :, None, None] + word[None, None, :, :]
     scales += expert.to(tl.int64) * (num_inputs // 64 * all_outputs) + tile * block_n
     scale_at = scales + lane[:, None] * all_outputs + w_row[None, :]
-    column = lane[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
-    x_at = source + row.to(tl.int64)[None, :, None] * num_inputs + column
-    total = tl.zeros([lanes, block_n, block_m], tl.float32)
-    up_total = tl.zeros([lanes, block_n, block_m], tl.float32)
+    # A tile of x that all warps multiply by lies in shared memory as their instruction takes it.
+    whole: tl.constexpr = lanes == 1 and block_n >= 64
+    if whole:
+        x_at = source + row.to(tl.int64)[:, None] * num_inputs + tl.arange(0, 64)[None, :]
+        total = tl.zeros([block_n, block_m], tl.float32)
+    else:
+        column = lane[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
+        x_at = source + row.to(tl.int64)[None, :, None] * num_inputs + column
+        total = tl.zeros([lanes, block_n, block_m], tl.float32)
+    up_total = tl.zeros_like(total)
     for begin in tl.range(0, num_inputs, block_k, num_stages=stages):
         for start in tl.static_range(0, block_k, 64 * lanes):
             chunk = begin // 64 + start // 64
             there = lane < num_inputs // 64 - chunk
-            x_there = there[:, None, None] & real[None, :, None]
-            x = tl.permute(tl.load(x_at + chunk * 64, mask=x_there, other=0.0), (0, 2, 1))
+            if whole:
+                x_there = real[:, None] & (chunk < num_inputs // 64)
+                x = tl.trans(tl.load(x_at + chunk * 64, mask=x_there, other=0.0))
+            else:
+                x_there = there[:, None, None] & real[None, :, None]
+                x = tl.permute(tl.load(x_at + chunk * 64, mask=x_there, other=0.0), (0, 2, 1))
             w = _tile(w_at + chunk * 256, scale_at + chunk * all_outputs, there, dtype, packed)
             total = _added(w, x, total)
             if gated:
@@ -360,7 +370,8 @@ def _multiply(
                     packed,
                 )
                 up_total = _added(w, x, up_total)
-    total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
+    if not whole:
+        total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:
         total *= 18446744073709551616.0  # 2 ** 64: see _numbers
         up_total *= 18446744073709551616.0
@@ -385,17 +396,10 @@ def _tile(words, scales, there, dtype: tl.constexpr, packed: tl.constexpr):
 
 @triton.jit
 def _added(w, x, total):
-    """total + w x of each lane; of one lane, by the tensor cores' instruction for whole tiles."""
-    if w.shape[0] == 1 and w.shape[1] >= 64:
-        product = tl.dot(
-            tl.reshape(w, (w.shape[1], w.shape[2])),
-            tl.reshape(x, (x.shape[1], x.shape[2])),
-            tl.reshape(total, (total.shape[1], total.shape[2])),
-            input_precision="ieee",
-        )
-        return tl.reshape(product, total.shape)
-    else:
-        return tl.dot(w, x, total, input_precision="ieee")
+    """total + w x, of each lane; or of the only one, where x has no dimension of lanes."""
+    if len(x.shape) == 2:
+        w = tl.reshape(w, (w.shape[1], w.shape[2]))
+    return tl.dot(w, x, total, input_precision="ieee")
 
 
 @triton.jit
