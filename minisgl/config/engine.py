@@ -227,8 +227,8 @@ class EngineConfig:
     speculative: str | None = option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "
-        "words before), mtp (layers of Qwen3.5 and later), or an EAGLE-3 head or small model, as "
-        "a folder or id.",
+        "words before), mtp (a layer that some models bring), or an EAGLE-3 head or small model, "
+        "as a folder or id.",
         group="Speculation",
     )
     draft_tokens: int = option(

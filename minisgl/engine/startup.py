@@ -261,7 +261,7 @@ def _prepare(config: EngineConfig) -> _Prepared:
     if network := find_network(
         drafts, model_config, folder, load_format=config.load_format, num_ranks=config.tp
     ):
-        facts = network.added_to(facts)
+        facts, model_config = network.added_to(facts), network.noted_in(model_config)
     # `resolve` refuses a model that cannot be divided, with a better message.
     if config.parallel == "auto":  # which backends there are may depend on it
         config = with_layout(config, facts, device_facts(facts))

@@ -51,6 +51,20 @@ class LatentSizes:
         return num_heads * (self.nope_dim + self.value_dim), self.rank
 
 
+def prepare_latents(network: nn.Module) -> None:
+    """Prepare all attention over latents in a model, or in a part of one."""
+    for module in network.modules():
+        if isinstance(module, LatentAttention):
+            module.prepare()
+
+
+def linears_in(network: nn.Module) -> list[Linear]:
+    """The linear maps of a model but those multiplied head by head, which need no kernels."""
+    modules = [*network.modules()]
+    by_head = {each.kv_b_proj for each in modules if isinstance(each, LatentAttention)}
+    return [each for each in modules if isinstance(each, Linear) and each not in by_head]
+
+
 class LatentAttention(nn.Module):
     """o(attention(q(x), keys, values)) for x the norm of the residual stream; added to the stream.
 

@@ -16,7 +16,12 @@ from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.grouped_experts import GroupedMoeBlock
-from minisgl.layers.latent_attention import LatentAttention, LatentSizes
+from minisgl.layers.latent_attention import (
+    LatentAttention,
+    LatentSizes,
+    linears_in,
+    prepare_latents,
+)
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
@@ -36,6 +41,16 @@ _FIELDS = DECODER_FIELDS | field_names(
 )
 _GREEDY, _IN_GROUPS, _BY_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
 _ROUTER_BIAS = "e_score_correction_bias"
+LEFT_OUT = "layers that draft tokens, left out: "
+# What a layer that drafts has beside the others, as the drafter calls it; None: it is the model's.
+_OF_DRAFTER = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+    "embed_tokens": None,
+    "shared_head.head": None,
+}
 # What transformers takes where a config says nothing.
 _V3_DEFAULTS: dict[str, Any] = {
     "q_lora_rank": 1536,
@@ -150,7 +165,7 @@ def read_config(given: Fields) -> LatentConfig:
     read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
     num_drafting, notes = _num_drafting(fields), read.notes
     if num_drafting:
-        notes += (f"layers that draft tokens, left out: {num_drafting}",)
+        notes += (f"{LEFT_OUT}{num_drafting}",)
     return LatentConfig(
         **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
         | {"notes": notes, "num_drafting_layers": num_drafting},
@@ -163,6 +178,19 @@ def read_config(given: Fields) -> LatentConfig:
 def name_of(stored_name: str) -> str:
     """What a tensor of a checkpoint is called in the model."""
     return stored_name.removeprefix("model.").replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
+
+
+def name_in_drafter(stored_name: str, layer: int) -> str | None:
+    """What a tensor of a checkpoint is called in the drafter, whose layer has this number; None for
+    those of the model."""
+    prefix, name = f"layers.{layer}.", name_of(stored_name)
+    if not name.startswith(prefix):
+        return None
+    module, _, kind = name.removeprefix(prefix).rpartition(".")
+    if module not in _OF_DRAFTER:
+        return f"layers.0.{module}.{kind}"
+    own = _OF_DRAFTER[module]
+    return None if own is None else f"{own}.{kind}"
 
 
 def _refuse_others(fields: Fields) -> None:
@@ -304,14 +332,8 @@ class LatentForCausalLM(CausalLM):
 
     def prepare(self, *, dense_copies: bool = False) -> None:
         """As in CausalLM."""
-        for attention in self._attentions():
-            attention.prepare()
+        prepare_latents(self)
         super().prepare(dense_copies=dense_copies)
 
     def _linears(self) -> list[Linear]:
-        """Without those that are multiplied head by head, which need no kernels."""
-        by_head = {attention.kv_b_proj for attention in self._attentions()}
-        return [linear for linear in super()._linears() if linear not in by_head]
-
-    def _attentions(self) -> list[LatentAttention]:
-        return [module for module in self.layers.modules() if isinstance(module, LatentAttention)]
+        return linears_in(self.layers)

@@ -27,7 +27,7 @@ class RowOrder:
     def first_rows(self, plan: StepPlan) -> list[int]:
         """The first row of each chunk, in a step that has the shape of the plan."""
         lengths = (len(chunk.token_ids) for chunk in plan.chunks)
-        return [*accumulate(lengths, initial=len(plan.decode_slots))][:-1]
+        return [*accumulate(lengths, initial=StepShape.of(plan).num_decode_rows)][:-1]
 
     def own_states(self, joins: Sequence[SlotJoin]) -> list[tuple[int, int | None]]:
         """Where layers keep the states of the requests that join, and the snapshots from which

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import load_reference, spec_named
-from support.draft_networks import Head, HeadReference, Mtp, drafts_after, hybrid, save_head
+from support.draft_networks import (
+    Head,
+    HeadReference,
+    Mtp,
+    drafts_after,
+    hybrid,
+    latent,
+    save_head,
+)
 from support.parity import FEW_PAGES, batch, case_of, load_engine
 
 from minisgl.config import EngineConfig, resolve
@@ -130,35 +139,48 @@ def test_no_drafter_changes_a_token(
 
 
 @cache
-def answers() -> list[list[int]]:
+def answers(name: str = CASE) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        return run(patch, case_of(CASE).folder, case_of(CASE).prompts).answers
+        return run(patch, case_of(name).folder, case_of(name).prompts).answers
+
+
+FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+HOST_CACHE: dict[str, Any] = {"host_cache": 0.01, **FEW_PAGES}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"host_cache": 0.01, **FEW_PAGES}],
-    ids=["fp8", "fp8-cache", "host-cache"],
+    ("kind", "options"),
+    [
+        pytest.param("eagle3", {"quantization": "fp8"}, id="eagle3-fp8"),
+        pytest.param("eagle3", FP8_CACHE, id="eagle3-fp8-cache"),
+        pytest.param("eagle3", HOST_CACHE, id="eagle3-host-cache"),
+        pytest.param("mtp", FP8_CACHE, id="mtp-fp8-cache"),
+        pytest.param("mtp", HOST_CACHE, id="mtp-host-cache"),
+    ],
 )
-def test_a_head_works_with_every_form_of_weights_and_caches(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+def test_a_drafter_works_with_every_form_of_weights_and_caches(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     folder, prompts = case_of(CASE).folder, case_of(CASE).prompts
+    if kind == "mtp":
+        _, folder = latent("glm-flash")
     expected = run(monkeypatch, folder, prompts, **options)
-    drafting = {"speculative": str(head()), "draft_tokens": 3}
+    drafting = {"speculative": str(head()) if kind == "eagle3" else kind, "draft_tokens": 3}
     found = run(monkeypatch, folder, prompts, **drafting, **options)
     assert found.answers == expected.answers and found.num_drafted > 0
 
 
-@pytest.mark.parametrize(("name", "num_drafts"), RUNS)
+@pytest.mark.parametrize(
+    ("model", "name", "num_drafts"), [*((CASE, *each) for each in RUNS), ("glm-flash", "plain", 3)]
+)
 def test_all_drafts_of_the_model_itself_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, num_drafts: int, name: str
+    monkeypatch: pytest.MonkeyPatch, model: str, num_drafts: int, name: str
 ) -> None:
     """Greedy and sampled: the drafts have the noise of their own places."""
-    case = case_of(CASE)
+    case = case_of(model)
     drafting = {"speculative": str(case.folder), "draft_tokens": num_drafts}
     found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
-    assert found.answers == answers()
+    assert found.answers == answers(model)
     assert found.num_drafted == found.num_accepted > 40
 
 
@@ -323,13 +345,18 @@ def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> N
         check_drafts(found, HeadReference(HEAD, load_reference(case_of(CASE).folder)), prompts, 3)
 
 
-# -- layers for multi-token prediction, of a model with states ------------------------------------
+# -- layers for multi-token prediction: of models with states, and over latents -------------------
 
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+LATENTS = ("deepseek-v3", "glm-flash")
 LENGTHS = (3, 17, 40, 41, 9)
 
 
-def hybrid_prompts() -> list[list[int]]:
+def folder_of(name: str) -> Path:
+    return hybrid(name)[1] if name in HYBRIDS else latent(name)[1]
+
+
+def mtp_prompts() -> list[list[int]]:
     """Those of 40 and 41 tokens share a beginning."""
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(499, (39,), generator=generator).tolist()
@@ -340,8 +367,7 @@ def hybrid_prompts() -> list[list[int]]:
 def guess_at_times(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) -> None:
     """Let drafts be what is answered, but for some that are wrong."""
     known = {
-        len(prompt): prompt + answer
-        for prompt, answer in zip(hybrid_prompts(), answers, strict=True)
+        len(prompt): prompt + answer for prompt, answer in zip(mtp_prompts(), answers, strict=True)
     }
     draft = NetworkDrafter.draft
 
@@ -361,10 +387,18 @@ def guess_at_times(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) ->
     monkeypatch.setattr(NetworkDrafter, "draft", guess)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "ranks"])
-def test_states_advance_by_what_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    _, folder = hybrid(HYBRIDS[0])
-    prompts = hybrid_prompts()
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *((HYBRIDS[0], name) for name in OPTIONS if name != "ranks"),
+        *((LATENTS[1], name) for name in ("chunks", "padded", "few-pages")),
+    ],
+)
+def test_drafts_that_are_right_at_times_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    """States advance by what counts, and pages have the latents of that."""
+    folder, prompts = folder_of(model), mtp_prompts()
     expected = run(monkeypatch, folder, prompts)
     guess_at_times(monkeypatch, expected.answers)
     for num_drafts in (1, 3):
@@ -374,20 +408,44 @@ def test_states_advance_by_what_counts(monkeypatch: pytest.MonkeyPatch, name: st
         assert 20 < found.num_accepted < found.num_drafted - 10
 
 
-def test_ranks_divide_the_rows_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, folder = hybrid(HYBRIDS[1])
-    prompts = hybrid_prompts()
-    expected = run(monkeypatch, folder, prompts)
-    found = run(monkeypatch, folder, prompts, speculative="mtp", draft_tokens=3, tp=2)
-    assert found.answers == expected.answers and found.num_accepted > 0
-
-
-@pytest.mark.parametrize("architecture", HYBRIDS)
-def test_layers_of_a_model_draft_in_the_engine_as_in_transformers(
-    monkeypatch: pytest.MonkeyPatch, architecture: str
+@pytest.mark.parametrize(
+    ("model", "ep"), [(HYBRIDS[1], False), (LATENTS[0], False), (LATENTS[1], True)]
+)
+def test_ranks_divide_a_layer_that_drafts(
+    monkeypatch: pytest.MonkeyPatch, model: str, ep: bool
 ) -> None:
-    mtp, folder = hybrid(architecture)
+    folder, prompts = folder_of(model), mtp_prompts()
+    expected = run(monkeypatch, folder, prompts)
+    drafting = {"speculative": "mtp", "draft_tokens": 3}
+    alone = run(monkeypatch, folder, prompts, **drafting)
+    found = run(monkeypatch, folder, prompts, **drafting, tp=2, ep=ep)
+    assert found.answers == expected.answers
+    assert found.drafts == alone.drafts and any(drafts for *_, drafts in found.drafts)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *LATENTS])
+def test_layers_of_a_model_draft_in_the_engine_as_in_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    mtp, folder = hybrid(name) if name in HYBRIDS else latent(name)
     monkeypatch.setattr(f"{__name__}.PARAMS", PARAMS[:1])
     drafting = {"speculative": "mtp", "draft_tokens": 3}
-    found = run(monkeypatch, folder, hybrid_prompts(), **drafting, max_prefill_length=20)
-    check_drafts(found, mtp, hybrid_prompts(), 3)
+    found = run(monkeypatch, folder, mtp_prompts(), **drafting, max_prefill_length=20)
+    check_drafts(found, mtp, mtp_prompts(), 3)
+
+
+async def test_the_start_says_that_a_layer_of_the_checkpoint_drafts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With made-up weights, which need no tokenizer."""
+    options: dict[str, Any] = {"num_pages": 60, "max_seq_len_override": 256, "device": "cpu"}
+    folder, said = str(folder_of(LATENTS[1])), list[str]()
+    for speculative in (None, "mtp"):
+        with caplog.at_level(logging.INFO, "minisgl"):
+            config = EngineConfig(model=folder, load_format="dummy", **options)
+            config = dataclasses.replace(config, speculative=speculative)
+            async with await AsyncEngine.start(config):
+                said.append(caplog.text)
+        caplog.clear()
+    assert ["layers that draft tokens, left out: 1" in text for text in said] == [True, False]
+    assert ["tokens are drafted by mtp" in text for text in said] == [False, True]

@@ -9,21 +9,35 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import Spec, load_reference, make_checkpoint, random_prompt
+from support.checkpoints import (
+    LATENT_64,
+    TOLERANCE,
+    Spec,
+    load_reference,
+    make_checkpoint,
+    random_prompt,
+    relative_error,
+)
 from support.draft_networks import (
     Head,
     HeadReference,
+    Mtp,
     drafts_after,
     drafts_of_model,
     head_tensors,
     hybrid,
+    latent,
+    let_last_layer_draft,
+    logits_after,
     save_head,
 )
+from support.native_models import leave_inputs
+from support.quantized import FORMATS, load_plain, quantize
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,6 +54,9 @@ from minisgl.config import KVSpec
 from minisgl.drafting.networks.loading import NetworkConfig, load_network, read_mtp, read_network
 from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.moe.dense_experts import DenseExperts
+from minisgl.kernels.residual import Residual, joined
 from minisgl.kernels.segments import Segments
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Taps
@@ -55,6 +72,7 @@ LENGTHS = (2, 9, 24)
 TARGET = Spec("target", "LlamaForCausalLM", num_layers=4)
 SMALL = Spec("small", "LlamaForCausalLM", num_layers=1, hidden_size=64, num_heads=2, seed=3)
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+LATENTS = ("deepseek-v3", "glm-flash")
 
 HEADS = {
     "specforge": Head(TARGET, taps=(1, 2, 3)),
@@ -94,14 +112,22 @@ def network_of(config: NetworkConfig, model: CausalLM) -> DraftNetwork:
     return network
 
 
-@torch.inference_mode()
 def drafted(
     network: DraftNetwork, token_ids: Sequence[int], hidden: Tensor | None, num: int
 ) -> list[int]:
-    """Greedy drafts: the rows of all tokens at once, then row by row."""
+    """Greedy drafts."""
+    drafts: list[int] = drafted_logits(network, token_ids, hidden, num).argmax(-1).tolist()
+    return drafts
+
+
+@torch.inference_mode()
+def drafted_logits(
+    network: DraftNetwork, token_ids: Sequence[int], hidden: Tensor | None, num: int
+) -> Tensor:
+    """Those of greedy drafts: the rows of all tokens at once, then row by row."""
     attention = Attention(TorchAttention(), TorchAttention())
     states = [
-        PagedKV(*(torch.full((8, 8, *shape), torch.nan) for shape in spec.shapes))
+        PagedKV.of(spec, *(torch.full((8, 8, *shape), torch.nan) for shape in spec.shapes))
         for spec in network.layer_specs("float32")
         if isinstance(spec, KVSpec)
     ]
@@ -122,15 +148,16 @@ def drafted(
         return ForwardBatch(torch.tensor(token_ids), positions, mapping, decodes, chunks, slots)
 
     rows = list(token_ids[1:] if network.follows else token_ids)
-    found: list[int] = []
+    found: list[Tensor] = []
     start = 0
     while True:
         result = network(batch(rows, start), hidden, states, attention)
-        found.append(int(network.logits(result.rows)[-1].argmax()))
+        found.append(network.logits(result.rows)[-1, : TARGET.vocab_size])
         if len(found) == num:
-            return found
+            return torch.stack(found)
         start += len(rows)
-        rows, hidden = found[-1:], None if result.hidden is None else result.hidden[-1:]
+        hidden = None if result.hidden is None else result.hidden[-1:]
+        rows = [int(found[-1].argmax())]
 
 
 def prompts() -> list[list[int]]:
@@ -180,20 +207,50 @@ def test_eagle3_heads_draft_as_in_plain_torch(name: str) -> None:
     assert len(seen) > NUM_DRAFTS, "a head without teeth"
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
-def test_layers_for_multi_token_prediction_draft_as_in_transformers(architecture: str) -> None:
-    mtp, folder = hybrid(architecture)
+def mtp_of(name: str) -> tuple[Mtp, Path]:
+    return hybrid(name) if name in HYBRIDS else latent(name)
+
+
+def mtp_network(folder: Path) -> DraftNetwork:
+    """The layers for drafts in a checkpoint. Inputs of FP8 weights are left as they are."""
     config = read_model_config(folder)
     model = load_model(config, folder, **options())
     assert isinstance(model, CausalLM)
-    network = network_of(read_mtp(folder, config), model)
+    network: Any = network_of(read_mtp(folder, config), model)
+    leave_inputs(network)
+    return cast(DraftNetwork, network)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *LATENTS])
+def test_layers_for_multi_token_prediction_draft_as_in_plain_torch(name: str) -> None:
+    check_mtp(*mtp_of(name))
+
+
+@pytest.mark.parametrize("format", ["fp8-block", "ct-int4-64"])
+def test_a_quantized_layer_drafts_as_its_dequantized_weights(format: str, tmp_path: Path) -> None:
+    case = quantize(LATENT_64, FORMATS[format], tmp_path)
+    mtp = let_last_layer_draft(case.folder, load_plain(case))
+    network: Any = check_mtp(mtp, case.folder)
+    (layer,) = network.layers
+    assert not isinstance(layer.mlp.experts.product, DenseExperts)
+    assert isinstance(layer.self_attn.kv_b_proj.product, DenseProduct)
+
+
+def check_mtp(mtp: Mtp, folder: Path) -> DraftNetwork:
+    network = mtp_network(folder)
     seen: set[int] = set()
     for prompt in prompts():
-        hidden = network.combine(mtp.hidden_of(prompt[:-1]).detach())
-        drafts = drafted(network, prompt, hidden, NUM_DRAFTS)
-        assert drafts == drafts_after(mtp, prompt, NUM_DRAFTS)
-        seen |= {*drafts}
+        assert mtp_error(network, mtp, prompt) < TOLERANCE
+        seen |= {*drafts_after(mtp, prompt, NUM_DRAFTS)}
     assert len(seen) > NUM_DRAFTS
+    return network
+
+
+def mtp_error(network: DraftNetwork, mtp: Mtp, prompt: list[int], shift: int = 0) -> float:
+    """Of the logits of drafts. shift: rows by which those of the target are misplaced."""
+    hidden = network.combine(mtp.hidden_of(prompt[:-1]).detach().roll(shift, 0))
+    logits = drafted_logits(network, prompt, hidden, NUM_DRAFTS)
+    return relative_error(logits, logits_after(mtp, prompt, NUM_DRAFTS))
 
 
 def test_a_small_model_drafts_as_in_transformers() -> None:
@@ -242,15 +299,11 @@ def test_a_mistake_in_a_head_shows(
     assert drafted(network, prompt, hidden.clone(), 5) != drafts_after(oracle, prompt, 5)
 
 
-@pytest.mark.parametrize("mistake", ["order", "norms", "hidden"])
-def test_a_mistake_in_layers_for_multi_token_prediction_shows(mistake: str) -> None:
-    mtp, folder = hybrid(HYBRIDS[0])
-    config = read_model_config(folder)
-    model = load_model(config, folder, **options())
-    assert isinstance(model, CausalLM)
-    network: Any = network_of(read_mtp(folder, config), model)
-    prompt = prompts()[1]
-    hidden = mtp.hidden_of(prompt[:-1]).detach()
+@pytest.mark.parametrize("name", [HYBRIDS[0], LATENTS[0]])
+@pytest.mark.parametrize("mistake", ["order", "norms", "no-norm", "hidden", "before-norm"])
+def test_a_mistake_in_layers_for_multi_token_prediction_shows(mistake: str, name: str) -> None:
+    mtp, folder = mtp_of(name)
+    network: Any = mtp_network(folder)
     if mistake == "order":
         weight = network.fc.weight
         weight.copy_(torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
@@ -258,9 +311,19 @@ def test_a_mistake_in_layers_for_multi_token_prediction_shows(mistake: str) -> N
         of_token = network.pre_fc_norm_embedding
         network.pre_fc_norm_embedding = network.pre_fc_norm_hidden
         network.pre_fc_norm_hidden = of_token
-    else:
-        hidden = hidden.roll(1, 0)
-    assert drafted(network, prompt, hidden, 5) != drafts_after(mtp, prompt, 5)
+    elif mistake == "no-norm":
+        network.pre_fc_norm_hidden.register_forward_hook(lambda _, given, normed: given[0].rows)
+    elif mistake == "before-norm":
+        streams = list[Tensor]()
+
+        def keep(norm: Any, given: tuple[Residual, ...]) -> None:
+            (residual,) = given
+            streams.append(joined(residual._replace(rows=residual.rows.clone()), norm))
+
+        network.norm.register_forward_pre_hook(keep)
+        network.register_forward_hook(lambda *call: call[-1]._replace(hidden=streams.pop()))
+    shift = 1 if mistake == "hidden" else 0
+    assert mtp_error(network, mtp, prompts()[1], shift) > 100 * TOLERANCE
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -345,22 +408,45 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     network_of(read, model)
 
 
-def test_a_checkpoint_without_layers_for_drafts_is_refused(tmp_path: Path) -> None:
-    _, folder = hybrid(HYBRIDS[0])
+@pytest.mark.parametrize(
+    ("name", "prefix", "field"),
+    [
+        (HYBRIDS[0], "mtp.", "mtp_num_hidden_layers"),
+        (LATENTS[0], "model.layers.2.", "num_nextn_predict_layers"),
+    ],
+)
+def test_a_checkpoint_without_layers_for_drafts_is_refused(
+    name: str, prefix: str, field: str, tmp_path: Path
+) -> None:
+    _, folder = mtp_of(name)
     config = read_model_config(folder)
     model = load_model(config, folder, **options())
     assert isinstance(model, CausalLM)
     stored = load_file(folder / "model.safetensors")
-    kept = {name: each for name, each in stored.items() if not name.startswith("mtp.")}
+    kept = {name: each for name, each in stored.items() if not name.startswith(prefix)}
+    assert len(kept) < len(stored)
     save_file(kept, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     read = read_mtp(tmp_path, config)
-    with pytest.raises(CheckpointError, match="holds no layers that draft tokens"):
+    with pytest.raises(CheckpointError, match=rf"no tensor is {re.escape(prefix)}\*"):
         network_of(read, model)
-    with pytest.raises(UnsupportedModelError, match="mtp_num_hidden_layers is 2"):
-        read_mtp(rewritten(tmp_path, mtp_num_hidden_layers=2), config)
+    config = read_model_config(rewritten(tmp_path, **{field: 2}))
+    with pytest.raises(UnsupportedModelError, match=f"{field} is 2; mtp takes 1"):
+        read_mtp(tmp_path, config)
+    rewritten(tmp_path, **{field: 1})
     with pytest.raises(UnsupportedModelError, match="mtp_use_dedicated_embeddings"):
         read_mtp(rewritten(tmp_path, mtp_use_dedicated_embeddings=True), config)
+
+
+def test_the_notes_of_a_model_name_its_drafter_or_what_is_left_out(tmp_path: Path) -> None:
+    _, folder = latent(LATENTS[1])
+    config = read_model_config(folder)
+    assert config.notes == ("layers that draft tokens, left out: 1",)
+    noted = read_mtp(folder, config).noted_in(config)
+    assert noted.notes == ("tokens are drafted by mtp, a layer of the checkpoint",)
+    _, config, _ = target()
+    noted = read_network(save_head(HEADS["specforge"], tmp_path), config).noted_in(config)
+    assert noted.notes[-1] == f"tokens are drafted by eagle3 in {tmp_path}"
 
 
 def test_weights_can_be_made_up(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.gated_runner import gated_server
 from support.page_sharing import PROMPT, check_handover, sharing_engine
-from support.parity import complete, greedy
+from support.parity import case_of, complete, greedy, load_engine
 from support.serving import demo_engine
 from support.waiting import until
 
@@ -75,6 +75,23 @@ async def test_pages_go_from_device_to_device_where_both_engines_can(
                 assert await prefill.offer_pages(PROMPT)
                 assert not await decode.fetch_pages(address, PROMPT), "the first one is lost"
         await check_handover(prefill, decode, address, is_direct=lacks is None)
+
+
+@pytest.mark.parametrize(("is_direct", "dtype"), [(True, "model"), (False, "fp8")])
+async def test_latents_go_from_engine_to_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool, dtype: str
+) -> None:
+    """Pages whose layers keep keys without values."""
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    options: dict[str, Any] = {"num_pages": 60, "max_seq_len_override": 256, "host_cache": 0.05}
+    loaded = [
+        load_engine(case_of("glm-flash").folder, kv_cache_dtype=dtype, **options) for _ in "ab"
+    ]
+    async with AsyncEngine(loaded[0]) as prefill, AsyncEngine(loaded[1]) as decode:
+        own = [str(tmp_path / name) if is_direct else "127.0.0.1:0" for name in "ab"]
+        address = await prefill.share_pages(own[0], always_load=False)
+        await decode.share_pages(own[1], always_load=True)
+        await check_handover(prefill, decode, address, is_direct=is_direct)
 
 
 async def test_engines_of_another_form_are_told_apart(

@@ -3,6 +3,7 @@ the tokens of small models."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,15 +15,18 @@ pytest.importorskip("triton")
 
 from support.attention_cases import Shape, check_decode, check_prefill, in_float32, paged_cache
 from support.checkpoints import LATENT_SPECS
+from support.draft_networks import latent
 from support.grouped_cases import ROUTINGS, check_grouped
 from support.latent_cases import LATENTS, Latents, check_store_latents
-from support.parity import FEW_PAGES, case_of, check
+from support.parity import FEW_PAGES, batch, case_of, check, greedy, load_engine
 
 from minisgl.attention.base import DecodeBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
+from minisgl.engine import AsyncEngine
 from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.request import RequestOutput
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +110,21 @@ def test_experts_are_chosen_as_the_reference_does(
 )
 def test_greedy_tokens_equal_those_of_transformers(name: str, options: dict[str, Any]) -> None:
     check(case_of(name), **{**ON_GPU, **options})
+
+
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-flash"])
+def test_a_layer_that_drafts_changes_no_token(name: str, graphs: int) -> None:
+    """Its latents are in the pages, too, and its steps are captured."""
+    _, folder = latent(name)
+    prompts = [list(range(7, 7 + length)) for length in (3, 40, 200, 64)]
+
+    async def run(**drafting: Any) -> list[RequestOutput]:
+        options = {**ON_GPU, "cuda_graph_max_bs": graphs, **drafting}
+        async with AsyncEngine(load_engine(folder, **options)) as engine:
+            return await batch(engine, prompts, [greedy(48)] * len(prompts))
+
+    expected = asyncio.run(run())
+    found = asyncio.run(run(speculative="mtp", draft_tokens=3))
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert all(each.num_drafted_tokens for each in found)

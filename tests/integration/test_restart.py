@@ -63,8 +63,9 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_a_restarted_engine_finds_its_prefixes(tmp_path: Path) -> None:
-    case, folder = short_case_of("llama3"), tmp_path / "kv"
+@pytest.mark.parametrize("name", ["llama3", "glm-flash"])
+def test_a_restarted_engine_finds_its_prefixes(name: str, tmp_path: Path) -> None:
+    case, folder = short_case_of(name), tmp_path / "kv"
     assert serve(case, folder) == 0
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files(folder))

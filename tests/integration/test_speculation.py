@@ -148,7 +148,12 @@ def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama3", {"tp": 2}), ("llama3", {"pp": 2, "padded": 4}), ("moe-60", {"pp": 3})],
+    [
+        ("llama3", {"tp": 2}),
+        ("llama3", {"pp": 2, "padded": 4}),
+        ("moe-60", {"pp": 3}),
+        ("glm-flash", {"pp": 2}),
+    ],
     ids=str,
 )
 def test_drafts_on_several_ranks_change_no_token(
@@ -161,9 +166,19 @@ def test_drafts_on_several_ranks_change_no_token(
     assert 0 < num_accepted(found.results) < num_drafted(found.results)
 
 
-@pytest.mark.parametrize("options", [{}, {"padded": 8}, {"pp": 2}], ids=str)
-def test_masked_rows_are_sampled_beside_runs(options: dict[str, Any]) -> None:
-    case = case_of("llama-biased")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("llama-biased", options) for options in ({}, {"padded": 8}, {"pp": 2})),
+        # Prompts that are scored beside runs.
+        ("llama-biased", {"max_prefill_length": 16}),
+        ("glm-flash", FEW_PAGES),
+        ("deepseek-v2", {"padded": 8, "max_prefill_length": 16}),
+    ],
+    ids=str,
+)
+def test_rows_of_all_kinds_are_sampled_beside_runs(name: str, options: dict[str, Any]) -> None:
+    case = case_of(name)
     assert mixed_outcomes(case, speculative="ngram", **options) == mixed_outcomes(case)
 
 

@@ -3,16 +3,15 @@ transformers."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from support.checkpoints import (
+    LATENT_64,
     TOLERANCE,
     random_prompt,
     reference_logits,
     relative_error,
-    spec_named,
 )
 from support.native_models import leave_inputs, load_native
 from support.paged import PagedModel
@@ -24,19 +23,6 @@ from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.models.deepseek import LatentConfig, LatentForCausalLM
 from minisgl.models.registry import read_model_config
-
-# INT4 needs inputs in multiples of 64; blocks of FP8 end within heads and between maps.
-SPEC = dataclasses.replace(
-    spec_named("deepseek-v3"),
-    name="latents-quantized",
-    extra={
-        **spec_named("deepseek-v3").extra,
-        "kv_lora_rank": 64,
-        "moe_intermediate_size": 64,
-        "q_lora_rank": 64,
-        "v_head_dim": 32,
-    },
-)
 
 
 def load(folder: Path, quantization: str | None = None) -> LatentForCausalLM:
@@ -50,8 +36,8 @@ def load(folder: Path, quantization: str | None = None) -> LatentForCausalLM:
 
 @pytest.mark.parametrize("format", ["fp8-block", "ct-fp8-channel", "ct-int4-64", "awq-64"])
 def test_logits_are_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
-    case = quantize(SPEC, FORMATS[format], tmp_path)
-    model, prompt = load(case.folder), random_prompt(SPEC, 60)
+    case = quantize(LATENT_64, FORMATS[format], tmp_path)
+    model, prompt = load(case.folder), random_prompt(LATENT_64, 60)
     kinds = (Fp8Product | Fp8Experts) if "fp8" in format else (Int4Product | Int4Experts)
     layer = model.layers["1"]
     names = "self_attn.qkv_a_proj self_attn.q_b_proj self_attn.o_proj mlp.experts"
@@ -68,7 +54,7 @@ def test_logits_are_those_of_the_dequantized_weights(format: str, tmp_path: Path
 
 def test_what_is_quantized_while_it_loads_is_counted(tmp_path: Path) -> None:
     """All linear maps of layers but the router and the one that is multiplied head by head."""
-    case = quantize(SPEC, FORMATS["fp8-block"], tmp_path)
+    case = quantize(LATENT_64, FORMATS["fp8-block"], tmp_path)
     model, config = load(case.plain, "fp8"), read_model_config(case.plain, quantization="fp8")
     products = [getattr(module, "product", None) for module in model.layers.modules()]
     found = sum(

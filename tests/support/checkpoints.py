@@ -8,6 +8,7 @@ show.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -226,6 +227,20 @@ LATENT_SPECS = [
         extra={**_LATENT, "q_lora_rank": 56, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
     ),
 ]
+
+# Not of every test: sizes that INT4 takes; blocks of FP8 end within heads and between maps.
+_V3 = next(spec for spec in LATENT_SPECS if spec.name == "deepseek-v3")
+LATENT_64 = dataclasses.replace(
+    _V3,
+    name="latents-64",
+    extra={
+        **_V3.extra,
+        "kv_lora_rank": 64,
+        "moe_intermediate_size": 64,
+        "q_lora_rank": 64,
+        "v_head_dim": 32,
+    },
+)
 
 # Not of every test: a Qwen2 whose heads divide by 4.
 QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden_size=96, tied=True)

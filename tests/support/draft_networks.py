@@ -3,6 +3,7 @@ without a cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from support.checkpoints import Spec
+from support.checkpoints import Spec, load_reference, make_checkpoint, spec_named
 from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -192,7 +193,7 @@ class HeadReference:
 
 
 def _mtp_layer(config: Any) -> Any:
-    """A layer of the target that attends, of transformers' own code."""
+    """A layer of a hybrid target that attends, of transformers' own code."""
     has_experts = bool(getattr(config, "num_experts", 0))
     code: Any = modeling_qwen3_5_moe if has_experts else modeling_qwen3_5
     name = "Qwen3_5MoeDecoderLayer" if has_experts else "Qwen3_5DecoderLayer"
@@ -200,9 +201,11 @@ def _mtp_layer(config: Any) -> Any:
 
 
 class Mtp(torch.nn.Module):
-    """The layers of a target in transformers, whose text part has `config`."""
+    """The layers of a target in transformers. layer: with weights; made up if not given."""
 
-    def __init__(self, target: PreTrainedModel, seed: int = 11) -> None:
+    def __init__(
+        self, target: PreTrainedModel, layer: torch.nn.Module | None = None, seed: int = 11
+    ) -> None:
         super().__init__()
         config = target.config.get_text_config()
         config._attn_implementation = "eager"
@@ -212,8 +215,9 @@ class Mtp(torch.nn.Module):
             for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
                 self.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
             self.fc = torch.nn.Linear(2 * size, size, bias=False)
-            self.layer = _mtp_layer(config)
+            self.layer = None if layer is not None else _mtp_layer(config)
             give_teeth(self)
+        self.layer = self.layer if layer is None else layer
         self._target = [target]
         self._eps = config.rms_norm_eps
 
@@ -227,9 +231,9 @@ class Mtp(torch.nn.Module):
 
     def hidden_of(self, token_ids: Sequence[int]) -> Tensor:
         (target,) = self._target
-        found = target(torch.tensor([list(token_ids)]), output_hidden_states=True)
-        hidden: Tensor = found.hidden_states[-1][0]  # after the norm
-        return hidden
+        body: Any = target.get_decoder()
+        hidden: Tensor = body(torch.tensor([list(token_ids)])).last_hidden_state[0]
+        return hidden  # after the norm
 
     def run(self, token_ids: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As HeadReference.run."""
@@ -248,7 +252,7 @@ class Mtp(torch.nn.Module):
         mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
         stream = self.layer(
             self.fc(x)[None],
-            position_embeddings=body.rotary_emb(x[None], positions[None].expand(3, 1, -1)),
+            position_embeddings=body.rotary_emb(x[None], positions),
             attention_mask=mask,
             position_ids=positions,
         )
@@ -292,21 +296,67 @@ def hybrid(architecture: str) -> tuple[Mtp, Path]:
     return mtp, folder
 
 
+# The names of DeepSeek-V3, whose norms multiply by the weight itself.
+_LATENT_NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+
+
+def let_last_layer_draft(folder: Path, model: PreTrainedModel) -> Mtp:
+    """Turn the last layer of a checkpoint over latents into the one for drafts. model: the same in
+    transformers, which loses the layer."""
+    body: Any = model.get_decoder()
+    number = len(body.layers) - 1
+    layer = body.layers[number]
+    del body.layers[number]
+    body.config.num_hidden_layers = number
+    mtp = Mtp(model, layer)
+    own = {name: 1 + mtp.get_parameter(here).detach() for name, here in _LATENT_NAMES.items()}
+    own |= {"eh_proj": mtp.fc.weight.detach()}
+    own |= {"embed_tokens": body.embed_tokens.weight, "shared_head.head": model.lm_head.weight}
+    path = folder / "model.safetensors"
+    added = {f"model.layers.{number}.{name}.weight": each.clone() for name, each in own.items()}
+    save_file(load_file(path) | added, path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": number, "num_nextn_predict_layers": 1}
+    if kinds := config.get("mlp_layer_types"):
+        config["mlp_layer_types"] = kinds[:number]
+    (folder / "config.json").write_text(json.dumps(config))
+    return mtp
+
+
+@cache
+def latent(name: str) -> tuple[Mtp, Path]:
+    """As `hybrid`, of a model that attends over latents."""
+    spec = dataclasses.replace(spec_named(name), sharded=False)
+    folder = make_checkpoint(spec, Path(_FOLDER.name) / name)
+    return let_last_layer_draft(folder, load_reference(folder)), folder
+
+
 # -- drafts ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def drafts_after(reference: HeadReference | Mtp, token_ids: Sequence[int], num: int) -> list[int]:
-    """The greedy drafts after `token_ids`, of which the target has computed all but the last."""
+def logits_after(reference: HeadReference | Mtp, token_ids: Sequence[int], num: int) -> Tensor:
+    """The logits [num, vocab_size] of the greedy drafts after `token_ids`, of which the target has
+    computed all but the last."""
     hidden = reference.hidden_of(token_ids[:-1])
-    rows, drafts = list(token_ids[1:]), list[int]()
+    rows, found = list(token_ids[1:]), list[Tensor]()
     while True:
         logits, last = reference.run(rows, hidden)
-        drafts.append(int(logits.argmax()))
-        if len(drafts) == num:
-            return drafts
-        rows.append(drafts[-1])
+        found.append(logits)
+        if len(found) == num:
+            return torch.stack(found)
+        rows.append(int(logits.argmax()))
         hidden = torch.cat((hidden, last[None]))
+
+
+def drafts_after(reference: HeadReference | Mtp, token_ids: Sequence[int], num: int) -> list[int]:
+    """Those drafts."""
+    drafts: list[int] = logits_after(reference, token_ids, num).argmax(-1).tolist()
+    return drafts
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from support.checkpoints import Case, relative_error
 from support.paged import PagedModel
+from torch import nn
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Product
@@ -42,7 +43,7 @@ def logits_error(
     return relative_error(paged.run(case.token_ids, **cut), case.logits)
 
 
-def leave_inputs(model: CausalLM) -> None:
+def leave_inputs(model: nn.Module) -> None:
     """Let products with FP8 weights take inputs as they are, as on a GPU without FP8 products."""
     for module in model.modules():
         product = getattr(module, "product", None)

@@ -10,7 +10,7 @@ from support.parity import complete, greedy
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 
-PROMPT = [*range(300, 500)]
+PROMPT = [*range(290, 490)]
 
 
 async def sharing_engine(**options: Any) -> AsyncEngine:

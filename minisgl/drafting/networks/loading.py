@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from minisgl.layers.linear import VocabParallelEmbedding
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.decoder import Decoder
+from minisgl.models.deepseek import LEFT_OUT, LatentConfig
 from minisgl.models.dummy import fill_randomly
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import (
@@ -28,7 +30,6 @@ from minisgl.models.loader import (
     weight_format,
 )
 from minisgl.models.quantization import is_quantizable, read_quantization
-from minisgl.models.qwen3_5 import HybridConfig
 from minisgl.models.registry import read_model_config
 from minisgl.models.target import Target
 from minisgl.models.targets import Destinations, Names, checkpoint_stacks, checkpoint_targets
@@ -46,9 +47,10 @@ class NetworkConfig:
     """What a network is, before its weights are read."""
 
     kind: str  # model, eagle3 or mtp
-    of: NativeConfig | Eagle3Config | HybridConfig
+    of: NativeConfig | Eagle3Config
     quantization: QuantScheme | None
     folder: Path
+    stored_layer: int | None = None  # of mtp: the number of its layer, if it has one there
 
     @property
     def layers(self) -> NativeConfig:
@@ -59,6 +61,14 @@ class NetworkConfig:
         """The facts of a model with which it drafts."""
         layers = self.layers.facts().attention
         return replace(model, draft_layers=layers, drafts_look_ahead=self.kind != "model")
+
+    def noted_in(self, target: ModelConfig) -> ModelConfig:
+        """The config of a model, whose notes say that it drafts."""
+        notes, what = target.notes, f"{self.kind} in {self.folder}"
+        if self.kind == MTP:
+            notes = tuple(note for note in notes if not note.startswith(LEFT_OUT))
+            what = f"{MTP}, a layer of the checkpoint"
+        return replace(target, notes=(*notes, f"tokens are drafted by {what}"))
 
 
 def find_network(
@@ -125,11 +135,16 @@ def read_mtp(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkCo
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: mtp_use_dedicated_embeddings is not supported with mtp."
         )
-    if (num_layers := fields.values.get("mtp_num_hidden_layers", 1)) != 1:
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: mtp_num_hidden_layers is {num_layers}; mtp takes 1."
-        )
-    found = NetworkConfig(kind="mtp", of=config, quantization=target.quantization, folder=folder)
+    name, layer = "mtp_num_hidden_layers", None
+    num_layers = fields.values.get(name, 1)
+    if isinstance(config, LatentConfig):
+        name, layer = "num_nextn_predict_layers", target.num_layers
+        num_layers = config.num_drafting_layers
+    if num_layers != 1:
+        raise UnsupportedModelError(f"{CONFIG_FILE}: {name} is {num_layers}; mtp takes 1.")
+    found = NetworkConfig(
+        kind=MTP, of=config, quantization=target.quantization, folder=folder, stored_layer=layer
+    )
     return _fitting(found, target, num_ranks)
 
 
@@ -175,10 +190,14 @@ def load_network(
         return SmallModel(model)
     assert isinstance(target, CausalLM), "others are refused by read_network"
     files = [] if load_format == "dummy" else _files(folder)
-    names = Names(mtp_name_of if config.kind == "mtp" else _head_name_of, is_quantizable)
+    of_mtp = partial(mtp_name_of, layer=config.stored_layer)
+    names = Names(of_mtp if config.kind == MTP else _head_name_of, is_quantizable)
     stored = stored_tensors(files, names)
     if files and not stored:
-        raise CheckpointError(f"{folder} holds no layers that draft tokens: no tensor is mtp.*.")
+        prefix = "mtp" if config.stored_layer is None else f"model.layers.{config.stored_layer}"
+        raise CheckpointError(
+            f"{folder} holds no layers that draft tokens: no tensor is {prefix}.*."
+        )
     scheme = config.quantization
     if files and not any(sign in name for name in stored for sign in _SIGNS):
         scheme = None  # as exporters leave the layers for drafts
@@ -191,7 +210,6 @@ def load_network(
                 size = of.layer.hidden_size
                 network.embed_tokens = VocabParallelEmbedding(target.vocab, size, dtype, ranks)
     else:
-        assert isinstance(of, HybridConfig)
         network = Mtp(of, target, max_seq_len=max_seq_len, format=format, device=device, comm=ranks)
     if files:
         fill_from_files(_destinations(network, scheme), names, files, lambda *_: None)

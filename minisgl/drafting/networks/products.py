@@ -7,7 +7,7 @@ from torch import nn
 
 from minisgl.kernels.linear import select_product
 from minisgl.kernels.linear.product import Product
-from minisgl.layers.linear import Linear
+from minisgl.layers.latent_attention import linears_in, prepare_latents
 
 
 def share_products(network: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -17,14 +17,11 @@ def share_products(network: nn.Module, dtype: torch.dtype, device: torch.device)
 
 def prepare_products(network: nn.Module, dtype: torch.dtype) -> None:
     """Prepare the kernels for the weights that were filled in."""
+    prepare_latents(network)
     select_product.prepare(_products(network), dtype)
-    for linear in _linears(network):
+    for linear in linears_in(network):
         linear.register_weights()
 
 
 def _products(network: nn.Module) -> list[Product]:
-    return [linear.product for linear in _linears(network)]
-
-
-def _linears(network: nn.Module) -> list[Linear]:
-    return [module for module in network.modules() if isinstance(module, Linear)]
+    return [linear.product for linear in linears_in(network)]

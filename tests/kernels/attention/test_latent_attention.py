@@ -13,7 +13,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
-from support.attention_cases import Shape, check_decode, check_prefill, paged_cache
+from support.attention_cases import (
+    Shape,
+    check_decode,
+    check_decode_runs,
+    check_prefill,
+    paged_cache,
+)
 
 from minisgl.attention.base import DecodeBatch
 from minisgl.attention.triton_attention import TritonAttention
@@ -49,6 +55,12 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode_matches_the_reference(shape: Shape) -> None:
     check_decode(TritonAttention(TILES), shape, [1, 16, 17, 33, 130])
+
+
+def test_rows_of_runs_match_the_reference() -> None:
+    """Some behind the end of their run."""
+    runs = [(10, 4), (130, 3), (1, 1), (0, 0)]
+    check_decode_runs(TritonAttention(TILES), latents(20, 48, 10, 16), 4, runs)
 
 
 @pytest.mark.parametrize("tiles", [WHOLE_CHUNKS, SPLIT_CHUNKS], ids=["whole", "split"])
