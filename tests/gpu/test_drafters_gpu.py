@@ -4,6 +4,7 @@ accepts what it drafts for itself."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -14,20 +15,23 @@ from dummy_config import config_of
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import load
 from minisgl.request import SamplingParams
+from minisgl.scheduler.runs import SameDrafts
 
 pytestmark = pytest.mark.gpu
 
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(1000) for _ in range(length)] for length in (3, 40, 200, 64)]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=4, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=49, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=4, max_tokens=49, ignore_eos=True),
 ]
 
 
 def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int, int]:
-    """The tokens, and how many drafts were verified and accepted."""
+    """The tokens, and how many drafts were verified and accepted, in each step as many as there may
+    be: a network has no part of a context that steps without drafts have computed."""
     (folder / "config.json").write_text(json.dumps(config_of("Qwen3-0.6B")))
     config = EngineConfig(
         model=str(folder),
@@ -39,7 +43,9 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int, int]:
     )
 
     async def run() -> tuple[list[list[int]], int, int]:
-        async with await AsyncEngine.start(config) as engine:
+        loaded = load(config)
+        always = SameDrafts(loaded.config.num_drafts)
+        async with AsyncEngine(dataclasses.replace(loaded, draft_policy=always)) as engine:
             streams = [
                 engine.submit(prompt, PARAMS[place % 2]) for place, prompt in enumerate(PROMPTS)
             ]
