@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.drafter import ChunkEnds, DraftStep
 from minisgl.kernels.sampling.reference import TokenScores
 from minisgl.request import TokenLogprobs
-from minisgl.runner.chunk_tensors import StepShape
+from minisgl.runner.step_shape import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class SampleRows:
     rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
     slots: Tensor  # [num_samples] int64
     output_index: Tensor  # [num_samples] int64, of the token to sample
+    num_runs: tuple[int, ...] = ()  # the decoded slots of each rank that divides requests
+    chunk_ends: ChunkEnds | None = None  # if there are chunks
     drafting: DraftStep | None = None  # what a drafter needs of the step, if there is one
 
 

@@ -161,8 +161,8 @@ def test_drafts_on_several_ranks_change_no_token(
     assert 0 < num_accepted(found.results) < num_drafted(found.results)
 
 
-@pytest.mark.parametrize("options", [{}, {"padded": 8}, {"pp": 2}], ids=str)
-def test_masked_rows_are_sampled_beside_runs(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"max_prefill_length": 16}, {"padded": 8}, {"pp": 2}], ids=str)
+def test_masked_rows_and_scored_prompts_are_computed_beside_runs(options: dict[str, Any]) -> None:
     case = case_of("llama-biased")
     assert mixed_outcomes(case, speculative="ngram", **options) == mixed_outcomes(case)
 

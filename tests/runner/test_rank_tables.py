@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.device.lanes import Lanes
 from minisgl.kvcache.manager import TakenSnapshot
 from minisgl.request import SamplingParams
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.graphs import CapturedStep, StepGraphs, graph_keys
-from minisgl.runner.rank_tables import RankTables
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampling_features import SamplingVariant
 from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")
@@ -28,15 +27,18 @@ PAGE = 4
 MAX_PAGES = 8
 
 
-def options(num_slots: int, max_run: int = 1) -> dict[str, Any]:
-    return {
-        "max_run": max_run,
-        "num_slots": num_slots,
-        "max_pages": MAX_PAGES,
-        "page_size": PAGE,
-        "prompt_lengths": torch.arange(num_slots + 1) % 3,
-        "lanes": Lanes(CPU),
-    }
+def make_tables(
+    rank: int = 0, num_ranks: int = 2, num_slots: int = 64, max_run: int = 1
+) -> SlotTables:
+    return SlotTables(
+        order=RowOrder(num_slots, num_ranks, rank),
+        max_run=max_run,
+        max_pages=MAX_PAGES,
+        page_size=PAGE,
+        prompt_lengths=torch.arange(num_slots + 1) % 3,
+        lanes=Lanes(CPU),
+        has_states=True,
+    )
 
 
 class Plans:
@@ -102,11 +104,8 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     num_ranks, each = rng.randint(2, 4), rng.randint(1, 4)
     num_slots = num_ranks * each
     padded, max_run = rng.random() < 0.5, rng.choice([1, 1, 3])
-    whole = SlotTables(**options(num_slots, max_run))
-    ranks = [
-        RankTables(num_ranks, rank, keeps_states=True, **options(num_slots, max_run))
-        for rank in range(num_ranks)
-    ]
+    whole = make_tables(0, 1, num_slots, max_run)
+    ranks = [make_tables(rank, num_ranks, num_slots, max_run) for rank in range(num_ranks)]
     plans = Plans(rng, num_slots, max_run)
     for _ in range(12):
         plan = plans.next()
@@ -121,7 +120,7 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
         for rank, tables in enumerate(ranks):
             room = shape
             if padded:
-                room = tables.shape_of(plan)
+                room = tables.order.shape_of(plan)
                 more = min(each * num_ranks, room.num_decodes + num_ranks * spare)
                 room = room._replace(num_decodes=more)
                 if room.num_chunks:
@@ -142,7 +141,7 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
 
 def check(
     plan: StepPlan,
-    tables: RankTables,
+    tables: SlotTables,
     rank: int,
     own: list[list[int]],
     wanted: ForwardBatch,
@@ -185,7 +184,7 @@ def check(
         assert batch.decodes.lengths_host == lengths.tolist()
     check_chunks(plan, tables, rank, batch)
     # What is sampled, in the order of the plan.
-    parts = tables.sampled_rows(plan, shape)
+    parts = tables.order.sampled_rows(plan, shape)
     index = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     assert torch.equal(samples.slots[index], wanted_samples.slots)
     assert torch.equal(samples.output_index[index], wanted_samples.output_index)
@@ -199,12 +198,12 @@ def check(
     if shape == StepShape.of(plan):
         lengths_of = [len(chunk.token_ids) for chunk in plan.chunks]
         first = [*accumulate(lengths_of, initial=num_decodes)]
-        assert tables.first_rows(plan) == [places[row] for row in first[:-1]]
+        assert tables.order.first_rows(plan) == [places[row] for row in first[:-1]]
 
 
-def check_chunks(plan: StepPlan, tables: RankTables, rank: int, batch: ForwardBatch) -> None:
+def check_chunks(plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBatch) -> None:
     """The chunks of a rank, and its states: slots from 0 on, scratch, then snapshots."""
-    each = tables.scratch_state
+    each = tables.order.scratch_state
     own = [chunk for chunk in plan.chunks if chunk.slot // each == rank]
     chunks = batch.chunks
     assert chunks.row_starts.diff()[: len(own)].tolist() == [len(c.token_ids) for c in own]
@@ -226,10 +225,6 @@ def check_chunks(plan: StepPlan, tables: RankTables, rank: int, batch: ForwardBa
         assert written[: len(own)] == left and set(written[len(own) :]) <= {each}
 
 
-def make_tables(rank: int = 0, num_ranks: int = 2, num_slots: int = 64) -> RankTables:
-    return RankTables(num_ranks, rank, keeps_states=True, **options(num_slots))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_captured_step_has_room_for_the_rank_with_most_rows(num_ranks: int) -> None:
     tables = make_tables(num_ranks=num_ranks)
@@ -239,7 +234,8 @@ def test_a_captured_step_has_room_for_the_rank_with_most_rows(num_ranks: int) ->
         assert not key.shape.num_decodes % num_ranks and not key.shape.num_chunk_rows % num_ranks
     packed = {key: torch.empty(0) if key.shape.num_chunks else None for key in keys}
     graphs = StepGraphs(
-        [CapturedStep(key, chunks, None, {}) for key, chunks in packed.items()], tables.shape_of
+        [CapturedStep(key, chunks, None, {}) for key, chunks in packed.items()],
+        tables.order.shape_of,
     )
 
     def found(num_first: int, num_second: int, *chunks: tuple[int, int]) -> StepShape | None:
@@ -264,8 +260,8 @@ def test_states_are_where_the_rank_keeps_them() -> None:
         SlotJoin(slot, SamplingParams(), 0, frozenset(), (1,), (), snapshot=snapshot)
         for slot, snapshot in ((3, None), (31, 2), (32, 2), (63, None))
     ]
-    assert make_tables(0).own_states(joins) == [(3, None), (31, 2)]
-    assert make_tables(1).own_states(joins) == [(0, 2), (31, None)]
+    assert make_tables(0).order.own_states(joins) == [(3, None), (31, 2)]
+    assert make_tables(1).order.own_states(joins) == [(0, 2), (31, None)]
 
 
 def test_decode_rows_of_another_order_are_refused() -> None:
