@@ -40,6 +40,7 @@ PARAMS = [
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True),
 ]
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"page_size": 1, "max_prefill_length": 7},
@@ -47,7 +48,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-overlap": {"overlap": False},
     "few-pages": FEW_PAGES,
     "ranks": {"tp": 2},
+    "requests": {**DP, "max_prefill_length": 16, "padded": 2},
 }
+ON_RANKS = ("ranks", "requests")
 
 
 @dataclass
@@ -116,8 +119,11 @@ def drafter(kind: str) -> str:
 RUNS = [("plain", 1), ("plain", 7), *((name, 3) for name in OPTIONS if name != "plain")]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-@pytest.mark.parametrize(("name", "num_drafts"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "name", "num_drafts"),
+    [("eagle3", *run) for run in RUNS]
+    + [("model", *run) for run in RUNS if run[0] not in ON_RANKS],
+)
 def test_no_drafter_changes_a_token(
     monkeypatch: pytest.MonkeyPatch, kind: str, num_drafts: int, name: str
 ) -> None:
@@ -204,7 +210,7 @@ def check_drafts(
     assert num_compared > 50
 
 
-@pytest.mark.parametrize("name", ["plain", "chunks", "padded", "few-pages"])
+@pytest.mark.parametrize("name", ["plain", "chunks", "padded", "few-pages", "requests"])
 def test_heads_draft_in_the_engine_as_in_plain_torch(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -361,7 +367,7 @@ def guess_at_times(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) ->
     monkeypatch.setattr(NetworkDrafter, "draft", guess)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "ranks"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ON_RANKS])
 def test_states_advance_by_what_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _, folder = hybrid(HYBRIDS[0])
     prompts = hybrid_prompts()
@@ -374,11 +380,14 @@ def test_states_advance_by_what_counts(monkeypatch: pytest.MonkeyPatch, name: st
         assert 20 < found.num_accepted < found.num_drafted - 10
 
 
-def test_ranks_divide_the_rows_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [{"tp": 2}, DP], ids=str)
+def test_ranks_divide_the_rows_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch, split: dict[str, Any]
+) -> None:
     _, folder = hybrid(HYBRIDS[1])
     prompts = hybrid_prompts()
     expected = run(monkeypatch, folder, prompts)
-    found = run(monkeypatch, folder, prompts, speculative="mtp", draft_tokens=3, tp=2)
+    found = run(monkeypatch, folder, prompts, speculative="mtp", draft_tokens=3, **split)
     assert found.answers == expected.answers and found.num_accepted > 0
 
 

@@ -19,11 +19,14 @@ from minisgl.request import Request, SamplingParams
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 NUM_TOKENS = 30
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=1, seed=2, logit_bias={7: 4.0}, logprobs=2, max_tokens=NUM_TOKENS),
+    SamplingParams(
+        temperature=1, seed=2, logit_bias={7: 9.0, 11: 9.0}, logprobs=2, max_tokens=NUM_TOKENS
+    ),
 ]
 
 
@@ -147,18 +150,28 @@ def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama3", {"tp": 2}), ("llama3", {"pp": 2, "padded": 4}), ("moe-60", {"pp": 3})],
+    ("kind", "name", "options"),
+    [
+        ("ngram", "llama3", {"tp": 2}),
+        ("fading", "llama3", {"pp": 2, "padded": 4}),
+        ("fading", "moe-60", {"pp": 3}),
+        ("ngram", "llama3", {**DP, "padded": 8}),
+        ("fading", "moe-60", {**DP, **FEW_PAGES}),
+        ("fading", "llama3", {**DP, "pp": 2, "overlap": False}),
+        ("right", "deepseek-v3", {**DP, "padded": 8}),
+    ],
     ids=str,
 )
 def test_drafts_on_several_ranks_change_no_token(
-    name: str, options: dict[str, Any], drafts: Any
+    kind: Any, name: str, options: dict[str, Any], drafts: Any
 ) -> None:
-    if "pp" in options:  # only the last stage drafts, in this process
-        drafts("fading", name)
+    if kind != "ngram":
+        drafts(kind, name)
     found = run(case_of(name), speculative="ngram", max_prefill_length=16, **options)
     assert found.outputs == without(name).outputs
-    assert 0 < num_accepted(found.results) < num_drafted(found.results)
+    assert bool(found.stats.counters.num_retractions) == ("num_pages" in options)
+    drafted, accepted = num_drafted(found.results), num_accepted(found.results)
+    assert 0 < accepted == drafted if kind == "right" else 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("options", [{"max_prefill_length": 16}, {"padded": 8}, {"pp": 2}], ids=str)
