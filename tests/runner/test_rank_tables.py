@@ -9,9 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.base import Attention, ForwardBatch
+from minisgl.attention.torch_backend import TorchAttention
 from minisgl.device.lanes import Lanes
+from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.network_drafter import _SlotsOfRanks
 from minisgl.kvcache.manager import TakenSnapshot
 from minisgl.request import SamplingParams
 from minisgl.runner.graphs import CapturedStep, StepGraphs, graph_keys
@@ -82,6 +86,15 @@ class Plans:
             self.step, decodes, longest, tuple(chunks), grants=tuple(grants), max_run=self.max_run
         )
 
+    def settle(self, plan: StepPlan, samples: SampleRows) -> dict[int, int]:
+        """Let some drafts of each run count; returns how many."""
+        counts: dict[int, int] = {}
+        runs = samples.slots[: len(plan.decode_slots) * plan.max_run].view(-1, plan.max_run)
+        for slot, run in zip(plan.decode_slots, runs, strict=True):
+            counts[slot] = self.rng.randint(0, int((run == slot).sum()) - 1)
+            self.lengths[slot] += counts[slot]
+        return counts
+
 
 def rows_by_rank(plan: StepPlan, each: int, num_ranks: int) -> list[list[int]]:
     """The rows of each rank, by their number in the order of the plan."""
@@ -107,16 +120,22 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     whole = make_tables(0, 1, num_slots, max_run)
     ranks = [make_tables(rank, num_ranks, num_slots, max_run) for rank in range(num_ranks)]
     plans = Plans(rng, num_slots, max_run)
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
     for _ in range(12):
         plan = plans.next()
+        drafts = torch.randint(-1, 3, whole.state.drafts.shape, generator=generator)
+        takes_drafts = torch.randint(4, (num_slots + 1,), generator=generator) > 0
         for tables in (whole, *ranks):
             tables.update(plan)
+            tables.state.drafts.copy_(drafts)
+            tables.state.takes_drafts.copy_(takes_drafts)
         if not plan.num_tokens:
             continue
         shape = StepShape.of(plan)
         wanted, samples = whole.inputs(plan, shape, whole.upload_chunks(plan, shape))
         own = rows_by_rank(plan, each, num_ranks)
         spare = rng.randint(0, 2)
+        made: list[tuple[DraftStep, Tensor, Tensor]] = []
         for rank, tables in enumerate(ranks):
             room = shape
             if padded:
@@ -132,11 +151,18 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
                     )
             packed = tables.upload_chunks(plan, room)
             found = tables.inputs(None if padded else plan, room, packed)
-            check(plan, tables, rank, own, wanted, samples, *found, room)
-        tokens = torch.tensor([rng.randrange(1000) for _ in samples.slots], dtype=torch.int32)
+            places = check(plan, tables, rank, own, wanted, samples, *found, room)
+            made.append((draft_step(tables, *found), *places))
+        tokens = torch.randint(1000, (len(samples.slots),), generator=generator)
+        counts = plans.settle(plan, samples)
         for tables in (whole, *ranks):
-            tables.state.last_tokens[samples.slots] = tokens
+            tables.state.last_tokens[samples.slots] = tokens.int()
+            for slot, count in counts.items():
+                tables.state.lengths[slot] += count
             assert torch.equal(tables.state.lengths, whole.state.lengths)
+        for rank, (step, order, index) in enumerate(made):
+            check_drafting(draft_step(whole, wanted, samples), tokens, step, order, index)
+            check_slots_of_ranks(step, rank)
 
 
 def check(
@@ -149,8 +175,9 @@ def check(
     batch: ForwardBatch,
     samples: SampleRows,
     shape: StepShape,
-) -> None:
-    """Compare what `rank` makes of a plan with the rows of all."""
+) -> tuple[Tensor, Tensor]:
+    """Compare what `rank` makes of a plan with the rows of all. Returns the place of each row of
+    the plan among the rows, and of each that is sampled among those."""
     run = plan.max_run
     num_decodes = len(plan.decode_slots) * run
     starts = [*accumulate(batch.shares, initial=0)]
@@ -182,7 +209,7 @@ def check(
         assert torch.equal(mine[:used], wanted.decodes.page_table[theirs][:used])
     if batch.decodes.lengths_host is not None:
         assert batch.decodes.lengths_host == lengths.tolist()
-    check_chunks(plan, tables, rank, batch)
+    check_chunks(plan, tables, rank, batch, wanted)
     # What is sampled, in the order of the plan.
     parts = tables.order.sampled_rows(plan, shape)
     index = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
@@ -199,9 +226,14 @@ def check(
         lengths_of = [len(chunk.token_ids) for chunk in plan.chunks]
         first = [*accumulate(lengths_of, initial=num_decodes)]
         assert tables.order.first_rows(plan) == [places[row] for row in first[:-1]]
+        alone = RowOrder(tables.scratch_slot)
+        assert alone.first_rows(plan) == first[:-1]
+    return order, index
 
 
-def check_chunks(plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBatch) -> None:
+def check_chunks(
+    plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBatch, wanted: ForwardBatch
+) -> None:
     """The chunks of a rank, and its states: slots from 0 on, scratch, then snapshots."""
     each = tables.order.scratch_state
     own = [chunk for chunk in plan.chunks if chunk.slot // each == rank]
@@ -212,6 +244,11 @@ def check_chunks(plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBa
     slots = [slot - rank * each for slot in plan.decode_slots if slot // each == rank]
     decodes = batch.slots.decodes.tolist()
     assert decodes == slots + [each] * (len(decodes) - len(slots))
+    if batch.slots.num_kept is not None and wanted.slots.num_kept is not None:
+        own_runs = [slot // each == rank for slot in plan.decode_slots]
+        kept = wanted.slots.num_kept[torch.tensor(own_runs, dtype=torch.bool)]
+        assert torch.equal(batch.slots.num_kept[: len(slots)], kept)
+        assert len(batch.slots.num_kept) == len(decodes)
     left: list[int] = []
     for chunk in own:
         left += [
@@ -223,6 +260,47 @@ def check_chunks(plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBa
         assert [slot for slot in written if slot != each] == left
     else:
         assert written[: len(own)] == left and set(written[len(own) :]) <= {each}
+
+
+def draft_step(tables: SlotTables, batch: ForwardBatch, samples: SampleRows) -> DraftStep:
+    return DraftStep(
+        *(batch, torch.zeros(0), tables.state, [], Attention(TorchAttention(), TorchAttention())),
+        *(samples.slots, samples.output_index, samples.rows, samples.num_runs, samples.chunk_ends),
+    )
+
+
+def check_drafting(
+    wanted: DraftStep, tokens: Tensor, step: DraftStep, order: Tensor, index: Tensor
+) -> None:
+    """Compare what a drafter is told of a step. order, index: as `check` returns them."""
+    scratch = step.state.scratch_slot
+    ends = dict(zip(step.ending_slots().tolist(), step.ending_rows().tolist(), strict=True))
+    rows = zip(wanted.ending_slots().tolist(), order[wanted.ending_rows()].tolist(), strict=True)
+    assert {slot: row for slot, row in ends.items() if slot != scratch} == dict(rows)
+    sampled = torch.zeros(len(step.slots), dtype=torch.int64)
+    sampled[index] = tokens
+    is_real = torch.ones(len(order), dtype=torch.bool)
+    is_real[: wanted.num_decode_rows] = wanted.slots[: wanted.num_decode_rows] != scratch
+    following = step.next_tokens(sampled)[order]
+    assert torch.equal(following[is_real], wanted.next_tokens(tokens)[is_real])
+
+
+def check_slots_of_ranks(step: DraftStep, rank: int) -> None:
+    """In the passes that draft ahead, each slot has a row among those of its rank."""
+    slots, each = step.ending_slots(), step.state.scratch_slot // len(step.num_runs)
+    found = _SlotsOfRanks(step, slots)
+    own, is_own = found.of(rank)
+    first = sum(found.shares[:rank])
+    assert found.places[first : first + found.shares[rank]].tolist() == own.tolist()
+    assert sum(found.shares) == len(found.places)
+    for place, (slot, row) in enumerate(zip(slots.tolist(), found.rows.tolist(), strict=True)):
+        assert found.places[row] == place
+        if slot // each == rank:
+            assert first <= row < first + found.shares[rank]
+            assert is_own[row - first]
+    there = slots[own][is_own].tolist()
+    mine = [slot for slot in slots.tolist() if slot // each == rank]
+    assert [slot for slot in there if slot != step.state.scratch_slot] == mine
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
