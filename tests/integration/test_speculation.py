@@ -13,9 +13,13 @@ from support.drafters import Kind, KnowingDrafter, num_accepted, num_drafted, wa
 from support.parity import FEW_PAGES, Case, case_of, load_engine
 from support.pipelines import mixed_outcomes
 
+from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.ngram import NgramDrafter
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.request import Request, SamplingParams
+from minisgl.runner.row_order import RowOrder
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 NUM_TOKENS = 30
@@ -134,9 +138,11 @@ def test_no_draft_changes_a_token(kind: Any, way: str, num_drafts: int, drafts: 
         assert replayed and all(replayed)
 
 
-def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
+@pytest.mark.parametrize("options", [{}, DP], ids=str)
+def test_prefix_hits_and_aborts_change_no_token(options: dict[str, Any], drafts: Any) -> None:
     drafts("fading", "llama3")
-    found = run(case_of("llama3"), speculative="ngram", rounds=2, abort=True, page_size=4)
+    case = case_of("llama3")
+    found = run(case, speculative="ngram", rounds=2, abort=True, page_size=4, **options)
     expected = without("llama3").outputs
     assert len(found.outputs) == 2 * len(expected)
     for index, (request, output) in enumerate(zip(found.requests, found.outputs, strict=True)):
@@ -174,7 +180,49 @@ def test_drafts_on_several_ranks_change_no_token(
     assert 0 < accepted == drafted if kind == "right" else 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("options", [{"max_prefill_length": 16}, {"padded": 8}, {"pp": 2}], ids=str)
+def _swap_runs_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = RowOrder.taken
+    monkeypatch.setattr(RowOrder, "taken", lambda *given: taken(*given).flip(0))
+
+
+def _swap_results_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowOrder.sampled_rows
+
+    def swapped(order: RowOrder, plan: StepPlan, shape: StepShape) -> tuple[range, ...]:
+        first, second, chunks = rows(order, plan, shape)
+        return (second, first, chunks) if len(first) == len(second) else (first, second, chunks)
+
+    monkeypatch.setattr(RowOrder, "sampled_rows", swapped)
+
+
+def _draft_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = NgramDrafter.draft
+
+    def rolled(self: NgramDrafter, step: DraftStep, *given: Any) -> None:
+        draft(self, step, *given)
+        slots = step.ending_slots()
+        step.state.drafts[slots] = step.state.drafts[slots].roll(1, 0)
+
+    monkeypatch.setattr(NgramDrafter, "draft", rolled)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_swap_runs_of_ranks, _swap_results_of_ranks, _draft_for_others]
+)
+def test_mistakes_with_the_runs_of_ranks_change_tokens(
+    mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes them, whose tokens count."""
+    expected = without("llama3").outputs
+    mistake(monkeypatch)
+    assert run(case_of("llama3"), speculative="ngram", padded=8, **DP).outputs != expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_prefill_length": 16}, {"padded": 8}, {"pp": 2}, {**DP, "max_prefill_length": 16}],
+    ids=str,
+)
 def test_masked_rows_and_scored_prompts_are_computed_beside_runs(options: dict[str, Any]) -> None:
     case = case_of("llama-biased")
     assert mixed_outcomes(case, speculative="ngram", **options) == mixed_outcomes(case)
