@@ -43,19 +43,23 @@ class RankRows(NamedTuple):
         """The first row of each rank."""
         return [*accumulate(self.shares, initial=0)][:-1]
 
-    def decode_rows(self, rank: int) -> slice:
-        """Those of a rank among the decode rows of all."""
+    def of(self, rank: int) -> tuple[slice, int]:
+        """The rows of a rank among the decode rows of all, and its number of chunk rows."""
         first = sum(self.decodes[:rank]) * self.run
-        return slice(first, first + self.decodes[rank] * self.run)
+        return slice(first, first + self.decodes[rank] * self.run), self.chunk_rows[rank]
+
+    def decode_places(self, device: torch.device) -> list[Tensor]:
+        """The decode rows among all rows, of each rank."""
+        starts = zip(self.starts, self.decodes, strict=True)
+        return [torch.arange(start, start + n * self.run, device=device) for start, n in starts]
 
     def joined(self, decodes: Tensor, chunks: Tensor) -> Tensor:
         """What there is of decode rows, and of chunk rows, in the order of the rows."""
-        parts: list[Tensor] = []
-        decode = row = 0
-        for num, num_rows in zip(self.decodes, self.chunk_rows, strict=True):
-            parts += [decodes[decode : decode + num * self.run], chunks[row : row + num_rows]]
-            decode, row = decode + num * self.run, row + num_rows
-        return torch.cat(parts)
+        if len(self.decodes) == 1:
+            return torch.cat((decodes, chunks))
+        of_decodes = decodes.split([num * self.run for num in self.decodes])
+        pairs = zip(of_decodes, chunks.split([*self.chunk_rows]), strict=True)
+        return torch.cat([*chain.from_iterable(pairs)])
 
 
 class RowOrder:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch
 from minisgl.device.lanes import Lanes
-from minisgl.drafting.drafter import ChunkEnds
-from minisgl.kernels.segments import Segments
-from minisgl.kernels.slots.slot_state import SlotRows, SlotState
+from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
-from minisgl.runner.chunk_inputs import with_chunks
+from minisgl.runner.chunk_inputs import chunk_inputs
 from minisgl.runner.chunk_tensors import ChunkTensors, pack_chunks
 from minisgl.runner.kept_rows import KeptRows
 from minisgl.runner.row_order import RowOrder
@@ -141,7 +137,8 @@ class SlotTables:
         state, order, run = self.state, self.order, shape.run
         longest, width = self._max_pages * state.page_size, self._max_pages
         of_ranks = order.rows_of(plan, shape)
-        own_rows, lengths_host = of_ranks.decode_rows(order.rank), None
+        own_rows, num_own_chunk_rows = of_ranks.of(order.rank)
+        lengths_host: list[int] | None = None
         if plan is not None:
             longest = plan.longest_decode
             width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
@@ -149,40 +146,36 @@ class SlotTables:
                 lengths_host = self._lengths_after(plan)[own_rows]
         rows = self._rows.part(slice(shape.num_decode_rows), width)
         read_slots(order.taken(self._decode_slots, of_ranks.decodes), state, rows, run)
-        own, kept = rows.part(own_rows), self._kept.advance(rows.slots[::run], rows.positions, run)
-        if kept is not None:
-            kept = kept[own_rows.start // run : own_rows.stop // run]
-        states, nothing = self._states_of(own.slots[::run]), own.lengths[:0]
+        own, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
+        if len(of_ranks.decodes) > 1:
+            own = rows.part(own_rows)
+            kept = None if kept is None else kept[own_rows.start // run : own_rows.stop // run]
+        token_ids, positions, slot_mapping = rows.token_ids, own.positions, own.slot_mapping
+        samples = SampleRows(shape, None, rows.slots, rows.output_index, of_ranks.decodes)
+        chunks: ChunkTensors | None = None
+        if packed_chunks is not None:
+            chunks = ChunkTensors.split(packed_chunks, shape, num_own_chunk_rows)
+            state.lengths[chunks.slots] = chunks.ends.int()
+            self._kept.cover(chunks.slots, chunks.ends)
+            token_ids = of_ranks.joined(token_ids, chunks.token_ids)
+            positions = torch.cat((positions, chunks.positions))
+            of_chunks = slot_mapping_of(
+                state.page_table, chunks.token_slots, chunks.positions, state.page_size
+            )
+            slot_mapping = torch.cat((slot_mapping, of_chunks))
+            samples = samples.with_chunks(chunks, of_ranks, state.prompt_lengths)
+        own_chunks = None if plan is None else order.own_chunks(plan)
+        prefill, segments = chunk_inputs(chunks, own_chunks, state, self._states_of, width)
         batch = ForwardBatch(
-            token_ids=rows.token_ids,
-            positions=own.positions,
-            slot_mapping=own.slot_mapping,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
             decodes=DecodeBatch(own.page_table, own.lengths, longest, lengths_host, run),
-            chunks=PrefillBatch(own.page_table[:0], nothing, nothing, 0, (), ()),
-            slots=BatchSlots(states, Segments(states[:0], states[:0], nothing), kept),
+            chunks=prefill,
+            slots=BatchSlots(self._states_of(own.slots[::run]), segments, kept),
             shares=of_ranks.shares if len(of_ranks.decodes) > 1 else (),
         )
-        num_runs, device = of_ranks.decodes, rows.slots.device
-        if packed_chunks is None:
-            samples = SampleRows(shape, None, rows.slots, rows.output_index, num_runs)
-            return with_windows(batch, own, None, state), samples
-        chunks = ChunkTensors.split(packed_chunks, shape, of_ranks.chunk_rows[order.rank])
-        state.lengths[chunks.slots] = chunks.ends.int()
-        self._kept.cover(chunks.slots, chunks.ends)
-        batch = replace(batch, token_ids=of_ranks.joined(rows.token_ids, chunks.token_ids))
-        own_chunks = None if plan is None else order.own_chunks(plan)
-        batch = with_chunks(batch, chunks, own_chunks, state, self._states_of, width)
-        starts = zip(of_ranks.starts, num_runs, strict=True)
-        decodes = [torch.arange(start, start + num * run, device=device) for start, num in starts]
-        output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
-        return with_windows(batch, own, chunks, state), SampleRows(
-            shape,
-            rows=torch.cat((*decodes, chunks.sample_rows)),
-            slots=torch.cat((rows.slots, chunks.sample_slots)),
-            output_index=torch.cat((rows.output_index, output_index)),
-            num_runs=num_runs,
-            chunk_ends=ChunkEnds(chunks.last_rows, chunks.next_tokens),
-        )
+        return with_windows(batch, own, chunks, state), samples
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.state.page_size)

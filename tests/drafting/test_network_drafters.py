@@ -294,7 +294,7 @@ def _stay_where_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _Ahead,
         "__init__",
-        lambda self, step, slots, lengths, num_rows: init(self, step, slots, lengths - 1, num_rows),
+        lambda self, step, slots, lengths, *given: init(self, step, slots, lengths - 1, *given),
     )
 
 
