@@ -69,7 +69,7 @@ class RowOrder:
         """num_slots: of all ranks together, each of which has as many. num_ranks: that divide the
         requests."""
         self.rank = rank
-        self.num_slots, self.num_ranks = num_slots, num_ranks
+        self.num_slots, self._num_ranks = num_slots, num_ranks
         self._slots_each = num_slots // num_ranks
         self._planned: tuple[int, ...] = ()  # the decode slots of the last plan,
         self._placed: tuple[int, ...] = ()  # as the table has them,
@@ -82,7 +82,9 @@ class RowOrder:
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The shape that a captured step must have room for to compute a plan: with equally many
         rows for all ranks."""
-        shape, num_ranks = StepShape.of(plan), self.num_ranks
+        shape, num_ranks = StepShape.of(plan), self._num_ranks
+        if num_ranks == 1:
+            return shape
         rows = self.rows_of(plan, shape)
         return shape._replace(
             num_decodes=num_ranks * max(rows.decodes),
@@ -95,12 +97,13 @@ class RowOrder:
 
         shape: of the step, which may be captured and have more rows.
         """
-        rows, run = self.rows_of(plan, shape), shape.run
-        starts = accumulate(rows.decodes, initial=0)
+        run, first = shape.run, shape.num_decode_rows
+        chunks = range(first, first + plan.num_chunk_samples)
+        if self._num_ranks == 1:
+            return range(len(plan.decode_slots) * run), chunks
+        starts = accumulate(self.rows_of(plan, shape).decodes, initial=0)
         pairs = zip(starts, self._count(plan.decode_slots), strict=False)  # the sum follows
-        decodes = (range(start * run, (start + num) * run) for start, num in pairs)
-        first = shape.num_decode_rows
-        return *decodes, range(first, first + plan.num_chunk_samples)
+        return *(range(start * run, (start + num) * run) for start, num in pairs), chunks
 
     def first_rows(self, plan: StepPlan, rows: RankRows | None = None) -> list[int]:
         """The first row of each chunk. rows: of a step of another shape than the plan's."""
@@ -117,7 +120,7 @@ class RowOrder:
     def rows_of(self, plan: StepPlan | None, shape: StepShape) -> RankRows:
         """The rows of each rank in a step of this shape: those of the plan, or more. plan: None of
         a captured step."""
-        num_ranks = self.num_ranks
+        num_ranks = self._num_ranks
         if plan is None or num_ranks == 1:
             sizes = shape.num_decodes, shape.num_chunk_rows
             decodes, chunk_rows = ((size // num_ranks,) * num_ranks for size in sizes)
@@ -129,9 +132,9 @@ class RowOrder:
         return RankRows(decodes, self._fill_up(tuple(rows), shape.num_chunk_rows), shape.run)
 
     def _fill_up(self, counts: tuple[int, ...], total: int) -> tuple[int, ...]:
-        each, left = divmod(total, self.num_ranks)
+        each, left = divmod(total, self._num_ranks)
         is_even = not left and max(counts) <= each
-        return (each,) * self.num_ranks if is_even else counts
+        return (each,) * self._num_ranks if is_even else counts
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class RowOrder:
         """The decode slots of a plan as the tables have them: those of a rank begin where its slots
         do. The same object as before if they are."""
         self._count(decode_slots)
-        return decode_slots if self.num_ranks == 1 else self._placed
+        return decode_slots if self._num_ranks == 1 else self._placed
 
     def taken(self, placed: Tensor, decodes: Sequence[int]) -> Tensor:
         """The first slots of each rank, so many, of a tensor of slots as `placed` has them."""
@@ -150,11 +153,11 @@ class RowOrder:
 
     def _count(self, slots: tuple[int, ...]) -> tuple[int, ...]:
         """How many of these decode slots each rank has."""
-        if self.num_ranks == 1:
+        if self._num_ranks == 1:
             return (len(slots),)
         if slots is not self._planned:
             self._planned = slots
-            by_rank: list[list[int]] = [[] for _ in range(self.num_ranks)]
+            by_rank: list[list[int]] = [[] for _ in range(self._num_ranks)]
             for slot in slots:
                 by_rank[self.rank_of(slot)].append(slot)
             in_order = [*chain.from_iterable(by_rank)]
@@ -168,7 +171,7 @@ class RowOrder:
     # -- what is this rank's -----------------------------------------------------------------------
 
     def own_chunks(self, plan: StepPlan) -> tuple[Chunk, ...]:
-        if self.num_ranks == 1:
+        if self._num_ranks == 1:
             return plan.chunks
         return tuple(chunk for chunk in plan.chunks if self.rank_of(chunk.slot) == self.rank)
 
@@ -187,7 +190,7 @@ class RowOrder:
     def states_of(self, slots: Tensor) -> Tensor:
         """Where layers keep the states of these slots of this rank, of the scratch slot and of the
         snapshots behind it."""
-        if self.num_ranks == 1:
+        if self._num_ranks == 1:
             return slots
         first, others = self.rank * self._slots_each, self.num_slots - self._slots_each
         return torch.where(slots < self.num_slots, slots - first, slots - others)
