@@ -109,7 +109,7 @@ def rows_by_rank(plan: StepPlan, each: int, num_ranks: int) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     """In steps of the plan's shape, and in the larger ones of captured steps."""
