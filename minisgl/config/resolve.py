@@ -491,8 +491,6 @@ def _resolve_drafts(config: EngineConfig, model: ModelFacts) -> int:
     """Number of drafts of a step; 0: none."""
     if config.speculative is None:
         return 0
-    if config.dp_attention:
-        refuse(config, "speculative", "with --dp-attention no rows are guessed; allowed: none")
     if config.task in ("embed", "rerank"):
         refuse(config, "speculative", f"--task {config.task} samples no tokens; allowed: none")
     if model.draft_layers and config.pp > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +24,20 @@ from minisgl.kernels.slots.slot_state import SlotState
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class ChunkEnds(NamedTuple):
+    """Where the chunks of a step end."""
+
+    rows: Tensor  # [num_chunks] int64: the last row of each; of padding the number of all rows
+    next_tokens: Tensor  # [num_chunks] int64: that follow the chunks; -1: unknown
+
+
 @dataclass(frozen=True, slots=True)
 class DraftStep:
     """A step up to its sampling, on the device.
 
-    Its sampled rows are, as in StepPlan, the runs of `batch.decodes`, `run` rows each, and then one
-    row for each chunk that samples. Padding has the scratch slot.
+    Its sampled rows are, as in StepPlan, the runs of decoded slots, `run` rows each, and then one
+    row for each chunk that samples. Padding has the scratch slot. Where ranks divide requests, they
+    are those of all, as are the rows of `hidden`; each rank drafts for all.
     """
 
     batch: ForwardBatch
@@ -40,7 +48,8 @@ class DraftStep:
     slots: Tensor  # [num_samples] int64: of the sampled rows; a rejected draft's row has its slot
     output_index: Tensor  # [num_samples] int64: of the tokens that were sampled
     sample_rows: Tensor | None  # [num_samples] int64: rows of the batch; None: all, in order
-    chunk_next_tokens: Tensor | None  # [num_chunks] int64: tokens behind the chunks; -1: unknown
+    num_runs: tuple[int, ...]  # of each rank that divides requests; of one, if nothing is divided
+    chunk_ends: ChunkEnds | None  # None: there are no chunks
     tapped: Tensor | None = None  # [num_rows, any], of Drafter.taps as Taps has them; None: none
 
     @property
@@ -50,7 +59,7 @@ class DraftStep:
 
     @property
     def num_decode_rows(self) -> int:
-        return self.batch.decodes.num_rows
+        return sum(self.num_runs) * self.run
 
     def ending_slots(self) -> Tensor:
         """The slot of each run, then of each chunk that samples: [num_slots] int64."""
@@ -62,10 +71,14 @@ class DraftStep:
         """The row of the batch for which each slot's last token was sampled, in the order of
         `ending_slots`: [num_slots] int64. The rows behind it in its run were rejected."""
         num_rows = self.num_decode_rows
-        slots, first = (each[: num_rows : self.run] for each in (self.slots, self.batch.positions))
-        starts = torch.arange(0, num_rows, self.run, device=slots.device)
-        # The length of the scratch slot stays 0.
-        ends = starts + (self.state.lengths[slots] - first - 1).clamp(min=0)
+        slots, index = (each[: num_rows : self.run] for each in (self.slots, self.output_index))
+        if self.sample_rows is None:
+            starts = torch.arange(0, num_rows, self.run, device=slots.device)
+        else:
+            starts = self.sample_rows[: num_rows : self.run]
+        # The length up to the first token that was sampled. That of the scratch slot stays 0.
+        first = index + self.state.prompt_lengths[slots]
+        ends = starts + (self.state.lengths[slots] - first).clamp(min=0)
         if self.sample_rows is None:
             return ends
         return torch.cat((ends, self.sample_rows[num_rows:]))
@@ -75,18 +88,14 @@ class DraftStep:
 
         token_ids: [num_samples] int64. Returns [num_rows] int64; undefined for rows of padding.
         """
-        num_rows, num_decodes = len(self.batch.token_ids), self.num_decode_rows
-        if self.sample_rows is None or self.chunk_next_tokens is None:
+        if self.sample_rows is None or self.chunk_ends is None:
             return token_ids
+        num_rows = len(self.batch.token_ids)
         following = self.batch.token_ids.new_zeros(num_rows + 1)  # the last is for padding
-        following[:num_decodes] = token_ids[:num_decodes]
-        following[num_decodes : num_rows - 1] = self.batch.token_ids[num_decodes + 1 :]
-        starts = self.batch.chunks.row_starts.long()
-        is_chunk = starts[1:] > starts[:-1]
-        following[(starts[1:] + num_decodes - 1).where(is_chunk, num_rows)] = self.chunk_next_tokens
-        sampled = self.slots[num_decodes:] != self.state.scratch_slot
-        rows = self.sample_rows[num_decodes:].where(sampled, num_rows)
-        following[rows] = token_ids[num_decodes:]
+        following[: num_rows - 1] = self.batch.token_ids[1:]
+        following[self.chunk_ends.rows] = self.chunk_ends.next_tokens
+        is_sampled = self.slots != self.state.scratch_slot
+        following[self.sample_rows.where(is_sampled, num_rows)] = token_ids
         return following[:num_rows]
 
 

@@ -26,8 +26,10 @@ class NetworkDrafter:
     through such steps has fewer of its drafts accepted later.
     """
 
-    def __init__(self, network: DraftNetwork) -> None:
+    def __init__(self, network: DraftNetwork, rank: int = 0) -> None:
+        """rank: this one, if ranks divide requests."""
         self._network = network
+        self._rank = rank
         self.taps = network.taps
         self._num_layers = len(network.layer_specs("float32"))
 
@@ -42,7 +44,7 @@ class NetworkDrafter:
         """As in Drafter."""
         num_drafts, slots, state = step.run - 1, step.ending_slots(), step.state
         drafts = state.drafts.new_full((len(slots), state.drafts.shape[1]), -1)
-        if num_drafts or step.batch.chunks.num_rows:
+        if num_drafts or step.chunk_ends is not None:
             drafted = self._over_step(step, token_ids)
             if num_drafts and len(slots):
                 drafts[:, :num_drafts] = self._ahead(step, drafted, num_drafts, draw)
@@ -74,12 +76,12 @@ class NetworkDrafter:
         num_rows = num_drafts - len(found)
         if not num_rows:
             return torch.stack(found, dim=1).int()
-        rows = _Ahead(step, slots, lengths, num_rows)
+        rows = _Ahead(step, slots, lengths, num_rows, self._rank)
         token_ids = found[0] if found else state.last_tokens[slots].long()
         for place in range(num_rows):
-            batch = rows.batch(place, token_ids)
+            batch, hidden = rows.batch(place, token_ids), rows.placed(drafted.hidden)
             step.attention.prepare(batch)
-            drafted = network(batch, drafted.hidden, self._states(step), step.attention)
+            drafted = rows.taken(network(batch, hidden, self._states(step), step.attention))
             token_ids = draw(network.logits(drafted.rows), slots, lengths + place + behind)
             exists = exists & rows.has_page[place]
             found.append(token_ids.where(exists, -1))
@@ -93,20 +95,26 @@ class _Ahead:
     """The rows of the slots at positions that no step has computed: of `slots` from `lengths` on.
     A row whose position has no page is one of the scratch slot."""
 
-    def __init__(self, step: DraftStep, slots: Tensor, lengths: Tensor, num_rows: int) -> None:
+    def __init__(
+        self, step: DraftStep, slots: Tensor, lengths: Tensor, num_rows: int, rank: int
+    ) -> None:
         state, batch = step.state, step.batch
         columns = state.page_table.shape[1]
         positions = lengths + torch.arange(num_rows, device=slots.device)[:, None]
         places = positions // state.page_size
         pages = state.page_table[slots, places.clamp(max=columns - 1)]
         # [num_rows, num_slots], as all of these
-        self.has_page = (pages > 0) & (places < columns)
-        self._slots = slots.where(self.has_page, state.scratch_slot)
-        self._positions = positions.where(self.has_page, 0)
+        is_row = self.has_page = (pages > 0) & (places < columns)
+        self._ranks = None if len(step.num_runs) == 1 else _SlotsOfRanks(step, slots)
+        if self._ranks is not None:
+            own, is_own = self._ranks.of(rank)
+            slots, positions, is_row = slots[own], positions[:, own], is_row[:, own] & is_own
+        self._slots = slots.where(is_row, state.scratch_slot)
+        self._positions = positions.where(is_row, 0)
         self._mapping = slot_mapping_of(
             state.page_table, self._slots, self._positions, state.page_size
         )
-        self._lengths = (self._positions + self.has_page).int()
+        self._lengths = (self._positions + is_row).int()
         self._page_table = state.page_table[slots]
         ends = [
             start + n for start, n in zip(batch.chunks.starts, batch.chunks.lengths, strict=True)
@@ -121,10 +129,60 @@ class _Ahead:
         """The rows at the position `place` after the lengths, with these tokens [num_slots]."""
         decodes = DecodeBatch(self._page_table, self._lengths[place], self._longest)
         return ForwardBatch(
-            token_ids=token_ids.clamp(min=0),
+            token_ids=self._placed(token_ids).clamp(min=0),
             positions=self._positions[place],
             slot_mapping=self._mapping[place],
             decodes=decodes,
             chunks=self._no_chunks,
             slots=self._batch_slots,
+            shares=() if self._ranks is None else self._ranks.shares,
         )
+
+    def placed(self, hidden: Tensor | None) -> Tensor | None:
+        """What is `hidden` of each slot as the rows have it."""
+        return None if hidden is None else self._placed(hidden)
+
+    def taken(self, drafted: Drafted) -> Drafted:
+        """What a network computes of the rows, by slot."""
+        if self._ranks is None:
+            return drafted
+        rows, hidden = drafted
+        places = self._ranks.rows
+        return Drafted(rows[places], None if hidden is None else hidden[places])
+
+    def _placed(self, of_slots: Tensor) -> Tensor:
+        return of_slots if self._ranks is None else of_slots[self._ranks.places]
+
+
+class _SlotsOfRanks:
+    """The slots of a step, runs and then chunks that sample, as ranks have them that divide
+    requests: rank by rank a row for each of its runs, and one for each chunk of all ranks, because
+    only the device may know whose that is. Those that are not of the rank are of the scratch slot.
+    """
+
+    def __init__(self, step: DraftStep, slots: Tensor) -> None:
+        num_slots, num_runs = len(slots), sum(step.num_runs)
+        num_chunks, num_ranks, device = num_slots - num_runs, len(step.num_runs), slots.device
+        self.shares = tuple(num + num_chunks for num in step.num_runs)
+        every = torch.arange(num_slots, device=device)
+        of_chunks = every[num_runs:]
+        self._parts = [
+            torch.cat((runs, of_chunks)) for runs in every[:num_runs].split([*step.num_runs])
+        ]
+        self.places = torch.cat(self._parts)  # [num_rows]: of each row's slot among the slots
+        # The rank of a slot; of the scratch slot the last.
+        slots_each = step.state.scratch_slot // num_ranks
+        self._ranks = (slots // slots_each).clamp(max=num_ranks - 1)
+        rows: list[Tensor] = []
+        first, of_rank = 0, torch.zeros_like(of_chunks)
+        for rank, num in enumerate(step.num_runs):
+            rows.append(torch.arange(first, first + num, device=device))
+            at = of_chunks + (first + num - num_runs)
+            of_rank = at.where(self._ranks[num_runs:] == rank, of_rank)
+            first += num + num_chunks
+        self.rows = torch.cat((*rows, of_rank))  # [num_slots]: the row of each slot
+
+    def of(self, rank: int) -> tuple[Tensor, Tensor]:
+        """For each row of a rank, which of the slots it is of, and whether that is of the rank."""
+        own = self._parts[rank]
+        return own, self._ranks[own] == rank

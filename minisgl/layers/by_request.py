@@ -27,7 +27,7 @@ def mixed(
     if not step.batch.shares:
         added: Residual = mixer(residual, norm, step)
         return added
-    own = _own_rows(joined(residual, norm), step, ranks)
+    own = own_rows(joined(residual, norm), step, ranks)
     if len(own):
         own = joined(mixer(Residual(own), norm, step), norm)
     return Residual(gathered(own, step.batch.shares, ranks))
@@ -41,13 +41,14 @@ def mixed_apart(
         output, rows = mixer(residual, norm, step)
         return output, rows
     rows = joined(residual, norm)
-    output = own = _own_rows(rows, step, ranks)
+    output = own = own_rows(rows, step, ranks)
     if len(own):
         output, _ = mixer(Residual(own), norm, step)
     return gathered(output, step.batch.shares, ranks), rows
 
 
-def _own_rows(rows: Tensor, step: Step, ranks: Communicator) -> Tensor:
+def own_rows(rows: Tensor, step: Step, ranks: Communicator) -> Tensor:
+    """Of the rows of all ranks those of this one, a view."""
     shares = step.batch.shares
     first = sum(shares[: ranks.rank])
     return rows[first : first + shares[ranks.rank]]

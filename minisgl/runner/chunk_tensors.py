@@ -1,112 +1,89 @@
 """The chunks of a step: packed into one array on the host, and split on the device.
 
-The *shape* of a step is its number of decode rows, which come first, and of chunk rows. An eager
-step has the shape of its plan. The shape of a captured step is at least as large, with padding:
-decode rows of the scratch slot, empty chunks, and chunk rows of the scratch slot at position 0.
+Where ranks divide requests, each needs of the chunks of all what tokens they have and which rows
+are sampled, and of its own chunks where their keys, values and states are.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from minisgl.scheduler.plan import StepPlan
-
-
-class StepShape(NamedTuple):
-    """The number of rows of each kind in a step; without chunk rows there are no chunks."""
-
-    num_decodes: int
-    num_chunk_rows: int = 0
-    num_chunks: int = 0
-    num_chunk_samples: int = 0  # chunks whose last row is sampled
-    num_snapshots: int = 0  # that the chunks leave of the states of their requests
-    run: int = 1  # rows of each decoded request
-
-    @property
-    def num_decode_rows(self) -> int:
-        return self.num_decodes * self.run
-
-    @property
-    def num_segments(self) -> int:
-        """Of Segments; 0 if each chunk is one."""
-        return self.num_chunks + self.num_snapshots if self.num_snapshots else 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decode_rows + self.num_chunk_rows
-
-    @staticmethod
-    def of(plan: StepPlan) -> StepShape:
-        num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        num_decodes, num_chunks = len(plan.decode_slots), len(plan.chunks)
-        snapshots = sum(len(chunk.snapshots) for chunk in plan.chunks)
-        return StepShape(
-            *(num_decodes, num_chunk_rows, num_chunks),
-            *(plan.num_chunk_samples, snapshots, plan.max_run),
-        )
+from minisgl.runner.row_order import RankRows, RowOrder
+from minisgl.runner.step_shape import StepShape
+from minisgl.scheduler.plan import Chunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTensors:
     """The chunks of a step on the device; all tensors are int64."""
 
-    token_ids: Tensor  # [num_chunk_rows]
-    positions: Tensor  # [num_chunk_rows]
-    token_slots: Tensor  # [num_chunk_rows]
-    row_starts: Tensor  # [num_chunks + 1]
+    # of all ranks
+    token_ids: Tensor  # [num_chunk_rows], in the order of the rows
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
-    sample_rows: Tensor  # [num_chunk_samples]: the sampled rows, counted from the first chunk row
+    last_rows: Tensor  # [num_chunks]: among all rows of the step, whose number an empty chunk has
+    next_tokens: Tensor  # [num_chunks]: that follow the chunks; -1 where they are not known
+    sample_rows: Tensor  # [num_chunk_samples]: the sampled rows, among all rows of the step
     sample_slots: Tensor  # [num_chunk_samples]
     sample_ends: Tensor  # [num_chunk_samples]
-    next_tokens: Tensor  # [num_chunks]: that follow the chunks; -1 where they are not known
+    # of this rank, which may have fewer chunks than there are
+    positions: Tensor  # [own chunk rows]
+    token_slots: Tensor  # [own chunk rows]
+    row_starts: Tensor  # [num_chunks + 1], counted from its first chunk row
+    own_slots: Tensor  # [num_chunks]
+    own_ends: Tensor  # [num_chunks]
     segment_sources: Tensor  # [num_segments], as the others of Segments
     segment_slots: Tensor
     segment_starts: Tensor
 
     @staticmethod
-    def split(packed: Tensor, shape: StepShape) -> ChunkTensors:
+    def split(packed: Tensor, shape: StepShape, num_own_rows: int) -> ChunkTensors:
         """Split the tensor that `pack_chunks` made into views."""
-        tokens, chunks = shape.num_chunk_rows, shape.num_chunks
-        sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [shape.num_chunk_samples] * 3
-        sizes += [chunks] + [shape.num_segments] * 2 + [shape.num_segments + 1]
+        chunks = shape.num_chunks
+        sizes = [shape.num_chunk_rows, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
+        sizes += [num_own_rows, num_own_rows, chunks + 1, chunks, chunks]
+        sizes += [shape.num_segments, shape.num_segments, shape.num_segments + 1]
         return ChunkTensors(*packed.split(sizes))
 
 
 _Part = tuple[Sequence[ArrayLike], int, int]  # content, size, padding
 
 
-def pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> NDArray[np.int64]:
+def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np.int64]:
     """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
     Works on whole arrays: a loop over thousands of tokens would block the event loop.
     """
-    chunks = plan.chunks
-    lengths = [len(chunk.token_ids) for chunk in chunks]
-    row_starts = [0, *itertools.accumulate(lengths)]
-    slots = [chunk.slot for chunk in chunks]
-    ends = [chunk.end for chunk in chunks]
-    sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
-    room, num_chunks, num_samples = shape[1:4]
+    chunks, own, rows = plan.chunks, order.own_chunks(plan), order.rows_of(plan, shape)
+    firsts, scratch_slot = order.first_rows(plan, rows), order.num_slots
+    lasts = [first + len(chunk.token_ids) - 1 for chunk, first in zip(chunks, firsts, strict=True)]
+    sampled = [place for place, chunk in enumerate(chunks) if chunk.samples]
+    slots, ends = [chunk.slot for chunk in chunks], [chunk.end for chunk in chunks]
+    own_slots, lengths = [chunk.slot for chunk in own], [len(chunk.token_ids) for chunk in own]
+    row_starts = [*accumulate(lengths, initial=0)]
+    num_chunks, num_samples = shape.num_chunks, shape.num_chunk_samples
+    num_own = rows.chunk_rows[order.rank]
     parts: tuple[_Part, ...] = (
-        ([chunk.token_ids for chunk in chunks], room, 0),
-        ([np.arange(chunk.start, chunk.end) for chunk in chunks], room, 0),
-        ([np.repeat(np.array(slots, dtype=np.int64), lengths)], room, scratch_slot),
-        ([row_starts], num_chunks + 1, row_starts[-1]),
+        ([_token_ids(plan, order, rows, firsts)], shape.num_chunk_rows, 0),
         ([slots], num_chunks, scratch_slot),
         ([ends], num_chunks, 0),
-        ([[row_starts[place + 1] - 1 for place in sampling]], num_samples, 0),
-        ([[slots[place] for place in sampling]], num_samples, scratch_slot),
-        ([[ends[place] for place in sampling]], num_samples, 0),
+        ([lasts], num_chunks, shape.num_rows),
         ([[chunk.next_token for chunk in chunks]], num_chunks, -1),
-        *_pack_segments(plan, shape, row_starts, scratch_slot),
+        ([[lasts[place] for place in sampled]], num_samples, 0),
+        ([[slots[place] for place in sampled]], num_samples, scratch_slot),
+        ([[ends[place] for place in sampled]], num_samples, 0),
+        ([np.arange(chunk.start, chunk.end) for chunk in own], num_own, 0),
+        ([np.repeat(np.array(own_slots, dtype=np.int64), lengths)], num_own, scratch_slot),
+        ([row_starts], num_chunks + 1, row_starts[-1]),
+        ([own_slots], num_chunks, scratch_slot),
+        ([[chunk.end for chunk in own]], num_chunks, 0),
+        *_pack_segments(own, shape, row_starts, scratch_slot),
     )
     packed = np.empty(sum(size for _, size, _ in parts), dtype=np.int64)
     at = 0
@@ -121,15 +98,27 @@ def pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> NDArray[
     return packed
 
 
+def _token_ids(
+    plan: StepPlan, order: RowOrder, rows: RankRows, firsts: Sequence[int]
+) -> NDArray[np.int64]:
+    """Those of the chunk rows of all ranks. firsts: the first row of each chunk in the step."""
+    token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
+    num_before = [rows.run * num for num in accumulate(rows.decodes)]  # decode rows
+    for chunk, first in zip(plan.chunks, firsts, strict=True):
+        at = first - num_before[order.rank_of(chunk.slot)]
+        token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
+    return token_ids
+
+
 def _pack_segments(
-    plan: StepPlan, shape: StepShape, row_starts: Sequence[int], scratch_slot: int
+    chunks: Sequence[Chunk], shape: StepShape, row_starts: Sequence[int], scratch_slot: int
 ) -> tuple[_Part, ...]:
     """A segment up to each snapshot that a chunk leaves, and one up to its end, though it may have
     no rows."""
     sources: list[int] = []
     slots: list[int] = []
     starts: list[int] = []
-    for chunk, start in zip(plan.chunks, row_starts[:-1], strict=True):
+    for chunk, start in zip(chunks, row_starts[:-1], strict=True):
         left = [snapshot_slot(taken.snapshot, scratch_slot) for taken in chunk.snapshots]
         sources += [chunk.slot, *left]
         slots += [*left, chunk.slot]

@@ -15,15 +15,17 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.models.decoder import Decoder
-from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, snapshot_slot
+from minisgl.runner.chunk_tensors import snapshot_slot
 from minisgl.runner.draft_sampling import drawing
 from minisgl.runner.graphs import MAX_CHUNKS
-from minisgl.runner.rank_tables import slot_tables
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
+from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 
@@ -69,11 +71,15 @@ class Computation:
         self.sampler = Sampler(
             capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
         )
-        self.tables = slot_tables(
-            *(capacity, self.sampler.num_prompt_tokens, lanes),
+        num_attending = capacity.num_attending
+        self.tables = SlotTables(
+            order=RowOrder(capacity.num_slots, num_attending, ranks.rank % num_attending),
+            max_pages=-(-capacity.max_seq_len // capacity.page_size),
+            page_size=capacity.page_size,
+            prompt_lengths=self.sampler.num_prompt_tokens,
+            lanes=lanes,
             max_run=max_run,
-            rank=ranks.rank,
-            keeps_states=any(isinstance(state, StateBySlot) for state in states),
+            has_states=any(isinstance(state, StateBySlot) for state in states),
             window=window,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
@@ -90,12 +96,14 @@ class Computation:
         states = [state for state in self.states if isinstance(state, StateBySlot)]
         if not states:
             return
+        order = self.tables.order
+        own = order.own_states(joins)
         begun = [
-            (slot, snapshot_slot(snapshot, self.tables.scratch_state))
-            for slot, snapshot in self.tables.own_states(joins)
+            (slot, snapshot_slot(snapshot, order.scratch_state))
+            for slot, snapshot in own
             if snapshot is not None
         ]
-        fresh = [slot for slot, snapshot in self.tables.own_states(joins) if snapshot is None]
+        fresh = [slot for slot, snapshot in own if snapshot is None]
         zeroed, slots, sources = self.lanes.upload(
             [fresh, [slot for slot, _ in begun], [source for _, source in begun]]
         )
@@ -126,12 +134,10 @@ class Computation:
             taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))
         hidden = self._model(inputs, states, attention, received, taps)
         if self._drafter is not None:
-            chunks = None if packed_chunks is None else ChunkTensors.split(packed_chunks, shape)
             step = DraftStep(
                 *(inputs, hidden, self.tables.state, self.states, attention),
                 *(samples.slots, samples.output_index, samples.rows),
-                None if chunks is None else chunks.next_tokens,
-                None if taps is None else taps.rows,
+                *(samples.num_runs, samples.chunk_ends, None if taps is None else taps.rows),
             )
             samples = replace(samples, drafting=step)
         return hidden, samples

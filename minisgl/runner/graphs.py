@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.sampling_features import SamplingVariant
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan
 
 # Maximum number of chunks in a captured step, and the captured numbers of chunk rows. With more of

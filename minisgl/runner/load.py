@@ -427,7 +427,7 @@ class _Builder:
         if not self._config.num_drafts or not self._stage.is_last:
             return None
         if self._network is not None:
-            return NetworkDrafter(self._network)
+            return NetworkDrafter(self._network, self._ranks.rank)
         return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self._lanes)
 
 

@@ -40,7 +40,7 @@ def pool_rows(plan: StepPlan, hidden: Tensor, computation: Computation) -> Poole
             kinds.setdefault(chunk.pooling, []).append(index)
     if not kinds:
         return None
-    starts = computation.tables.first_rows(plan)
+    starts = computation.tables.order.first_rows(plan)
     tensors: list[Tensor] = []
     for pooling, indices in kinds.items():
         rows = [_rows_of(plan.chunks[index], pooling, starts[index]) for index in indices]

@@ -48,7 +48,7 @@ def score_prompts(plan: StepPlan, hidden: Tensor, computation: Computation) -> P
     block = max(1, MAX_SCORED_BYTES // (4 * computation.vocab_size))
     scored: list[tuple[int, Chunk]] = []
     tensors: list[Tensor] = []
-    first_rows = computation.tables.first_rows(plan)
+    first_rows = computation.tables.order.first_rows(plan)
     for (index, chunk), row in zip(enumerate(plan.chunks), first_rows, strict=True):
         if chunk.scored_token_ids:
             scored.append((index, chunk))

@@ -12,13 +12,13 @@ from torch import Tensor
 from minisgl.device.copy_lanes import CopyMark
 from minisgl.device.lanes import EventMark
 from minisgl.request import TokenLogprobs
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.graphs import CapturedStep
 from minisgl.runner.pooled_rows import PooledVectors
 from minisgl.runner.prompt_scores import PromptScores
 from minisgl.runner.sampled_rows import SampleRows, list_logprobs
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.step_outputs import StepOutputs
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 
@@ -31,9 +31,10 @@ class QueuedStep:
     captured: bool
     loads: Mapping[int, CopyMark]  # the ends of the loads that the plan carries, by id
     ring_entry: int = 0
-    parts: tuple[range, ...] = ()  # rows of the entry that are sampled, in the order of the plan
+    # Rows of the entry that are sampled, in the order of the plan; last those of chunks.
+    parts: tuple[range, ...] = ()
     num_logprobs: Sequence[int | None] = ()  # requested by each sampled slot; empty if none
-    run: int = 1  # rows of each slot in the first part, of which those count that the ring says
+    run: int = 1  # rows of each slot in the other parts, of which those count that the ring says
     prompt_scores: PromptScores | None = None
     pooled: PooledVectors | None = None
 
@@ -45,13 +46,14 @@ class QueuedStep:
         parts: Sequence[range] = self.parts
         num_logprobs, run_lengths, num_drafted = self.num_logprobs, None, None
         if self.run > 1:
-            decodes, chunks = parts
-            starts = decodes[:: self.run]
-            run_lengths, num_drafted = outputs.runs(self.ring_entry, len(starts))
+            *decodes, chunks = parts
+            starts = [*chain.from_iterable(part[:: self.run] for part in decodes)]
+            runs = [start // self.run for start in starts]
+            run_lengths, num_drafted = outputs.runs(self.ring_entry, runs)
+            pairs = zip(starts, run_lengths, strict=True)
+            parts = [*(range(first, first + n) for first, n in pairs), chunks]
             run_lengths += [1] * len(chunks)
             num_drafted += [0] * len(chunks)
-            runs = (range(first, first + n) for first, n in zip(starts, run_lengths, strict=False))
-            parts = [*runs, chunks]
             num_logprobs = [*chain.from_iterable(map(repeat, num_logprobs, run_lengths))]
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}

@@ -39,7 +39,6 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.runner.capture import Capture
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.launching import LaunchThread
@@ -47,6 +46,7 @@ from minisgl.runner.pooled_rows import pool_rows
 from minisgl.runner.prompt_scores import score_prompts
 from minisgl.runner.queued_step import ForwardedStep, QueuedStep, StepHandle
 from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.tiers.tiers import Tiers
 
@@ -101,7 +101,7 @@ class ModelRunner:
         """Capture more steps, as Capture.extend does. Must be called while no step is in flight;
         a step that could not be captured runs eagerly."""
         steps = self._capture.extend(self._graphs.steps, keys, progress)
-        self._graphs = StepGraphs(steps, self._computation.tables.shape_of)
+        self._graphs = StepGraphs(steps, self._computation.tables.order.shape_of)
         if self._graphs.steps:  # while they are captured, the host cannot count
             self._computation.tables.counts_lengths = False
         self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
@@ -345,7 +345,7 @@ class ModelRunner:
             captured=step.captured is not None,
             loads=queue_loads(),
             ring_entry=ring_entry,
-            parts=computation.tables.sampled_rows(plan, shape),
+            parts=computation.tables.order.sampled_rows(plan, shape),
             num_logprobs=computation.sampler.logprobs_wanted(plan.sampled_slots)
             if wants_logprobs
             else (),

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch
 from minisgl.device.lanes import Lanes
-from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
-from minisgl.runner.chunk_tensors import ChunkTensors, StepShape, pack_chunks
+from minisgl.runner.chunk_inputs import chunk_inputs
+from minisgl.runner.chunk_tensors import ChunkTensors, pack_chunks
 from minisgl.runner.kept_rows import KeptRows
 from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampleRows
+from minisgl.runner.step_shape import StepShape
 from minisgl.runner.window_inputs import with_windows
 from minisgl.scheduler.plan import StepPlan
 
 
-class SlotTables(RowOrder):
+class SlotTables:
     """Device tables indexed by slot. They change only on the compute lane, in launch order.
 
     The length and the last token of each slot are updated on the device, so in steady decode, with
@@ -29,7 +30,7 @@ class SlotTables(RowOrder):
     def __init__(
         self,
         *,
-        num_slots: int,
+        order: RowOrder,
         max_pages: int,
         page_size: int,
         prompt_lengths: Tensor,
@@ -38,10 +39,11 @@ class SlotTables(RowOrder):
         has_states: bool = False,
         window: int = 0,
     ) -> None:
-        """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller. max_run:
-        of all plans. has_states: of a model with a StateBySlot. window: of layers that have pages
-        of their own; 0: none have."""
-        self.scratch_slot = num_slots
+        """order: of the rows, for one rank. prompt_lengths: [num_slots + 1] int64 on the device,
+        maintained by the caller. max_run: of all plans. has_states: of a model with a StateBySlot.
+        window: of layers that have pages of their own; 0: none have."""
+        self.order = order
+        self.scratch_slot = num_slots = order.num_slots
         self._max_pages = max_pages
         self._lanes = lanes
         every = num_slots + 1
@@ -69,8 +71,8 @@ class SlotTables(RowOrder):
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots * max_run, max_pages, lanes.device, window)
         self._max_run = max_run
-        self.scratch_state = num_slots  # where layers keep the state of padded rows
         self._kept = KeptRows(lengths, has_any=has_states and max_run > 1)
+        self._states_of = order.states_of if has_states else lambda slots: slots
         # True if the host counts the lengths of the slots, too. Requires that no step is captured,
         # and that runs have one token.
         self.counts_lengths = max_run == 1
@@ -87,7 +89,7 @@ class SlotTables(RowOrder):
         if places:
             device_places, device_values = self._lanes.upload([places, values])
             self._all.index_copy_(0, device_places, device_values.int())
-        self._decode_slots_host = plan.decode_slots
+        self._decode_slots_host = self.order.placed(plan.decode_slots)
 
     def _changes(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         places: list[int] = []
@@ -97,11 +99,12 @@ class SlotTables(RowOrder):
             first = slot * self._max_pages + grant.index
             places += range(first, first + len(grant.pages))
             values += grant.pages
-        if plan.decode_slots is not self._decode_slots_host:
-            num_rows = max(len(plan.decode_slots), len(self._decode_slots_host))
+        decode_slots = self.order.placed(plan.decode_slots)
+        if decode_slots is not self._decode_slots_host:
+            num_rows = max(len(decode_slots), len(self._decode_slots_host))
             places += range(self._decode_slots_at, self._decode_slots_at + num_rows)
-            values += plan.decode_slots
-            values += [self.scratch_slot] * (num_rows - len(plan.decode_slots))
+            values += decode_slots
+            values += [self.scratch_slot] * (num_rows - len(decode_slots))
         return places, values
 
     def upload_chunks(self, plan: StepPlan, shape: StepShape) -> Tensor | None:
@@ -109,7 +112,7 @@ class SlotTables(RowOrder):
         `ChunkTensors.split`; None if the shape has no room for chunks."""
         if not shape.num_chunks:
             return None
-        return self._lanes.upload([pack_chunks(plan, shape, self.scratch_slot)])[0]
+        return self._lanes.upload([pack_chunks(plan, shape, self.order)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
@@ -131,67 +134,48 @@ class SlotTables(RowOrder):
         plan: for the host-side arguments of backends; None for a captured step. packed_chunks: of
         `upload_chunks`.
         """
-        longest, width = self._max_pages * self.state.page_size, self._max_pages
+        state, order, run = self.state, self.order, shape.run
+        longest, width = self._max_pages * state.page_size, self._max_pages
+        of_ranks = order.rows_of(plan, shape)
+        own_rows, num_own_chunk_rows = of_ranks.of(order.rank)
         lengths_host: list[int] | None = None
-        starts: tuple[int, ...] = ()
-        lengths: tuple[int, ...] = ()
         if plan is not None:
-            lengths_host = self._lengths_after(plan) if self.counts_lengths else None
             longest = plan.longest_decode
-            starts = tuple(chunk.start for chunk in plan.chunks)
-            lengths = tuple(len(chunk.token_ids) for chunk in plan.chunks)
             width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
-        rows = self._rows.first(shape.num_decode_rows, width)
-        read_slots(self._decode_slots[: shape.num_decodes], self.state, rows, shape.run)
-        decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host, shape.run)
-        decode_slots = rows.slots[:: shape.run]
-        num_kept = self._kept.advance(decode_slots, rows.positions, shape.run)
-        if packed_chunks is None:
-            nothing = rows.lengths[:0]
-            no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
-            no_segments = Segments(rows.slots[:0], rows.slots[:0], nothing)
-            slots = BatchSlots(decode_slots, no_segments, num_kept)
-            inputs = ForwardBatch(
-                rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks, slots
+            if self.counts_lengths:
+                lengths_host = self._lengths_after(plan)[own_rows]
+        rows = self._rows.part(slice(shape.num_decode_rows), width)
+        read_slots(order.taken(self._decode_slots, of_ranks.decodes), state, rows, run)
+        own, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
+        if len(of_ranks.decodes) > 1:
+            own = rows.part(own_rows)
+            kept = None if kept is None else kept[own_rows.start // run : own_rows.stop // run]
+        token_ids, positions, slot_mapping = rows.token_ids, own.positions, own.slot_mapping
+        samples = SampleRows(shape, None, rows.slots, rows.output_index, of_ranks.decodes)
+        chunks: ChunkTensors | None = None
+        if packed_chunks is not None:
+            chunks = ChunkTensors.split(packed_chunks, shape, num_own_chunk_rows)
+            state.lengths[chunks.slots] = chunks.ends.int()
+            self._kept.cover(chunks.slots, chunks.ends)
+            token_ids = of_ranks.joined(token_ids, chunks.token_ids)
+            positions = torch.cat((positions, chunks.positions))
+            of_chunks = slot_mapping_of(
+                state.page_table, chunks.token_slots, chunks.positions, state.page_size
             )
-            inputs = with_windows(inputs, rows, None, self.state)
-            return inputs, SampleRows(shape, None, rows.slots, rows.output_index)
-
-        state, chunks = self.state, ChunkTensors.split(packed_chunks, shape)
-        state.lengths[chunks.slots] = chunks.ends.int()
-        self._kept.cover(chunks.slots, chunks.ends)
-        row_starts = chunks.row_starts.int()
-        segments = Segments(chunks.slots, chunks.slots, row_starts)
-        if shape.num_segments:
-            bounds = chunks.segment_starts.int()
-            segments = Segments(chunks.segment_sources, chunks.segment_slots, bounds)
-        slot_mapping = slot_mapping_of(
-            state.page_table, chunks.token_slots, chunks.positions, state.page_size
+            slot_mapping = torch.cat((slot_mapping, of_chunks))
+            samples = samples.with_chunks(chunks, of_ranks, state.prompt_lengths)
+        own_chunks = None if plan is None else order.own_chunks(plan)
+        prefill, segments = chunk_inputs(chunks, own_chunks, state, self._states_of, width)
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            decodes=DecodeBatch(own.page_table, own.lengths, longest, lengths_host, run),
+            chunks=prefill,
+            slots=BatchSlots(self._states_of(own.slots[::run]), segments, kept),
+            shares=of_ranks.shares if len(of_ranks.decodes) > 1 else (),
         )
-        inputs = ForwardBatch(
-            token_ids=torch.cat((rows.token_ids, chunks.token_ids)),
-            positions=torch.cat((rows.positions, chunks.positions)),
-            slot_mapping=torch.cat((rows.slot_mapping, slot_mapping)),
-            decodes=decodes,
-            chunks=PrefillBatch(
-                page_table=state.page_table[chunks.slots, :width],
-                row_starts=row_starts,
-                ends=chunks.ends.int(),
-                num_rows=shape.num_chunk_rows,
-                starts=starts,
-                lengths=lengths,
-            ),
-            slots=BatchSlots(decode_slots, segments, num_kept),
-        )
-        inputs = with_windows(inputs, rows, chunks, state)
-        decode_rows = torch.arange(shape.num_decode_rows, device=slot_mapping.device)
-        output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
-        return inputs, SampleRows(
-            shape=shape,
-            rows=torch.cat((decode_rows, chunks.sample_rows + shape.num_decode_rows)),
-            slots=torch.cat((rows.slots, chunks.sample_slots)),
-            output_index=torch.cat((rows.output_index, output_index)),
-        )
+        return with_windows(batch, own, chunks, state), samples
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.state.page_size)

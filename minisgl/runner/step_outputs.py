@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from minisgl.kernels.sampling.reference import TokenScores
@@ -54,10 +56,10 @@ class StepOutputs:
         ids: list[int] = self._token_ids[entry, part.start : part.stop].tolist()
         return ids
 
-    def runs(self, entry: int, num_runs: int) -> tuple[list[int], list[int]]:
-        """Of each run of more than one row, how many tokens count and how many were drafted."""
-        lengths: list[int] = self._ring.run_lengths[entry, :num_runs].tolist()
-        num_drafted: list[int] = self._ring.num_drafted[entry, :num_runs].tolist()
+    def runs(self, entry: int, runs: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of these runs of more than one row, how many tokens count and how many were drafted."""
+        counts = self._ring.run_lengths[entry].numpy(), self._ring.num_drafted[entry].numpy()
+        lengths, num_drafted = (each[runs].tolist() for each in counts)
         return lengths, num_drafted
 
     def scores(self, entry: int, part: range) -> TokenScores:

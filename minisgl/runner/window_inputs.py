@@ -26,7 +26,7 @@ def with_windows(
         )
         slot_mapping = torch.cat((slot_mapping, of_chunks))
         width = prefill.page_table.shape[1]
-        prefill = replace(prefill, page_table=state.window_table[chunks.slots, :width])
+        prefill = replace(prefill, page_table=state.window_table[chunks.own_slots, :width])
     windowed = replace(
         batch,
         slot_mapping=slot_mapping,

@@ -12,7 +12,7 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.drafter import ChunkEnds, DraftStep
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotState
 
@@ -43,9 +43,10 @@ def step_of() -> tuple[DraftStep, torch.Tensor]:
         states=[],
         attention=Attention(TorchAttention(), TorchAttention()),
         slots=torch.tensor([3, 3, 3, 5, 5, *[SCRATCH] * 4, 4, SCRATCH]),
-        output_index=nothing,
-        sample_rows=torch.tensor([*range(9), 9 + 5, 9]),
-        chunk_next_tokens=torch.tensor([5, -1, -1]),
+        output_index=torch.tensor([*(1 + position for position in positions), 2, 0]),
+        sample_rows=torch.tensor([*range(9), 9 + 5, 0]),
+        num_runs=(3,),
+        chunk_ends=ChunkEnds(torch.tensor([12, 14, 17]), torch.tensor([5, -1, -1])),
     )
     return step, torch.tensor([71, 72, 73, 81, 82, 0, 0, 0, 0, 23, 99])
 

@@ -49,6 +49,7 @@ PARAMS = [
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True),
 ]
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"page_size": 1, "max_prefill_length": 7},
@@ -56,7 +57,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-overlap": {"overlap": False},
     "few-pages": FEW_PAGES,
     "ranks": {"tp": 2},
+    "requests": {**DP, "max_prefill_length": 16, "padded": 2},
 }
+ON_RANKS = ("ranks", "requests")
 
 
 @dataclass
@@ -125,8 +128,11 @@ def drafter(kind: str) -> str:
 RUNS = [("plain", 1), ("plain", 7), *((name, 3) for name in OPTIONS if name != "plain")]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-@pytest.mark.parametrize(("name", "num_drafts"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "name", "num_drafts"),
+    [("eagle3", *run) for run in RUNS]
+    + [("model", *run) for run in RUNS if run[0] not in ON_RANKS],
+)
 def test_no_drafter_changes_a_token(
     monkeypatch: pytest.MonkeyPatch, kind: str, num_drafts: int, name: str
 ) -> None:
@@ -226,7 +232,7 @@ def check_drafts(
     assert num_compared > 50
 
 
-@pytest.mark.parametrize("name", ["plain", "chunks", "padded", "few-pages"])
+@pytest.mark.parametrize("name", ["plain", "chunks", "padded", "few-pages", "requests"])
 def test_heads_draft_in_the_engine_as_in_plain_torch(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -310,7 +316,7 @@ def _stay_where_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _Ahead,
         "__init__",
-        lambda self, step, slots, lengths, num_rows: init(self, step, slots, lengths - 1, num_rows),
+        lambda self, step, slots, lengths, *given: init(self, step, slots, lengths - 1, *given),
     )
 
 
@@ -390,7 +396,7 @@ def guess_at_times(monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]) ->
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *((HYBRIDS[0], name) for name in OPTIONS if name != "ranks"),
+        *((HYBRIDS[0], name) for name in OPTIONS if name not in ON_RANKS),
         *((LATENTS[1], name) for name in ("chunks", "padded", "few-pages")),
     ],
 )
@@ -409,18 +415,26 @@ def test_drafts_that_are_right_at_times_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("model", "ep"), [(HYBRIDS[1], False), (LATENTS[0], False), (LATENTS[1], True)]
+    ("model", "split"),
+    [
+        (HYBRIDS[1], {"tp": 2}),
+        (HYBRIDS[1], DP),
+        (LATENTS[0], {"tp": 2}),
+        (LATENTS[1], {"tp": 2, "ep": True}),
+    ],
+    ids=str,
 )
 def test_ranks_divide_a_layer_that_drafts(
-    monkeypatch: pytest.MonkeyPatch, model: str, ep: bool
+    monkeypatch: pytest.MonkeyPatch, model: str, split: dict[str, Any]
 ) -> None:
     folder, prompts = folder_of(model), mtp_prompts()
     expected = run(monkeypatch, folder, prompts)
     drafting = {"speculative": "mtp", "draft_tokens": 3}
     alone = run(monkeypatch, folder, prompts, **drafting)
-    found = run(monkeypatch, folder, prompts, **drafting, tp=2, ep=ep)
-    assert found.answers == expected.answers
-    assert found.drafts == alone.drafts and any(drafts for *_, drafts in found.drafts)
+    found = run(monkeypatch, folder, prompts, **drafting, **split)
+    assert found.answers == expected.answers and found.num_accepted > 0
+    if split != DP:  # of which the steps are others
+        assert found.drafts == alone.drafts and any(drafts for *_, drafts in found.drafts)
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *LATENTS])

@@ -3,13 +3,18 @@ float32."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.parity import case_of
+from support.draft_networks import hybrid
+from support.parity import batch, case_of, greedy, load_engine
 from support.pipelines import mixed_outcomes
 from support.tensor_parallel import check_with_aborts, short_case_of
+
+from minisgl.engine import AsyncEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,3 +43,44 @@ def test_mixed_rows_get_the_outputs_of_the_cpu(
     case = case_of("llama-biased")
     options = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs, "disable_pynccl": disable_pynccl}
     assert mixed_outcomes(case, **options) == mixed_outcomes(case)
+
+
+@pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
+@pytest.mark.parametrize("name", ["qwen3", "moe-60"])
+def test_n_grams_change_no_token(name: str, cuda_graph_max_bs: int) -> None:
+    options = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs, "speculative": "ngram"}
+    check_with_aborts(short_case_of(name), **options)
+
+
+@pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
+@pytest.mark.parametrize("drafts_itself", [False, True])
+def test_mixed_rows_are_sampled_beside_runs(drafts_itself: bool, cuda_graph_max_bs: int) -> None:
+    """With n-grams, and with the model as its own drafter."""
+    case = case_of("llama-biased")
+    speculative = str(case.folder) if drafts_itself else "ngram"
+    options = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs, "speculative": speculative}
+    assert mixed_outcomes(case, **options) == mixed_outcomes(case)
+
+
+def tokens_of(folder: Path, **options: Any) -> list[list[int]]:
+    """Greedy tokens of prompts that are asked together, and then once more, each alone."""
+    lengths = range(5, 60, 9)
+    prompts = [[(length + index**2) % 499 for index in range(length)] for length in lengths]
+
+    async def run() -> list[list[int]]:
+        async with AsyncEngine(load_engine(folder, **options)) as engine:
+            outputs = await batch(engine, prompts, [greedy(24)] * len(prompts))
+            for prompt in prompts:
+                outputs += await batch(engine, [prompt], [greedy(24)])
+            return [output.token_ids for output in outputs]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("speculative", [None, "ngram", "mtp"])
+@pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
+def test_states_advance_by_what_counts(speculative: str | None, cuda_graph_max_bs: int) -> None:
+    _, folder = hybrid("Qwen3_5ForCausalLM")
+    options = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs, "speculative": speculative}
+    expected = tokens_of(folder, device="cuda", dtype="float32", cuda_graph_max_bs=0)
+    assert tokens_of(folder, **options) == expected

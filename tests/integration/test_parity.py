@@ -34,9 +34,9 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.request import SamplingParams
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan
 
 ALL = [spec.name for spec in SPECS]

@@ -18,9 +18,9 @@ from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
 

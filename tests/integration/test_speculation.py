@@ -13,17 +13,24 @@ from support.drafters import Kind, KnowingDrafter, num_accepted, num_drafted, wa
 from support.parity import FEW_PAGES, Case, case_of, load_engine
 from support.pipelines import mixed_outcomes
 
+from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.ngram import NgramDrafter
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.request import Request, SamplingParams
+from minisgl.runner.row_order import RowOrder
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 NUM_TOKENS = 30
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=1, seed=2, logit_bias={7: 4.0}, logprobs=2, max_tokens=NUM_TOKENS),
+    SamplingParams(
+        temperature=1, seed=2, logit_bias={7: 9.0, 11: 9.0}, logprobs=2, max_tokens=NUM_TOKENS
+    ),
 ]
 
 
@@ -131,9 +138,11 @@ def test_no_draft_changes_a_token(kind: Any, way: str, num_drafts: int, drafts: 
         assert replayed and all(replayed)
 
 
-def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
+@pytest.mark.parametrize("options", [{}, DP], ids=str)
+def test_prefix_hits_and_aborts_change_no_token(options: dict[str, Any], drafts: Any) -> None:
     drafts("fading", "llama3")
-    found = run(case_of("llama3"), speculative="ngram", rounds=2, abort=True, page_size=4)
+    case = case_of("llama3")
+    found = run(case, speculative="ngram", rounds=2, abort=True, page_size=4, **options)
     expected = without("llama3").outputs
     assert len(found.outputs) == 2 * len(expected)
     for index, (request, output) in enumerate(zip(found.requests, found.outputs, strict=True)):
@@ -147,23 +156,67 @@ def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("kind", "name", "options"),
     [
-        ("llama3", {"tp": 2}),
-        ("llama3", {"pp": 2, "padded": 4}),
-        ("moe-60", {"pp": 3}),
-        ("glm-flash", {"pp": 2}),
+        ("ngram", "llama3", {"tp": 2}),
+        ("fading", "llama3", {"pp": 2, "padded": 4}),
+        ("fading", "moe-60", {"pp": 3}),
+        ("fading", "glm-flash", {"pp": 2}),
+        ("ngram", "llama3", {**DP, "padded": 8}),
+        ("fading", "moe-60", {**DP, **FEW_PAGES}),
+        ("fading", "llama3", {**DP, "pp": 2, "overlap": False}),
+        ("right", "deepseek-v3", {**DP, "padded": 8}),
     ],
     ids=str,
 )
 def test_drafts_on_several_ranks_change_no_token(
-    name: str, options: dict[str, Any], drafts: Any
+    kind: Any, name: str, options: dict[str, Any], drafts: Any
 ) -> None:
-    if "pp" in options:  # only the last stage drafts, in this process
-        drafts("fading", name)
+    if kind != "ngram":
+        drafts(kind, name)
     found = run(case_of(name), speculative="ngram", max_prefill_length=16, **options)
     assert found.outputs == without(name).outputs
-    assert 0 < num_accepted(found.results) < num_drafted(found.results)
+    assert bool(found.stats.counters.num_retractions) == ("num_pages" in options)
+    drafted, accepted = num_drafted(found.results), num_accepted(found.results)
+    assert 0 < accepted == drafted if kind == "right" else 0 < accepted < drafted
+
+
+def _swap_runs_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = RowOrder.taken
+    monkeypatch.setattr(RowOrder, "taken", lambda *given: taken(*given).flip(0))
+
+
+def _swap_results_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RowOrder.sampled_rows
+
+    def swapped(order: RowOrder, plan: StepPlan, shape: StepShape) -> tuple[range, ...]:
+        first, second, chunks = rows(order, plan, shape)
+        return (second, first, chunks) if len(first) == len(second) else (first, second, chunks)
+
+    monkeypatch.setattr(RowOrder, "sampled_rows", swapped)
+
+
+def _draft_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = NgramDrafter.draft
+
+    def rolled(self: NgramDrafter, step: DraftStep, *given: Any) -> None:
+        draft(self, step, *given)
+        slots = step.ending_slots()
+        step.state.drafts[slots] = step.state.drafts[slots].roll(1, 0)
+
+    monkeypatch.setattr(NgramDrafter, "draft", rolled)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_swap_runs_of_ranks, _swap_results_of_ranks, _draft_for_others]
+)
+def test_mistakes_with_the_runs_of_ranks_change_tokens(
+    mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes them, whose tokens count."""
+    expected = without("llama3").outputs
+    mistake(monkeypatch)
+    assert run(case_of("llama3"), speculative="ngram", padded=8, **DP).outputs != expected
 
 
 @pytest.mark.parametrize(
@@ -172,6 +225,7 @@ def test_drafts_on_several_ranks_change_no_token(
         *(("llama-biased", options) for options in ({}, {"padded": 8}, {"pp": 2})),
         # Prompts that are scored beside runs.
         ("llama-biased", {"max_prefill_length": 16}),
+        ("llama-biased", {**DP, "max_prefill_length": 16}),
         ("glm-flash", FEW_PAGES),
         ("deepseek-v2", {"padded": 8, "max_prefill_length": 16}),
     ],

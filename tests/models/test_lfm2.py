@@ -67,7 +67,10 @@ def check(**options: Any) -> list[int]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("options", [{"max_prefill_length": 7}, {"padded": 8}])
+DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
+
+
+@pytest.mark.parametrize("options", [{"max_prefill_length": 7}, {"padded": 8}, DP])
 def test_only_what_counts_of_a_run_advances_a_state(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -80,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"max_prefill_length": 7},
     "padded": {"padded": 8},
     "tp": {"tp": 2},
-    "dp": {"tp": 2, "dp_attention": True},
+    "dp": DP,
     "pp": {"pp": 2},
 }
 

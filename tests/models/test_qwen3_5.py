@@ -174,7 +174,12 @@ def test_without_memory_for_snapshots_nothing_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [(NEXT, {}), (TEXT[0], {"max_prefill_length": 7}), (TEXT[0], {"padded": 8})],
+    [
+        (NEXT, {}),
+        (TEXT[0], {"max_prefill_length": 7}),
+        (TEXT[0], {"padded": 8}),
+        (WITH_TOWER[1], {**DP, "padded": 8}),
+    ],
 )
 def test_only_what_counts_of_a_run_advances_a_state(
     monkeypatch: pytest.MonkeyPatch, architecture: str, options: dict[str, Any]

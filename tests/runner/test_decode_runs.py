@@ -20,12 +20,12 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.request import Request, SamplingParams
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.memory import allocate_states
 from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampled_rows import SampleRows
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 from minisgl.scheduler.runs import SameDrafts, Speculation
 from minisgl.scheduler.scheduler import Scheduler

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from minisgl.device.lanes import Lanes
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.graphs import (
     CHUNK_ROWS,
     MAX_CHUNKS,
@@ -17,10 +16,12 @@ from minisgl.runner.graphs import (
     graph_keys,
     mixed_shape,
 )
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampling_features import SamplingVariant
 from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 
 CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def test_masked_steps_have_few_shapes_and_every_variant() -> None:
 
 def make_tables() -> SlotTables:
     return SlotTables(
-        num_slots=4,
+        order=RowOrder(4),
         max_pages=8,
         page_size=4,
         prompt_lengths=torch.tensor([0, 5, 3, 0, 0]),

@@ -31,12 +31,12 @@ from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.decoder import Taps
 from minisgl.request import Request, SamplingParams
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.memory import GIB, MemoryUse, allocate_states, fit_caches, fit_slots
 from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")

@@ -24,13 +24,14 @@ from minisgl.errors import DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_a_failed_update_leaves_no_rows_in_the_batch() -> None:
     """Padded steps would go on to compute them, and write into pages that are others' by then."""
     lanes = FailingLanes(CPU)
     tables = SlotTables(
-        num_slots=4,
+        order=RowOrder(4),
         max_pages=8,
         page_size=4,
         prompt_lengths=torch.zeros(5, dtype=torch.int64),

@@ -1,7 +1,8 @@
 """Ranks for tests of what ranks compute: processes forked from one that has imported torch.
 
 Each spawned one would import it again, which takes longer than most of these tests. How ranks start
-and end is left to the tests of that, whose ranks are spawned.
+and end is left to the tests of that, whose ranks are spawned. What a test has put in place of the
+drafter of n-grams, the ranks have, too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from typing import Any
 from unittest import mock
 
 from minisgl.ranks.processes.channel import RankEnd
 from minisgl.ranks.processes.worker import RankSpec, run_rank
+from minisgl.runner import load
 
 
 def fork_server() -> ForkServerContext:
@@ -30,15 +34,19 @@ def fork_server() -> ForkServerContext:
 def forked_ranks() -> Iterator[None]:
     """Let the ranks that are started meanwhile be forked."""
     context = fork_server()  # before the launcher blocks signals
+    run = partial(run_forked_rank, drafter=load.NgramDrafter)
     with (
         mock.patch("multiprocessing.get_context", return_value=context),
-        mock.patch("minisgl.ranks.processes.launcher.run_spawned_rank", run_forked_rank),
+        mock.patch("minisgl.ranks.processes.launcher.run_spawned_rank", run),
     ):
         yield
 
 
-def run_forked_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
+def run_forked_rank(
+    spec: RankSpec, end: RankEnd, parent_pid: int, drafter: Callable[..., Any]
+) -> None:
     """As `run_spawned_rank`, but it is no child of rank 0: the end of the channel ends it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    run_rank(spec, end)
+    with mock.patch.object(load, "NgramDrafter", drafter):
+        run_rank(spec, end)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec
-from minisgl.distributed.communicator import Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.networks.network import Drafted
 from minisgl.drafting.networks.products import prepare_products, share_products
 from minisgl.errors import CheckpointError, UnsupportedModelError
-from minisgl.kernels.residual import Residual, norm
+from minisgl.kernels.residual import Residual, joined, norm
 from minisgl.layers.attention import SelfAttention
+from minisgl.layers.by_request import gathered, own_rows
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
@@ -134,7 +135,7 @@ class _Layer(nn.Module):
             0,
             layer.attention(0),
             of_attention,
-            comm,
+            comm if layer.divides_heads else SINGLE_RANK,
             qkv_bias=bias,
             o_bias=layer.o_bias,
             qk_norm_eps=None,
@@ -146,14 +147,25 @@ class _Layer(nn.Module):
             size, layer.intermediate_size, format.within("mlp"), comm, bias=layer.mlp_bias
         )
         self._norm_before_residual = config.norm_before_residual
+        self._ranks = comm
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Residual:
         normed = self.hidden_norm(Residual(hidden))
         x = torch.cat((self.input_layernorm(Residual(embedded)), normed), dim=1)
         rows = normed if self._norm_before_residual else hidden
-        residual = self.self_attn.attend(self.self_attn.qkv_proj(x), rows, step)
-        added: Residual = self.mlp(residual, self.post_attention_layernorm)
+        added: Residual = self.mlp(self._attend(x, rows, step), self.post_attention_layernorm)
         return added
+
+    def _attend(self, x: Tensor, rows: Tensor, step: Step) -> Residual:
+        """The stream `rows` with the attention over x added."""
+        attention, shares, ranks = self.self_attn, step.batch.shares, self._ranks
+        if not shares:
+            return attention.attend(attention.qkv_proj(x), rows, step)
+        x, rows = own_rows(x, step, ranks), own_rows(rows, step, ranks)
+        if len(rows):
+            residual = attention.attend(attention.qkv_proj(x), rows, step)
+            rows = joined(residual, self.post_attention_layernorm)
+        return Residual(gathered(rows, shares, ranks))
 
 
 class Eagle3(nn.Module):

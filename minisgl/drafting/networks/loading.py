@@ -57,6 +57,12 @@ class NetworkConfig:
         """The config of its layers."""
         return self.of.layer if isinstance(self.of, Eagle3Config) else self.of
 
+    def by_request(self) -> NetworkConfig:
+        """The same with attention as in ModelConfig.by_request."""
+        if isinstance(self.of, Eagle3Config):
+            return replace(self, of=replace(self.of, layer=self.of.layer.by_request()))
+        return replace(self, of=self.of.by_request())
+
     def added_to(self, model: ModelFacts) -> ModelFacts:
         """The facts of a model with which it drafts."""
         layers = self.layers.facts().attention
@@ -149,6 +155,8 @@ def read_mtp(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkCo
 
 
 def _fitting(found: NetworkConfig, target: ModelConfig, num_ranks: int) -> NetworkConfig:
+    if isinstance(target, NativeConfig) and not target.divides_heads:
+        found = found.by_request()
     layers = found.layers
     if layers.vocab_size != target.vocab_size:
         raise UnsupportedModelError(

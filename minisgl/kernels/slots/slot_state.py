@@ -68,20 +68,20 @@ class SlotRows:
             slots, token_ids, positions, slot_mapping, output_index, lengths, page_table, windows
         )
 
-    def first(self, num_rows: int, width: int) -> SlotRows:
-        """A view of the first rows, and of `width` columns of their page tables."""
+    def part(self, rows: slice, width: int | None = None) -> SlotRows:
+        """A view of some rows, and of the first `width` columns of their page tables."""
         windows = self.windows
         if windows is not None:
             mapping, table = windows
-            windows = WindowRows(mapping[:num_rows], table[:num_rows, :width])
+            windows = WindowRows(mapping[rows], table[rows, :width])
         return SlotRows(
-            slots=self.slots[:num_rows],
-            token_ids=self.token_ids[:num_rows],
-            positions=self.positions[:num_rows],
-            slot_mapping=self.slot_mapping[:num_rows],
-            output_index=self.output_index[:num_rows],
-            lengths=self.lengths[:num_rows],
-            page_table=self.page_table[:num_rows, :width],
+            slots=self.slots[rows],
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            output_index=self.output_index[rows],
+            lengths=self.lengths[rows],
+            page_table=self.page_table[rows, :width],
             windows=windows,
         )
 

@@ -71,8 +71,8 @@ def test_rows_are_made_of_their_slots_which_advance(page_size: int, run: int, wi
     slots = torch.tensor([3, NUM_SLOTS, 0, 1, 250, NUM_SLOTS, 2], dtype=torch.int32)
     for _ in range(2):
         found_rows, rows = (
-            SlotRows.allocate(9 * run, MAX_PAGES + 3, device, window).first(
-                len(slots) * run, MAX_PAGES
+            SlotRows.allocate(9 * run, MAX_PAGES + 3, device, window).part(
+                slice(len(slots) * run), MAX_PAGES
             )
             for device in (DEVICE, CPU)
         )

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.base import Attention, ForwardBatch
+from minisgl.attention.torch_backend import TorchAttention
 from minisgl.device.lanes import Lanes
+from minisgl.drafting.drafter import DraftStep
+from minisgl.drafting.network_drafter import _SlotsOfRanks
 from minisgl.kvcache.manager import TakenSnapshot
 from minisgl.request import SamplingParams
-from minisgl.runner.chunk_tensors import StepShape
 from minisgl.runner.graphs import CapturedStep, StepGraphs, graph_keys
-from minisgl.runner.rank_tables import RankTables
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampling_features import SamplingVariant
 from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")
@@ -28,15 +31,18 @@ PAGE = 4
 MAX_PAGES = 8
 
 
-def options(num_slots: int, max_run: int = 1) -> dict[str, Any]:
-    return {
-        "max_run": max_run,
-        "num_slots": num_slots,
-        "max_pages": MAX_PAGES,
-        "page_size": PAGE,
-        "prompt_lengths": torch.arange(num_slots + 1) % 3,
-        "lanes": Lanes(CPU),
-    }
+def make_tables(
+    rank: int = 0, num_ranks: int = 2, num_slots: int = 64, max_run: int = 1
+) -> SlotTables:
+    return SlotTables(
+        order=RowOrder(num_slots, num_ranks, rank),
+        max_run=max_run,
+        max_pages=MAX_PAGES,
+        page_size=PAGE,
+        prompt_lengths=torch.arange(num_slots + 1) % 3,
+        lanes=Lanes(CPU),
+        has_states=True,
+    )
 
 
 class Plans:
@@ -80,6 +86,15 @@ class Plans:
             self.step, decodes, longest, tuple(chunks), grants=tuple(grants), max_run=self.max_run
         )
 
+    def settle(self, plan: StepPlan, samples: SampleRows) -> dict[int, int]:
+        """Let some drafts of each run count; returns how many."""
+        counts: dict[int, int] = {}
+        runs = samples.slots[: len(plan.decode_slots) * plan.max_run].view(-1, plan.max_run)
+        for slot, run in zip(plan.decode_slots, runs, strict=True):
+            counts[slot] = self.rng.randint(0, int((run == slot).sum()) - 1)
+            self.lengths[slot] += counts[slot]
+        return counts
+
 
 def rows_by_rank(plan: StepPlan, each: int, num_ranks: int) -> list[list[int]]:
     """The rows of each rank, by their number in the order of the plan."""
@@ -94,7 +109,7 @@ def rows_by_rank(plan: StepPlan, each: int, num_ranks: int) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     """In steps of the plan's shape, and in the larger ones of captured steps."""
@@ -102,26 +117,29 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
     num_ranks, each = rng.randint(2, 4), rng.randint(1, 4)
     num_slots = num_ranks * each
     padded, max_run = rng.random() < 0.5, rng.choice([1, 1, 3])
-    whole = SlotTables(**options(num_slots, max_run))
-    ranks = [
-        RankTables(num_ranks, rank, keeps_states=True, **options(num_slots, max_run))
-        for rank in range(num_ranks)
-    ]
+    whole = make_tables(0, 1, num_slots, max_run)
+    ranks = [make_tables(rank, num_ranks, num_slots, max_run) for rank in range(num_ranks)]
     plans = Plans(rng, num_slots, max_run)
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
     for _ in range(12):
         plan = plans.next()
+        drafts = torch.randint(-1, 3, whole.state.drafts.shape, generator=generator)
+        takes_drafts = torch.randint(4, (num_slots + 1,), generator=generator) > 0
         for tables in (whole, *ranks):
             tables.update(plan)
+            tables.state.drafts.copy_(drafts)
+            tables.state.takes_drafts.copy_(takes_drafts)
         if not plan.num_tokens:
             continue
         shape = StepShape.of(plan)
         wanted, samples = whole.inputs(plan, shape, whole.upload_chunks(plan, shape))
         own = rows_by_rank(plan, each, num_ranks)
         spare = rng.randint(0, 2)
+        made: list[tuple[DraftStep, Tensor, Tensor]] = []
         for rank, tables in enumerate(ranks):
             room = shape
             if padded:
-                room = tables.shape_of(plan)
+                room = tables.order.shape_of(plan)
                 more = min(each * num_ranks, room.num_decodes + num_ranks * spare)
                 room = room._replace(num_decodes=more)
                 if room.num_chunks:
@@ -133,16 +151,23 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
                     )
             packed = tables.upload_chunks(plan, room)
             found = tables.inputs(None if padded else plan, room, packed)
-            check(plan, tables, rank, own, wanted, samples, *found, room)
-        tokens = torch.tensor([rng.randrange(1000) for _ in samples.slots], dtype=torch.int32)
+            places = check(plan, tables, rank, own, wanted, samples, *found, room)
+            made.append((draft_step(tables, *found), *places))
+        tokens = torch.randint(1000, (len(samples.slots),), generator=generator)
+        counts = plans.settle(plan, samples)
         for tables in (whole, *ranks):
-            tables.state.last_tokens[samples.slots] = tokens
+            tables.state.last_tokens[samples.slots] = tokens.int()
+            for slot, count in counts.items():
+                tables.state.lengths[slot] += count
             assert torch.equal(tables.state.lengths, whole.state.lengths)
+        for rank, (step, order, index) in enumerate(made):
+            check_drafting(draft_step(whole, wanted, samples), tokens, step, order, index)
+            check_slots_of_ranks(step, rank)
 
 
 def check(
     plan: StepPlan,
-    tables: RankTables,
+    tables: SlotTables,
     rank: int,
     own: list[list[int]],
     wanted: ForwardBatch,
@@ -150,8 +175,9 @@ def check(
     batch: ForwardBatch,
     samples: SampleRows,
     shape: StepShape,
-) -> None:
-    """Compare what `rank` makes of a plan with the rows of all."""
+) -> tuple[Tensor, Tensor]:
+    """Compare what `rank` makes of a plan with the rows of all. Returns the place of each row of
+    the plan among the rows, and of each that is sampled among those."""
     run = plan.max_run
     num_decodes = len(plan.decode_slots) * run
     starts = [*accumulate(batch.shares, initial=0)]
@@ -183,9 +209,9 @@ def check(
         assert torch.equal(mine[:used], wanted.decodes.page_table[theirs][:used])
     if batch.decodes.lengths_host is not None:
         assert batch.decodes.lengths_host == lengths.tolist()
-    check_chunks(plan, tables, rank, batch)
+    check_chunks(plan, tables, rank, batch, wanted)
     # What is sampled, in the order of the plan.
-    parts = tables.sampled_rows(plan, shape)
+    parts = tables.order.sampled_rows(plan, shape)
     index = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     assert torch.equal(samples.slots[index], wanted_samples.slots)
     assert torch.equal(samples.output_index[index], wanted_samples.output_index)
@@ -199,12 +225,17 @@ def check(
     if shape == StepShape.of(plan):
         lengths_of = [len(chunk.token_ids) for chunk in plan.chunks]
         first = [*accumulate(lengths_of, initial=num_decodes)]
-        assert tables.first_rows(plan) == [places[row] for row in first[:-1]]
+        assert tables.order.first_rows(plan) == [places[row] for row in first[:-1]]
+        alone = RowOrder(tables.scratch_slot)
+        assert alone.first_rows(plan) == first[:-1]
+    return order, index
 
 
-def check_chunks(plan: StepPlan, tables: RankTables, rank: int, batch: ForwardBatch) -> None:
+def check_chunks(
+    plan: StepPlan, tables: SlotTables, rank: int, batch: ForwardBatch, wanted: ForwardBatch
+) -> None:
     """The chunks of a rank, and its states: slots from 0 on, scratch, then snapshots."""
-    each = tables.scratch_state
+    each = tables.order.scratch_state
     own = [chunk for chunk in plan.chunks if chunk.slot // each == rank]
     chunks = batch.chunks
     assert chunks.row_starts.diff()[: len(own)].tolist() == [len(c.token_ids) for c in own]
@@ -213,6 +244,11 @@ def check_chunks(plan: StepPlan, tables: RankTables, rank: int, batch: ForwardBa
     slots = [slot - rank * each for slot in plan.decode_slots if slot // each == rank]
     decodes = batch.slots.decodes.tolist()
     assert decodes == slots + [each] * (len(decodes) - len(slots))
+    if batch.slots.num_kept is not None and wanted.slots.num_kept is not None:
+        own_runs = [slot // each == rank for slot in plan.decode_slots]
+        kept = wanted.slots.num_kept[torch.tensor(own_runs, dtype=torch.bool)]
+        assert torch.equal(batch.slots.num_kept[: len(slots)], kept)
+        assert len(batch.slots.num_kept) == len(decodes)
     left: list[int] = []
     for chunk in own:
         left += [
@@ -226,8 +262,45 @@ def check_chunks(plan: StepPlan, tables: RankTables, rank: int, batch: ForwardBa
         assert written[: len(own)] == left and set(written[len(own) :]) <= {each}
 
 
-def make_tables(rank: int = 0, num_ranks: int = 2, num_slots: int = 64) -> RankTables:
-    return RankTables(num_ranks, rank, keeps_states=True, **options(num_slots))
+def draft_step(tables: SlotTables, batch: ForwardBatch, samples: SampleRows) -> DraftStep:
+    return DraftStep(
+        *(batch, torch.zeros(0), tables.state, [], Attention(TorchAttention(), TorchAttention())),
+        *(samples.slots, samples.output_index, samples.rows, samples.num_runs, samples.chunk_ends),
+    )
+
+
+def check_drafting(
+    wanted: DraftStep, tokens: Tensor, step: DraftStep, order: Tensor, index: Tensor
+) -> None:
+    """Compare what a drafter is told of a step. order, index: as `check` returns them."""
+    scratch = step.state.scratch_slot
+    ends = dict(zip(step.ending_slots().tolist(), step.ending_rows().tolist(), strict=True))
+    rows = zip(wanted.ending_slots().tolist(), order[wanted.ending_rows()].tolist(), strict=True)
+    assert {slot: row for slot, row in ends.items() if slot != scratch} == dict(rows)
+    sampled = torch.zeros(len(step.slots), dtype=torch.int64)
+    sampled[index] = tokens
+    is_real = torch.ones(len(order), dtype=torch.bool)
+    is_real[: wanted.num_decode_rows] = wanted.slots[: wanted.num_decode_rows] != scratch
+    following = step.next_tokens(sampled)[order]
+    assert torch.equal(following[is_real], wanted.next_tokens(tokens)[is_real])
+
+
+def check_slots_of_ranks(step: DraftStep, rank: int) -> None:
+    """In the passes that draft ahead, each slot has a row among those of its rank."""
+    slots, each = step.ending_slots(), step.state.scratch_slot // len(step.num_runs)
+    found = _SlotsOfRanks(step, slots)
+    own, is_own = found.of(rank)
+    first = sum(found.shares[:rank])
+    assert found.places[first : first + found.shares[rank]].tolist() == own.tolist()
+    assert sum(found.shares) == len(found.places)
+    for place, (slot, row) in enumerate(zip(slots.tolist(), found.rows.tolist(), strict=True)):
+        assert found.places[row] == place
+        if slot // each == rank:
+            assert first <= row < first + found.shares[rank]
+            assert is_own[row - first]
+    there = slots[own][is_own].tolist()
+    mine = [slot for slot in slots.tolist() if slot // each == rank]
+    assert [slot for slot in there if slot != step.state.scratch_slot] == mine
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -239,7 +312,8 @@ def test_a_captured_step_has_room_for_the_rank_with_most_rows(num_ranks: int) ->
         assert not key.shape.num_decodes % num_ranks and not key.shape.num_chunk_rows % num_ranks
     packed = {key: torch.empty(0) if key.shape.num_chunks else None for key in keys}
     graphs = StepGraphs(
-        [CapturedStep(key, chunks, None, {}) for key, chunks in packed.items()], tables.shape_of
+        [CapturedStep(key, chunks, None, {}) for key, chunks in packed.items()],
+        tables.order.shape_of,
     )
 
     def found(num_first: int, num_second: int, *chunks: tuple[int, int]) -> StepShape | None:
@@ -264,8 +338,8 @@ def test_states_are_where_the_rank_keeps_them() -> None:
         SlotJoin(slot, SamplingParams(), 0, frozenset(), (1,), (), snapshot=snapshot)
         for slot, snapshot in ((3, None), (31, 2), (32, 2), (63, None))
     ]
-    assert make_tables(0).own_states(joins) == [(3, None), (31, 2)]
-    assert make_tables(1).own_states(joins) == [(0, 2), (31, None)]
+    assert make_tables(0).order.own_states(joins) == [(3, None), (31, 2)]
+    assert make_tables(1).order.own_states(joins) == [(0, 2), (31, None)]
 
 
 def test_decode_rows_of_another_order_are_refused() -> None:
