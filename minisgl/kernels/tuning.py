@@ -101,6 +101,18 @@ class PrefillTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentMapTiles:
+    """How the maps of heads to latents and from them are tiled: a program has some outputs of a
+    head, and all of its W in registers."""
+
+    to_latents: int = 64  # outputs in a program
+    nope_k: int = 64  # of a tile of that W
+    to_values: int = 32
+    rank_k: int = 128
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaDecodeTiles:
     """How a program of the gated delta rule works on a row of a slot."""
 
@@ -312,6 +324,11 @@ class DeviceTuning:
     float32_latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=32, block_n=16, num_warps=8, num_stages=2
     )
+
+    # Rows up to which the maps between heads and latents are our kernels, and with more cuBLAS's.
+    # Not measured yet (bench_kernels.py --only latents).
+    latent_map_rows: int = 32
+    latent_maps: LatentMapTiles = LatentMapTiles()
 
     # -- gated delta net -----------------------------------------------------------------------
     # Not measured yet. A decode program has 16 KiB of state in flight, and an SM seven of them; a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from minisgl.config import AttentionSpec
@@ -113,17 +112,11 @@ class LatentAttention(nn.Module):
         q = q.unflatten(1, (num_heads, -1))
         batch, weight = step.batch, self.kv_a_layernorm.weight
         latent_norm = LatentNorm(step.rotary_tables[self._layer], weight, self.kv_a_layernorm.eps)
-        queries = dispatch.store_latents(
-            latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, kv.scales.k
-        )
         by_head = self.kv_b_proj.product.weights["weight"].unflatten(0, (num_heads, -1))
         to_keys, to_values = by_head.tensor_split((sizes.nope_dim,), dim=1)
-        torch.bmm(
-            q[..., : sizes.nope_dim].transpose(0, 1),
-            to_keys,
-            out=queries[..., : sizes.rank].transpose(0, 1),
+        queries = dispatch.store_latents(
+            latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, to_keys, kv.scales.k
         )
         attended = step.attention(queries, kv, batch, self.spec)
-        out = attended.new_empty((len(attended), num_heads, sizes.value_dim))
-        torch.bmm(attended.transpose(0, 1), to_values.mT, out=out.transpose(0, 1))
+        out = dispatch.values_of_latents(attended, to_values)
         return self.o_proj.add_to(out.flatten(1), rows)
