@@ -370,6 +370,7 @@ UNTRIED = replace(
         (256, PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2)),
         (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     ),
+    latent_map_rows=0,
     latent_decode_tiles=DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64),
     latent_prefill_tiles=PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2),
     delta_prefill=DeltaPrefillTiles(prepare_warps=8, block_v=16, num_warps=8, num_stages=1),
