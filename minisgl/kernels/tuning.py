@@ -155,6 +155,8 @@ class DeviceTuning:
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
     norm_rows: int = 32
     norm_k: int = 3072
+    # k up to which it also sums up the squares of its input. Not measured yet.
+    summed_k: int = 1536
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
 

@@ -107,8 +107,7 @@ class LatentAttention(nn.Module):
         both, rows = self.qkv_a_proj.product.of_norm(residual, norm)
         q, latents = both.tensor_split((self._num_first,), dim=1)
         if self.q_a_layernorm is not None:
-            weight, eps = self.q_a_layernorm.weight, self.q_a_layernorm.eps
-            q = self.q_b_proj(dispatch.rms_norm(q.contiguous(), weight, eps))
+            q = self.q_b_proj.product.of_input_norm(q, self.q_a_layernorm)
         q = q.unflatten(1, (num_heads, -1))
         batch, weight = step.batch, self.kv_a_layernorm.weight
         latent_norm = LatentNorm(step.rotary_tables[self._layer], weight, self.kv_a_layernorm.eps)

@@ -35,6 +35,7 @@ from dummy_config import MODELS
 
 CALLS, REPLAYS = 20, 25
 BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
+MOST_MAPPED = 64  # rows whose maps between heads and latents are worth a kernel, perhaps
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
 HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
 
@@ -119,6 +120,8 @@ def activation_cases(problem: Dimensions) -> Iterator[TimedCall]:
 def heads_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 
+    if "head_dim" not in MODELS[problem.model]:
+        return
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
     num_kv_heads = problem.size("num_key_value_heads")
     num_heads = problem.size("num_attention_heads") + 2 * num_kv_heads
@@ -141,10 +144,10 @@ def heads_cases(problem: Dimensions) -> Iterator[TimedCall]:
 
 
 def latent_cases(problem: Dimensions) -> Iterator[TimedCall]:
-    """Beside cuBLAS's maps, and the kernel that stores in a launch before them."""
+    """Beside what is done with more rows: cuBLAS maps, and storing is a launch of its own."""
     from minisgl.kernels.elementwise import latents, latents_kernel
 
-    if "kv_lora_rank" not in MODELS[problem.model]:
+    if "kv_lora_rank" not in MODELS[problem.model] or problem.num_rows > MOST_MAPPED:
         return
     num_rows, num_heads = problem.num_rows, problem.size("num_attention_heads")
     rank, rope_dim = problem.size("kv_lora_rank"), problem.size("qk_rope_head_dim")
