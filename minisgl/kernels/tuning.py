@@ -159,6 +159,10 @@ class DeviceTuning:
     summed_k: int = 1536
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
+    # Elements of k, a multiple of 128, that a program has fetched into L2 before it waits.
+    linear_prefetch: int = 256
+    # Programs of the burst kernel on each SM, up to which it is taken.
+    burst_programs: int = 2
 
     # -- linear maps in FP8 --------------------------------------------------------------------
     # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
@@ -317,9 +321,11 @@ class DeviceTuning:
     )
 
     # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has
-    # up to 32 heads of a row, or their pairs with tokens. Not measured yet; none spills registers
-    # on sm_90.
-    latent_decode_tiles: DecodeTiles = DecodeTiles(32, 8, 3, programs_per_sm=4, min_split=64)
+    # up to 32 heads of a row, or their pairs with tokens. Those of decode by the number of pairs of
+    # a row and such a group. Not measured yet; none spills registers on sm_90.
+    latent_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+        (NO_LIMIT, DecodeTiles(32, 8, 3, programs_per_sm=4, min_split=64)),
+    )
     latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=64, block_n=16, num_warps=8, num_stages=2
     )
@@ -376,7 +382,7 @@ UNTRIED = replace(
         (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     ),
     latent_map_rows=0,
-    latent_decode_tiles=DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64),
+    latent_decode_tiles=((NO_LIMIT, DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64)),),
     latent_prefill_tiles=PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2),
     delta_prefill=DeltaPrefillTiles(prepare_warps=8, block_v=16, num_warps=8, num_stages=1),
 )
