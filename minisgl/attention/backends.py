@@ -8,7 +8,7 @@ of 2,048 tokens, 32 over 8 heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from minisgl.attention.base import Attention, AttentionShape
@@ -79,13 +79,19 @@ def available_backends(
         for name, backend in BACKENDS.items()
         if (reason := _why_missing(backend, compute_capability, set(layers))) is not None
     }
+    extras = _extras(layers)
     facts = (
         backend.facts
         if name in missing
-        else replace(backend.facts, page_multiple=backend.page_multiple())
+        else replace(backend.facts.running(extras), page_multiple=backend.page_multiple())
         for name, backend in BACKENDS.items()
     )
     return Available(tuple(facts), missing)
+
+
+def _extras(layers: Iterable[AttentionSpec]) -> tuple[str, ...]:
+    """The features that some of the layers have."""
+    return tuple(dict.fromkeys(extra for spec in layers for extra in spec.extras()))
 
 
 def _why_missing(
@@ -93,8 +99,7 @@ def _why_missing(
 ) -> str | None:
     """The reason why `backend` cannot run, as one short sentence; None if it can."""
     name, facts = backend.facts.name, backend.facts
-    extras = dict.fromkeys(extra for spec in layers for extra in spec.extras())
-    if not_computed := [extra for extra in extras if extra not in facts.extras]:
+    if not_computed := [extra for extra in _extras(layers) if extra not in facts.extras]:
         return f"{name} computes no {' and no '.join(not_computed)}"
     if facts.runs_on_cpu:
         return None

@@ -21,10 +21,21 @@ from torch import Tensor
 from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend, is_installed, why_not_importable
 from minisgl.attention.state import PagedKV
-from minisgl.config import SOFT_CAPS, WINDOWS, AttentionSpec, BackendFacts
+from minisgl.config import (
+    LATENTS,
+    OTHER_VALUES,
+    SOFT_CAPS,
+    WINDOWS,
+    AttentionSpec,
+    BackendFacts,
+)
 from minisgl.kernels.hardware import ComputeCapability
 
 _HEAD_DIMS = (64, 128, 256)
+_LATENT_DIMS = (576, 512)  # of keys, and of their first numbers that are the values
+# Of queries and their heads of the kernel for latents, where there is more than one tile of 64; and
+# the work items for which a plan has room, but for those of splits.
+_LATENT_TILE, _MOST_LATENT_TILES = 128, 16384 - 1024
 _TRTLLM_MAJORS = (9, 10, 12)  # of the compute capability
 _BEST_PAGE_SIZE = 64  # at which the kernels of FlashInfer and TensorRT-LLM are fastest
 _FP8_NOTE = "prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
@@ -48,7 +59,10 @@ class FlashInferAttention:
     A plan is made on the host and copied asynchronously from pinned memory. The copy may wait for
     earlier steps on the stream, so each step uses wrappers of its own, which are reused after
     `steps_in_flight` steps. By then the caller must have collected the earlier step. Layers share a
-    plan unless they differ in their heads, window or soft cap.
+    plan unless they differ in their heads, window or soft cap, or, over latents, in their scale.
+
+    Layers over latents have a kernel of their own for either phase, which reads the latents and
+    what is behind them where they are, in one cache.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
@@ -56,7 +70,9 @@ class FlashInferAttention:
 
         self._shape = shape
         self._flashinfer = flashinfer
-        plans = {layer: replace(layer, scale=1.0) for layer in shape.layers}
+        plans = {
+            layer: layer if layer.v_in_k else replace(layer, scale=1.0) for layer in shape.layers
+        }
         self._decodes = _Rotation(self._make_decode_wrapper, plans, steps_in_flight)
         self._chunks = _Rotation(self._make_prefill_wrapper, plans, steps_in_flight)
         # Partial results within one kernel, so all wrappers can share it.
@@ -71,6 +87,9 @@ class FlashInferAttention:
         page_size = self._shape.page_size
         pages = list_pages(batch.page_table, lengths, page_size)
         for layer, wrapper in self._decodes.next(batch).items():
+            if layer.v_in_k:
+                self._plan_latents(wrapper, layer, pages, [1] * len(lengths))
+                continue
             wrapper.plan(
                 pages.indptr,
                 pages.indices,
@@ -89,6 +108,9 @@ class FlashInferAttention:
         ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
         pages = list_pages(batch.page_table, ends, page_size, batch.lengths)
         for layer, wrapper in self._chunks.next(batch).items():
+            if layer.v_in_k:
+                self._plan_latents(wrapper, layer, pages, batch.lengths)
+                continue
             wrapper.plan(
                 pages.query_indptr,
                 pages.indptr,
@@ -103,6 +125,30 @@ class FlashInferAttention:
                 seq_lens=pages.lengths,
                 max_token_per_sequence=max(batch.lengths),
             )
+
+    def _plan_latents(
+        self, wrapper: Any, layer: AttentionSpec, pages: PageLists, num_queries: Sequence[int]
+    ) -> None:
+        if (num_tiles := _latent_tiles(layer, num_queries)) > _MOST_LATENT_TILES:
+            raise ValueError(
+                f"FlashInfer plans {_MOST_LATENT_TILES:,} tiles of queries over latents at most, "
+                f"and a step has {num_tiles:,}: lower --max-prefill-length, or choose --attn triton"
+            )
+        assert layer.value_dim is not None
+        wrapper.plan(
+            pages.query_indptr,
+            pages.indptr,
+            pages.indices,
+            pages.lengths,
+            layer.num_heads,
+            layer.value_dim,
+            layer.head_dim - layer.value_dim,
+            self._shape.page_size,
+            causal=True,
+            sm_scale=layer.scale,
+            q_data_type=self._shape.dtype,
+            kv_data_type=self._shape.kv_dtype,
+        )
 
     def _options(self, layer: AttentionSpec) -> dict[str, Any]:
         """Those that both kinds of plans have."""
@@ -122,7 +168,7 @@ class FlashInferAttention:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._decodes.planned(batch, spec), q, kv, spec)
 
     def prefill(
@@ -133,21 +179,28 @@ class FlashInferAttention:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._chunks.planned(batch, spec), q, kv, spec)
 
     def _make_decode_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
+        if layer.v_in_k:
+            return self._make_latent_wrapper(device)
         group = layer.num_heads // layer.num_kv_heads
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._scratch_on(device), "NHD", use_tensor_cores=group not in CUDA_CORE_GROUPS
         )
 
     def _make_prefill_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
+        if layer.v_in_k:
+            return self._make_latent_wrapper(device)
         # auto: fa3 on sm_90, fa2 elsewhere. fa3 reads FP8 only with queries in FP8.
         fp8 = self._shape.kv_dtype != self._shape.dtype
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._scratch_on(device), "NHD", backend="fa2" if fp8 else "auto"
         )
+
+    def _make_latent_wrapper(self, device: torch.device) -> Any:
+        return self._flashinfer.BatchMLAPagedAttentionWrapper(self._scratch_on(device))
 
     def _scratch_on(self, device: torch.device) -> Tensor:
         if self._scratch is None:
@@ -315,7 +368,16 @@ class _Rotation:
 
 
 def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
-    """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies."""
+    """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies, but those over
+    latents."""
+    if spec.v_in_k:
+        rank = kv.v.shape[3]
+        latents, tails = kv.k.squeeze(2).tensor_split((rank,), dim=2)
+        of_latents, of_tails = q.tensor_split((rank,), dim=2)
+        result: Tensor = wrapper.run(
+            of_latents, of_tails, latents, tails, out=q.new_empty(of_latents.shape)
+        )
+        return result
     scale = spec.scale * kv.scales.k
     out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
     return out if kv.scales.v == 1 else out.mul_(kv.scales.v)
@@ -328,12 +390,21 @@ def _window_left(layer: AttentionSpec) -> int:
 
 def _scratch_bytes(layer: AttentionSpec, device: torch.device) -> int:
     """Bytes of the largest partial results, those of fa2 prefill with split keys."""
-    if device.type != "cuda":
+    if device.type != "cuda" or layer.v_in_k:
         return WORKSPACE_BYTES
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     group = layer.num_heads // layer.num_kv_heads
     num_queries = group * _BLOCKS_PER_SM * num_sms * _QUERY_TILE
     return max(WORKSPACE_BYTES, num_queries * (layer.head_dim + 1) * 4 + 256)
+
+
+def _latent_tiles(layer: AttentionSpec, num_queries: Sequence[int]) -> int:
+    """The number of tiles of queries that a plan has, without those of splits."""
+    num_pairs = [number * layer.num_heads for number in num_queries]
+    tile = (
+        _LATENT_TILE if sum(num_pairs) > len(num_pairs) * _LATENT_TILE // 2 else _LATENT_TILE // 2
+    )
+    return sum(-(-number // tile) for number in num_pairs)
 
 
 def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
@@ -347,9 +418,17 @@ def _why_trtllm_missing(capability: ComputeCapability, layers: Set[AttentionSpec
 
 
 def _why_no_kernels(layers: Set[AttentionSpec]) -> str | None:
-    for head_dim in sorted({spec.head_dim for spec in layers}):
-        if head_dim not in _HEAD_DIMS:
-            return f"FlashInfer has no kernels for head_dim {head_dim}"
+    for spec in sorted(layers, key=lambda layer: layer.head_dim):
+        if spec.v_in_k:
+            if (spec.head_dim, spec.value_dim) != _LATENT_DIMS:
+                width, rest = _LATENT_DIMS[1], _LATENT_DIMS[0] - _LATENT_DIMS[1]
+                return f"FlashInfer reads latents of {width} numbers with {rest} behind them only"
+            if spec.window is not None or spec.softcap is not None:
+                return f"FlashInfer computes no {WINDOWS} and no {SOFT_CAPS} over latents"
+        elif OTHER_VALUES in spec.extras():
+            return f"FlashInfer computes no {OTHER_VALUES}"
+        elif spec.head_dim not in _HEAD_DIMS:
+            return f"FlashInfer has no kernels for head_dim {spec.head_dim}"
     return None
 
 
@@ -382,7 +461,8 @@ FLASHINFER = Backend(
         # It has not read such a cache on a GPU.
         fp8_rank=2,
         fp8_note=_FP8_NOTE,
-        extras=(WINDOWS, SOFT_CAPS),
+        extras=(WINDOWS, SOFT_CAPS, OTHER_VALUES, LATENTS),
+        unmeasured=(LATENTS,),
         best_page_size=_BEST_PAGE_SIZE,
         pages_are_powers_of_two=True,
     ),

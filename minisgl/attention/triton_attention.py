@@ -38,11 +38,11 @@ def decode_tiles(
     fp8: whether the KV cache is in FP8; v_in_k: as in AttentionSpec."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
-    if v_in_k:
-        return tuning.latent_decode_tiles
-    if head_dim > 128:
+    if head_dim > 128 and not v_in_k:
         return next(tiles for widest, tiles in tuning.wide_decode_tiles if head_dim <= widest)
     table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
+    if v_in_k:
+        table = tuning.latent_decode_tiles
     return next(tiles for most, tiles in table if num_items <= most)
 
 

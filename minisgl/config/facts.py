@@ -123,10 +123,9 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
 
 
 WINDOWS, SOFT_CAPS = "sliding windows", "soft caps"
-ATTENTION_EXTRAS = (
-    *(WINDOWS, SOFT_CAPS, "attention sinks", "values of another width"),
-    "values that are part of the keys",
-)
+OTHER_VALUES, LATENTS = "values of another width", "values that are part of the keys"
+ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, "attention sinks", OTHER_VALUES, LATENTS)
+_UNMEASURED = 100  # added to the ranks of backends, comes after all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +372,9 @@ class BackendFacts:
     fp8_rank: int | None = None  # comes before the others with an FP8 KV cache; None: reads none
     fp8_note: str = ""  # what users should know of prefill that reads FP8
     extras: tuple[str, ...] = ()  # what it computes of ATTENTION_EXTRAS
+    # Those of them that were not measured: a layer with one is left to other backends, unless the
+    # user chooses this one, which reads no FP8 there.
+    unmeasured: tuple[str, ...] = ()
     runs_on_cpu: bool = False
     float32: bool = False
     captures_decode: bool = False  # takes no argument from the host that changes between steps
@@ -382,6 +384,17 @@ class BackendFacts:
     page_sizes: tuple[int, ...] = ()  # the only ones; empty: any
     page_multiple: int = 1
     pages_are_powers_of_two: bool = False
+
+    def running(self, extras: Iterable[str]) -> BackendFacts:
+        """The facts with a model whose layers have these of ATTENTION_EXTRAS."""
+        if not set(extras) & set(self.unmeasured):
+            return self
+        return replace(
+            self,
+            prefill_rank=self.prefill_rank + _UNMEASURED,
+            decode_rank=self.decode_rank + _UNMEASURED,
+            fp8_rank=None,
+        )
 
 
 def best_first(

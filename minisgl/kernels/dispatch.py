@@ -109,19 +109,34 @@ def store_latents(
     slot_mapping: Tensor,
     cache: Tensor,
     norm: LatentNorm,
+    to_keys: Tensor,
     scale: float = 1.0,
 ) -> Tensor:
-    """Norm the latents, rotate what is behind them, and write both to the cache; rotate queries.
+    """Norm the latents, rotate what is behind them, and write both to the cache; make queries of
+    latents.
 
-    kv: [num_rows, rank + rope_dim]; q: [num_rows, num_heads, any + rope_dim]; rows of both may be
-    parts of wider ones. The last rope_dim numbers of each are rotated, pair by pair of neighbours.
-    positions, slot_mapping: as of qk_norm_rope_store_kv. cache: [num_pages, page_size, 1, rank +
-    rope_dim], of kv's dtype, or float8_e4m3fn with this scale.
+    kv: [num_rows, rank + rope_dim]; q: [num_rows, num_heads, nope_dim + rope_dim]; rows of both may
+    be parts of wider ones. The last rope_dim numbers of each are rotated, pair by pair of
+    neighbours. to_keys: [num_heads, nope_dim, rank], of which the heads may be parts of larger
+    ones: maps the other numbers of each head. positions, slot_mapping: as of
+    qk_norm_rope_store_kv. cache: [num_pages, page_size, 1, rank + rope_dim], of kv's dtype, or
+    float8_e4m3fn with this scale.
 
-    Returns a new [num_rows, num_heads, rank + rope_dim] with the rotated numbers of the queries.
-    Its first `rank` numbers are undefined: the place for queries of latents.
+    Returns a new [num_rows, num_heads, rank + rope_dim]: what each query is mapped to, and behind
+    it its rotated numbers.
     """
-    return _kernels_for(kv.device).store_latents(kv, q, positions, slot_mapping, cache, norm, scale)
+    return _kernels_for(kv.device).store_latents(
+        kv, q, positions, slot_mapping, cache, norm, to_keys, scale
+    )
+
+
+def values_of_latents(attended: Tensor, to_values: Tensor) -> Tensor:
+    """Map what each head has found among latents to its values.
+
+    attended: [num_rows, num_heads, rank]; to_values: [num_heads, value_dim, rank], of which the
+    heads may be parts of larger ones. Returns a new [num_rows, num_heads, value_dim].
+    """
+    return _kernels_for(attended.device).values_of_latents(attended, to_values)
 
 
 class Kernels(NamedTuple):
@@ -139,7 +154,10 @@ class Kernels(NamedTuple):
     qk_norm_rope_store_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, NormRope, KVScales], Tensor
     ]
-    store_latents: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LatentNorm, float], Tensor]
+    store_latents: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, LatentNorm, Tensor, float], Tensor
+    ]
+    values_of_latents: Callable[[Tensor, Tensor], Tensor]
 
 
 REFERENCE = Kernels(
@@ -151,6 +169,7 @@ REFERENCE = Kernels(
     reference.gated_mul,
     reference.qk_norm_rope_store_kv,
     latents.store_latents,
+    latents.values_of_latents,
 )
 
 
@@ -164,7 +183,7 @@ def triton_kernels() -> Kernels:
     from minisgl.kernels.elementwise.activation import gated_mul
     from minisgl.kernels.elementwise.embedding import embed
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
-    from minisgl.kernels.elementwise.latents_kernel import store_latents
+    from minisgl.kernels.elementwise.latents_kernel import store_latents, values_of_latents
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
     from minisgl.kernels.elementwise.post_norm import add_post_norm
     from minisgl.kernels.elementwise.soft_cap import soft_cap
@@ -178,6 +197,7 @@ def triton_kernels() -> Kernels:
         gated_mul,
         qk_norm_rope_store_kv,
         store_latents,
+        values_of_latents,
     )
 
 

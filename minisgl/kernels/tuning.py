@@ -101,6 +101,18 @@ class PrefillTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentMapTiles:
+    """How the maps of heads to latents and from them are tiled: a program has some outputs of a
+    head, and all of its W in registers."""
+
+    to_latents: int = 64  # outputs in a program
+    nope_k: int = 64  # of a tile of that W
+    to_values: int = 32
+    rank_k: int = 128
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaDecodeTiles:
     """How a program of the gated delta rule works on a row of a slot."""
 
@@ -143,8 +155,14 @@ class DeviceTuning:
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
     norm_rows: int = 32
     norm_k: int = 3072
+    # k up to which it also sums up the squares of its input. Not measured yet.
+    summed_k: int = 1536
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
+    # Elements of k, a multiple of 128, that a program has fetched into L2 before it waits.
+    linear_prefetch: int = 256
+    # Programs of the burst kernel on each SM, up to which it is taken.
+    burst_programs: int = 2
 
     # -- linear maps in FP8 --------------------------------------------------------------------
     # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
@@ -188,6 +206,9 @@ class DeviceTuning:
     few_tiles: FewTiles = FewTiles()
     few_pairs: int = 8  # token-expert pairs up to which FewTiles are taken
     few_weights: int = 48 << 10  # elements of W in the registers of such a program at most
+    # Rows up to which an expert that every row takes is one more of the others, which saves two
+    # launches. With more, it has many more pairs than each of them. Not measured yet.
+    shared_expert_rows: int = 32
     # By the pairs that an expert has, if they spread evenly.
     many_tiles: tuple[tuple[float, ManyTiles], ...] = (
         (8, ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3))),
@@ -303,9 +324,11 @@ class DeviceTuning:
     )
 
     # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has
-    # up to 32 heads of a row, or their pairs with tokens. Not measured yet; none spills registers
-    # on sm_90.
-    latent_decode_tiles: DecodeTiles = DecodeTiles(32, 8, 3, programs_per_sm=4, min_split=64)
+    # up to 32 heads of a row, or their pairs with tokens. Those of decode by the number of pairs of
+    # a row and such a group. Not measured yet; none spills registers on sm_90.
+    latent_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+        (NO_LIMIT, DecodeTiles(32, 8, 3, programs_per_sm=4, min_split=64)),
+    )
     latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=64, block_n=16, num_warps=8, num_stages=2
     )
@@ -315,6 +338,11 @@ class DeviceTuning:
     float32_latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=32, block_n=16, num_warps=8, num_stages=2
     )
+
+    # Rows up to which the maps between heads and latents are our kernels, and with more cuBLAS's.
+    # Not measured yet (bench_kernels.py --only latents).
+    latent_map_rows: int = 32
+    latent_maps: LatentMapTiles = LatentMapTiles()
 
     # -- gated delta net -----------------------------------------------------------------------
     # Not measured yet. A decode program has 16 KiB of state in flight, and an SM seven of them; a
@@ -363,7 +391,8 @@ UNTRIED = replace(
         (256, PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2)),
         (NO_LIMIT, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
     ),
-    latent_decode_tiles=DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64),
+    latent_map_rows=0,
+    latent_decode_tiles=((NO_LIMIT, DecodeTiles(32, 8, 2, programs_per_sm=4, min_split=64)),),
     latent_prefill_tiles=PrefillTiles(block_m=32, block_n=32, num_warps=8, num_stages=2),
     delta_prefill=DeltaPrefillTiles(prepare_warps=8, block_v=16, num_warps=8, num_stages=1),
 )

@@ -30,6 +30,8 @@ class FusedExperts(nn.Module):
     `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
     they can be quantised, and padded with zeros.
+
+    `num_more`: experts behind those held, whose weights are filled elsewhere (`more`).
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class FusedExperts(nn.Module):
         gelu: bool = False,
         interleaved: bool = False,
         by_rank: bool = False,
+        num_more: int = 0,
     ) -> None:
         super().__init__()
         rank, size = (0, 1) if by_rank else (comm.rank, comm.size)  # of the inner dimension
@@ -57,13 +60,19 @@ class FusedExperts(nn.Module):
             self.held = uneven_shard(num_experts, comm.rank, comm.size)
         self.interleaved = interleaved
         self.holds_bias = rank == 0
+        stacked = whole(num_experts + num_more) if num_more else self.held
         self.product = format.experts(
-            self.held, hidden_size, self.inner, bias=bias, clamped=clamped, gelu=gelu
+            stacked, hidden_size, self.inner, bias=bias, clamped=clamped, gelu=gelu
         )
         for name, weight in self.product.weights.items():
-            self.register_parameter(name, parameter(weight))
+            own = weight[: self.held.size] if num_more else weight
+            self.register_parameter(name, parameter(own))
         self._comm = comm
         self.tally: ExpertTally | None = None  # counts the tokens of all experts, on one rank
+
+    def more(self, name: str) -> Tensor:
+        """The part of a stack of weights that is of the experts behind those held."""
+        return self.product.weights[name][self.held.size :]
 
     def summand(self, x: Tensor, choice: Choice) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,

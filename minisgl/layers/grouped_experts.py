@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
+from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.grouped import GroupRouting
-from minisgl.kernels.moe.select_experts import choose_grouped
+from minisgl.kernels.moe.select_experts import choose_grouped, joins_shared
 from minisgl.kernels.residual import Residual
 from minisgl.layers.experts import FusedExperts
-from minisgl.layers.formats import WeightFormat
+from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -22,6 +23,9 @@ from minisgl.shards import whole
 class GroupedMoeBlock(nn.Module):
     """The weighted sum of each row's experts, and the result of an MLP for every row, are added to
     the stream.
+
+    An MLP as large as an expert, where no weights are quantised, is the last of the experts' stack,
+    too: few rows take it as one more expert, which needs no launches of its own.
 
     `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
     has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`:
@@ -47,6 +51,7 @@ class GroupedMoeBlock(nn.Module):
         if has_bias:
             bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = parameter(bias)
+        self._joins = shared_size == expert_size and not by_rank and isinstance(format, DenseFormat)
         self.experts = FusedExperts(
             num_experts,
             hidden_size,
@@ -54,17 +59,24 @@ class GroupedMoeBlock(nn.Module):
             format.within("experts"),
             comm,
             by_rank=by_rank,
+            num_more=int(self._joins),
         )
         self.shared_experts: GatedMLP | None = None
         if shared_size:
             shared = format.within("shared_experts")
             self.shared_experts = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
+            if self._joins:
+                [gate_up], [down] = map(self.experts.more, ("gate_up_proj", "down_proj"))
+                self.shared_experts.gate_up_proj.replace_product(DenseProduct(gate_up))
+                self.shared_experts.down_proj.replace_product(DenseProduct(down))
         self._routing, self._comm = routing, comm
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
-        choice = choose_grouped(logits, self._routing, self.e_score_correction_bias)
-        if self.shared_experts is None:
+        joins = self._joins and joins_shared(len(hidden), hidden.device)
+        routing = self._routing._replace(num_shared=int(joins))
+        choice = choose_grouped(logits, routing, self.e_score_correction_bias)
+        if joins or self.shared_experts is None:
             return self.experts.add_to(hidden, choice, rows)
         if self._comm.size > 1:
             summand = self.shared_experts.summand(hidden)

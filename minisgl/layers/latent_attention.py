@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from minisgl.config import AttentionSpec
@@ -122,22 +121,15 @@ class LatentAttention(nn.Module):
         both, rows = self.qkv_a_proj.product.of_norm(residual, norm)
         q, latents = both.tensor_split((self._num_first,), dim=1)
         if self.q_a_layernorm is not None:
-            weight, eps = self.q_a_layernorm.weight, self.q_a_layernorm.eps
-            q = self.q_b_proj(dispatch.rms_norm(q.contiguous(), weight, eps))
+            q = self.q_b_proj.product.of_input_norm(q, self.q_a_layernorm)
         q = q.unflatten(1, (num_heads, -1))
         batch, weight = step.batch, self.kv_a_layernorm.weight
         latent_norm = LatentNorm(step.rotary_tables[self._layer], weight, self.kv_a_layernorm.eps)
-        queries = dispatch.store_latents(
-            latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, kv.scales.k
-        )
         by_head = self.kv_b_proj.product.weights["weight"].unflatten(0, (num_heads, -1))
         to_keys, to_values = by_head.tensor_split((sizes.nope_dim,), dim=1)
-        torch.bmm(
-            q[..., : sizes.nope_dim].transpose(0, 1),
-            to_keys,
-            out=queries[..., : sizes.rank].transpose(0, 1),
+        queries = dispatch.store_latents(
+            latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, to_keys, kv.scales.k
         )
         attended = step.attention(queries, kv, batch, self.spec)
-        out = attended.new_empty((len(attended), num_heads, sizes.value_dim))
-        torch.bmm(attended.transpose(0, 1), to_values.mT, out=out.transpose(0, 1))
+        out = dispatch.values_of_latents(attended, to_values)
         return self.o_proj.add_to(out.flatten(1), rows)

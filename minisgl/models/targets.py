@@ -298,6 +298,8 @@ def checkpoint_stacks(
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
         ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
         gate_up, down = _stacked(module)
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            gate_up, down = gate_up[: experts.size], down[: experts.size]
         stacks[f"{path}.gate_up_proj"] = Stack(
             (
                 _stack_target(gate_up, 0, (experts, gates, hidden)),

@@ -11,7 +11,8 @@ what reading or arithmetic, whichever is longer, would take an H200 at its peak.
 chooses.
 
 Each case is timed with the cache in the dtypes of `--kv-dtype`: bfloat16, and FP8 where a backend
-reads it.
+reads it. `--latents` takes cases, and tiles to try, of attention over latents: 20 query heads of
+GLM-4.7-Flash, or 16 of DeepSeek-V2-Lite, over one key of 576 numbers, of which 512 are the value.
 
 `--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and
 `--tune-splits` how it may split the keys of chunks. They say for each case which three are best,
@@ -67,10 +68,21 @@ class Heads:
     num_kv_heads: int
     head_dim: int = 128
     kv_dtype: torch.dtype = DTYPE
+    rank: int | None = None  # the first numbers of a key that are its value
 
     def __str__(self) -> str:
         kind = "bf16" if self.kv_dtype == DTYPE else "fp8"
         return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim} {kind}"
+
+    @property
+    def stored(self) -> int:
+        """Numbers of a token in the cache, of each KV head."""
+        return 2 * self.head_dim if self.rank is None else self.head_dim
+
+    @property
+    def multiplied(self) -> int:
+        """Multiplications of a query with a key and its value."""
+        return self.head_dim + (self.head_dim if self.rank is None else self.rank)
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class AttentionCase:
     def kv_bytes(self) -> int:
         heads = self.heads
         itemsize = heads.kv_dtype.itemsize
-        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * itemsize
+        return self.num_rows * self.context * heads.num_kv_heads * heads.stored * itemsize
 
     def with_kv(self, dtype: torch.dtype) -> AttentionCase:
         """The same with its cache in `dtype`."""
@@ -101,6 +113,8 @@ class AttentionCase:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             scale=heads.head_dim**-0.5,
+            value_dim=heads.rank,
+            v_in_k=heads.rank is not None,
         )
 
     @property
@@ -135,7 +149,7 @@ class ChunkCase:
     @property
     def flops(self) -> float:
         pairs = self.num_chunks * self.length * (self.context + (self.length + 1) / 2)
-        return 4 * pairs * self.heads.num_heads * self.heads.head_dim
+        return 2 * pairs * self.heads.num_heads * self.heads.multiplied
 
     @property
     def padded_size(self) -> tuple[int, int]:
@@ -198,6 +212,27 @@ TUNED_CHUNKS = [
     for context in (2048, 8192, 32768)
     for num_chunks, length in ((1, 16), (1, 65), (4, 16), (1, 250), (2, 180))
 ]
+# The same over latents.
+LATENTS = [Heads(num_heads, 1, 576, rank=512) for num_heads in (20, 16)]
+LATENT_DECODES = [
+    AttentionCase(num_rows, context, heads, 16)
+    for heads in LATENTS
+    for num_rows, context in [
+        *((n, 1024) for n in (1, 8, 32, 128)),
+        *[(64, 8192), (8, 8192), (1, 8192), (1, 32768)],
+    ]
+]
+LATENT_PREFILLS = [
+    AttentionCase(num_rows, context, heads, 16)
+    for heads in LATENTS
+    for num_rows, context in [(8, 2048), (1, 8192)]
+]
+LATENT_CHUNKS = [
+    ChunkCase(num_chunks, length, context, heads)
+    for heads in LATENTS
+    for context in (2048, 32768)
+    for num_chunks, length in ((1, 16), (1, 64), (4, 64), (1, 512))
+]
 KV_DTYPES = {"bf16": DTYPE, "fp8": torch.float8_e4m3fn}
 
 
@@ -210,12 +245,16 @@ def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[PagedKV], 
     num_pages = 1 + case.num_rows * pages_per_row
     table = 1 + torch.randperm(num_pages - 1, device=DEVICE)
     size = (num_pages, case.page_size, case.heads.num_kv_heads, case.heads.head_dim)
-    layers = [
-        PagedKV(
-            *(torch.randn(size, dtype=DTYPE, device=DEVICE).to(case.heads.kv_dtype) for _ in "kv")
+    rank, kv_dtype = case.heads.rank, case.heads.kv_dtype
+
+    def random_layer() -> PagedKV:
+        k, v = (
+            torch.randn(size if needed else 0, dtype=DTYPE, device=DEVICE).to(kv_dtype)
+            for needed in (True, rank is None)
         )
-        for _ in range(num_layers)
-    ]
+        return PagedKV(k, v) if rank is None else PagedKV(k, k[..., :rank], v_in_k=True)
+
+    layers = [random_layer() for _ in range(num_layers)]
     return layers, table.view(case.num_rows, pages_per_row).int()
 
 
@@ -352,7 +391,9 @@ def tiles_in_use(case: ChunkCase) -> PrefillTiles:
     from minisgl.attention.triton_attention import prefill_tiles
     from minisgl.kernels.tuning import tuning_of
 
-    return prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
+    return prefill_tiles(
+        case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE), v_in_k=case.cached.spec.v_in_k
+    )
 
 
 def describe_chunks(case: ChunkCase, seconds: float) -> str:
@@ -366,7 +407,7 @@ def describe_decode(case: AttentionCase, seconds: float) -> str:
 
 def describe_prefill(case: AttentionCase, seconds: float) -> str:
     pairs = case.num_rows * case.context * (case.context + 1) / 2
-    flops = 4 * pairs * case.heads.num_heads * case.heads.head_dim
+    flops = 2 * pairs * case.heads.num_heads * case.heads.multiplied
     return f"{seconds * 1e6:8.1f} µs {flops / seconds / 1e12:7.0f} TFLOP/s"
 
 
@@ -377,7 +418,7 @@ def tune_decode(cases: list[AttentionCase], jobs: int) -> None:
     """One way of working for each number of splits that a case can come to."""
     from minisgl.attention.triton_attention import TritonAttention
 
-    candidates = decode_candidates()
+    candidates = decode_candidates(over_latents=cases[0].spec.v_in_k)
     alike = {(tiles.block_n, tiles.num_warps, tiles.num_stages): tiles for tiles in candidates}
     heads = dict.fromkeys(case.heads for case in cases)
     kinds = itertools.product(heads, (16, 64), [*alike.values(), None])
@@ -401,9 +442,18 @@ def tune_decode(cases: list[AttentionCase], jobs: int) -> None:
         report_best(case, times, clock.seconds(both(TritonAttention())), describe_decode)
 
 
-def decode_candidates() -> list[DecodeTiles]:
+def decode_candidates(*, over_latents: bool) -> list[DecodeTiles]:
     from minisgl.kernels.tuning import DecodeTiles
 
+    if over_latents:
+        return [
+            DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_split)
+            for block_n in (16, 32, 64)
+            for num_warps in (4, 8)
+            for num_stages in (2, 3)
+            for programs_per_sm in (1, 2, 4)
+            for min_split in (32, 64, 128, 256)
+        ]
     return [
         DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_split)
         for block_n, num_warps, num_stages in (
@@ -450,7 +500,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
 def tune_prefill(cases: list[AttentionCase], jobs: int) -> None:
     from minisgl.attention.triton_attention import TritonAttention
 
-    candidates = prefill_candidates()
+    candidates = prefill_candidates(over_latents=cases[0].spec.v_in_k)
     heads = dict.fromkeys(case.heads for case in cases)
     compile_all(compile_prefill, list(itertools.product(heads, [*candidates, None])), jobs)
     for case in cases:
@@ -462,9 +512,17 @@ def tune_prefill(cases: list[AttentionCase], jobs: int) -> None:
         report_best(case, times, clock.seconds(both(TritonAttention())), describe_prefill)
 
 
-def prefill_candidates() -> list[PrefillTiles]:
+def prefill_candidates(*, over_latents: bool) -> list[PrefillTiles]:
     from minisgl.kernels.tuning import PrefillTiles
 
+    if over_latents:
+        return [
+            PrefillTiles(block_m, block_n, num_warps, num_stages)
+            for block_m in (32, 64, 128)
+            for block_n in (16, 32, 64)
+            for num_warps in (4, 8)
+            for num_stages in (1, 2, 3)
+        ]
     return [
         PrefillTiles(block_m, block_n, num_warps, num_stages)
         for block_m, block_n, num_warps, stages in (
@@ -569,8 +627,9 @@ def main() -> None:
         "--kv-dtype", nargs="+", choices=KV_DTYPES, default=["bf16"], help="of the cache"
     )
     parser.add_argument(
-        "--heads", type=int, nargs="+", choices=(16, 32, 40, 64), help="only cases of these"
+        "--heads", type=int, nargs="+", choices=(16, 20, 32, 40, 64), help="only cases of these"
     )
+    parser.add_argument("--latents", action="store_true", help="cases of attention over latents")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="that compile")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -583,20 +642,23 @@ def main() -> None:
             if not options.heads or case.heads.num_heads in options.heads
         ]
 
+    latents = options.latents
     if options.tune:
-        tune_decode(chosen(TUNED_DECODES), options.jobs)
+        tune_decode(chosen(LATENT_DECODES if latents else TUNED_DECODES), options.jobs)
     if options.tune_prefill:
-        tune_prefill(chosen(TUNED_PREFILLS), options.jobs)
+        tune_prefill(chosen(LATENT_PREFILLS if latents else TUNED_PREFILLS), options.jobs)
     if options.tune_splits:
-        tune_splits(chosen(TUNED_CHUNKS))
+        tune_splits(chosen(LATENT_CHUNKS if latents else TUNED_CHUNKS))
     if options.tune or options.tune_prefill or options.tune_splits:
         return
     if options.only in (None, "decode"):
-        report(chosen(DECODE_CASES), options.backends, measure_decode)
+        cases = LATENT_DECODES if latents else DECODE_CASES
+        report(chosen(cases), options.backends, measure_decode)
     if options.only in (None, "prefill"):
-        report(chosen(PREFILL_CASES), options.backends, measure_prefill)
+        cases = LATENT_PREFILLS if latents else PREFILL_CASES
+        report(chosen(cases), options.backends, measure_prefill)
     if options.only in (None, "chunks") and "triton" in options.backends:
-        report_chunks(chosen(CHUNK_CASES), options.splits)
+        report_chunks(chosen(LATENT_CHUNKS if latents else CHUNK_CASES), options.splits)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from graph_timer import graph_s
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.tuning import tuning_of
 from minisgl.layers.rope import RotaryEmbedding
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
@@ -32,6 +35,7 @@ from dummy_config import MODELS
 
 CALLS, REPLAYS = 20, 25
 BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
+MOST_MAPPED = 64  # rows whose maps between heads and latents are worth a kernel, perhaps
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
 HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
 
@@ -116,6 +120,8 @@ def activation_cases(problem: Dimensions) -> Iterator[TimedCall]:
 def heads_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 
+    if "head_dim" not in MODELS[problem.model]:
+        return
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
     num_kv_heads = problem.size("num_key_value_heads")
     num_heads = problem.size("num_attention_heads") + 2 * num_kv_heads
@@ -137,11 +143,55 @@ def heads_cases(problem: Dimensions) -> Iterator[TimedCall]:
     )
 
 
+def latent_cases(problem: Dimensions) -> Iterator[TimedCall]:
+    """Beside what is done with more rows: cuBLAS maps, and storing is a launch of its own."""
+    from minisgl.kernels.elementwise import latents, latents_kernel
+
+    if "kv_lora_rank" not in MODELS[problem.model] or problem.num_rows > MOST_MAPPED:
+        return
+    num_rows, num_heads = problem.num_rows, problem.size("num_attention_heads")
+    rank, rope_dim = problem.size("kv_lora_rank"), problem.size("qk_rope_head_dim")
+    nope_dim, value_dim = problem.size("qk_nope_head_dim"), problem.size("v_head_dim")
+    q = problem.random(num_rows, num_heads, nope_dim + rope_dim)
+    kv, attended = (
+        problem.random(num_rows, rank + rope_dim),
+        problem.random(num_rows, num_heads, rank),
+    )
+    maps = problem.random(num_heads, nope_dim + value_dim, rank)
+    to_keys, to_values = maps.tensor_split((nope_dim,), dim=1)
+    positions = torch.arange(num_rows, device="cuda") + 1000
+    slot_mapping = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
+    cache = problem.random(num_rows // PAGE_SIZE + 2, PAGE_SIZE, 1, rank + rope_dim)
+    table = RotaryEmbedding(torch.logspace(0, -6, rope_dim // 2, device="cuda"), MAX_SEQ_LEN).table
+    norm = latents.LatentNorm(table, problem.random(rank), EPS)
+    given = (kv, q, positions, slot_mapping, cache, norm, to_keys)
+    tiles = tuning_of(q.device).latent_maps
+    separate = replace(tuning_of(q.device), latent_map_rows=0)
+
+    def apart(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        with mock.patch.object(latents_kernel, "tuning_of", lambda device: separate):
+            return function(*arguments, pdl=problem.pdl)
+
+    yield TimedCall(
+        "store_latents",
+        lambda: latents_kernel.store_latents(*given, tiles=tiles, pdl=problem.pdl),
+        lambda: apart(latents_kernel.store_latents, *given),
+        nbytes(to_keys, q, kv, kv) + num_rows * num_heads * (rank + rope_dim) * q.itemsize,
+    )
+    yield TimedCall(
+        "values_of_latents",
+        lambda: latents_kernel.values_of_latents(attended, to_values, tiles=tiles, pdl=problem.pdl),
+        lambda: apart(latents_kernel.values_of_latents, attended, to_values),
+        nbytes(to_values, attended) + num_rows * num_heads * value_dim * q.itemsize,
+    )
+
+
 FAMILIES: dict[str, Callable[[Dimensions], Iterator[TimedCall]]] = {
     "embedding": embedding_cases,
     "norm": norm_cases,
     "activation": activation_cases,
     "heads": heads_cases,
+    "latents": latent_cases,
 }
 
 
@@ -170,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    models = ["Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B"]
+    models = ["Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B", "GLM-4.7-Flash"]
     rows = [1, 8, 32, 256, 2048, 16384]
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=models)
     parser.add_argument("--rows", nargs="+", type=int, default=rows)

@@ -20,12 +20,14 @@ from support.attention_cache import Cache
 from support.attention_packages import (
     SCALE,
     DecodeWrapper,
+    LatentWrapper,
     PagedWrapper,
     PrefillWrapper,
 )
 from support.paged import page_table
 from torch import Tensor
 
+from minisgl.attention import flashinfer_backend
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
@@ -65,8 +67,10 @@ class Case:
         slack: int = 0,
         window: int | None = None,
         softcap: float | None = None,
+        value_dim: int | None = None,
     ) -> Case:
-        """lengths: of the decode rows; chunks: (tokens before it, tokens in it)."""
+        """lengths: of the decode rows; chunks: (tokens before it, tokens in it); value_dim: the
+        width of values that are the first numbers of the keys."""
         torch.manual_seed(len(lengths) + 10 * len(chunks))
         num_kv_heads, group, head_dim = heads
         num_heads = num_kv_heads * group
@@ -80,10 +84,15 @@ class Case:
             scale=SCALE,
             window=window,
             softcap=softcap,
+            value_dim=value_dim,
+            v_in_k=value_dim is not None,
         )
+        kv = cache.kv
+        if value_dim is not None:
+            kv = PagedKV(kv.k, kv.k[..., :value_dim], v_in_k=True)
         return Case(
             spec=spec,
-            kv=cache.kv,
+            kv=kv,
             shape=AttentionShape(
                 layers=frozenset((spec,)),
                 page_size=page_size,
@@ -158,6 +167,50 @@ def test_flashinfer_adapters_match_the_reference(
         check(name, Case.of(lengths, chunks, page_size, heads))
 
     run()
+
+
+def test_flashinfer_over_latents_matches_the_reference(packages: Callable[..., None]) -> None:
+    @law
+    @given(LENGTHS, CHUNKS, st.sampled_from([1, 2, 16, 64]), st.sampled_from([1, 5, 20]))
+    def run(
+        lengths: list[int], chunks: list[tuple[int, int]], page_size: int, num_heads: int
+    ) -> None:
+        check("fi", Case.of(lengths, chunks, page_size, (1, num_heads, 24), value_dim=16))
+
+    run()
+    assert LatentWrapper.made and not DecodeWrapper.made and not PrefillWrapper.made
+
+
+def test_layers_over_latents_have_plans_by_their_scale(packages: Callable[..., None]) -> None:
+    case = Case.of([5, 40], [(3, 20)], 16, (1, 4, 24), value_dim=16)
+    other = dataclasses.replace(case.spec, scale=0.1)
+    shape = dataclasses.replace(case.shape, layers=frozenset((case.spec, other)))
+    attention, reference = make_attention("fi", "fi", shape), TorchAttention()
+    attention.prepare(case.inputs())
+    for spec in (case.spec, other):
+        layer = dataclasses.replace(case, spec=spec)
+        expected = layer.attend(Attention(reference, reference))
+        for out, right in zip(layer.attend(attention), expected, strict=True):
+            torch.testing.assert_close(out, right, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("num_queries", "fits"), [([160] * 12, True), ([161] * 12, False)])
+def test_a_step_with_more_tiles_over_latents_than_a_plan_has_is_refused(
+    packages: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    num_queries: list[int],
+    fits: bool,
+) -> None:
+    """Tiles of 128 pairs of a query and one of its 4 heads: 5 or 6 of each chunk."""
+    monkeypatch.setattr(flashinfer_backend, "_MOST_LATENT_TILES", 60)
+    chunks = [(0, number) for number in num_queries]
+    case = Case.of([], chunks, 64, (1, 4, 24), value_dim=16)
+    attention = make_attention("fi", "fi", case.shape)
+    if fits:
+        attention.prepare(case.inputs())
+    else:
+        with pytest.raises(ValueError, match=r"72: lower --max-prefill-length, or .* triton"):
+            attention.prepare(case.inputs())
 
 
 @pytest.mark.parametrize("name", ["fi", "trtllm"])

@@ -131,7 +131,7 @@ SINKS, VALUES = "attention sinks", "values of another width"
         ({"sinks": True}, dict.fromkeys(("fa", "fi", "trtllm"), SINKS)),
         (
             {"softcap": 50.0, "sinks": True, "value_dim": 64},
-            {"fa": f"{SINKS} and no {VALUES}", "fi": f"{SINKS} and no {VALUES}"}
+            {"fa": f"{SINKS} and no {VALUES}", "fi": SINKS}
             | {"trtllm": f"soft caps and no {SINKS} and no {VALUES}"},
         ),
     ],
@@ -145,6 +145,39 @@ def test_backends_refuse_unsupported_attention_specs(
     assert found.missing == {name: f"{name} computes no {what}" for name, what in refused.items()}
     assert not {*found.best_first("prefill")} & refused.keys()
     assert available_backends(None, mixed).best_first("decode") == ("torch",)
+
+
+def latents(**extra: Any) -> tuple[AttentionSpec, ...]:
+    spec = AttentionSpec(
+        num_heads=20, num_kv_heads=1, head_dim=576, scale=0.1, value_dim=512, v_in_k=True
+    )
+    return (dataclasses.replace(spec, **extra),)
+
+
+def test_flashinfer_attends_over_latents_where_it_is_chosen(everything: None) -> None:
+    """It was not measured, nor tried with a cache in FP8."""
+    found = available_backends((9, 0), latents())
+    assert found.best_first("prefill") == ("triton", "torch", "fi")
+    assert found.best_first("decode") == ("triton", "torch", "fi")
+    ranks = {each.name: each.fp8_rank for each in found.backends}
+    assert ranks["fi"] is None and ranks["triton"] == 1
+    plain = {each.name: each for each in available_backends((9, 0), layers(128, 2)).backends}
+    assert plain["fi"] == BACKENDS["fi"].facts
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"head_dim": 320, "value_dim": 256}, "latents of 512 numbers with 64 behind them only"),
+        ({"window": 100}, "no sliding windows and no soft caps over latents"),
+        ({"value_dim": 128, "v_in_k": False, "head_dim": 192}, "no values of another width"),
+    ],
+)
+def test_flashinfer_refuses_other_latents(
+    everything: None, extra: dict[str, Any], reason: str
+) -> None:
+    found = available_backends((9, 0), latents(**extra))
+    assert reason in found.missing["fi"] and "fi" not in found.best_first("prefill")
 
 
 def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(

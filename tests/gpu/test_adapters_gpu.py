@@ -53,7 +53,7 @@ class Step:
         **extras: Any,
     ) -> Step:
         """lengths: of the decode rows; chunks: (tokens before it, tokens in it); extras: of the
-        attention."""
+        attention, whose values are the first numbers of keys if they say so."""
         torch.manual_seed(0)
         num_heads, num_kv_heads, head_dim = heads
         spec = AttentionSpec(
@@ -84,7 +84,9 @@ class Step:
         rows = PrefillBatch.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Step(
-            kv=PagedKV(*caches),
+            kv=PagedKV(caches[0], caches[0][..., : spec.value_dim], v_in_k=True)
+            if spec.v_in_k
+            else PagedKV(*caches),
             spec=spec,
             shape=AttentionShape(
                 layers=frozenset((spec,)),
@@ -112,7 +114,7 @@ class Step:
     def expected(self) -> Tensor:
         """From float32 copies of the same numbers."""
         reference = TorchAttention()
-        kv = PagedKV(self.kv.k.float(), self.kv.v.float())
+        kv = replace(self.kv, k=self.kv.k.float(), v=self.kv.v.float())
         return self.attend(Attention(reference, reference), kv, self.q.float())
 
 
@@ -177,6 +179,20 @@ def test_windows_and_soft_caps_match_the_reference(
     lengths, chunks = [1, 64, 65, 101, 3000], [(0, 300), (700, 90), (2500, 1)]
     heads, extras = (16, 8, head_dim), {"window": window, "softcap": softcap}
     check(name, Step.of(lengths, chunks, page_size, heads, torch.bfloat16, **extras))
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("num_heads", [16, 20, 64])
+def test_flashinfer_over_latents_matches_the_reference(
+    num_heads: int, page_size: int, dtype: torch.dtype
+) -> None:
+    """The heads of DeepSeek-V2-Lite, of GLM-4.7-Flash, and of DeepSeek-V3 on two ranks."""
+    lengths, chunks = [1, 63, 64, 65, 3000], [(0, 1), (0, 300), (700, 90), (2500, 1)]
+    extras = {"value_dim": 512, "v_in_k": True}
+    check("fi", Step.of(lengths, chunks, page_size, (num_heads, 1, 576), dtype, **extras))
+    check("fi,triton", Step.of(lengths, chunks, page_size, (num_heads, 1, 576), dtype, **extras))
+    check("fi", Step.of([9000], [], page_size, (num_heads, 1, 576), dtype, **extras))
 
 
 def test_layers_with_plans_of_their_own_match_the_reference() -> None:

@@ -17,7 +17,12 @@ from support.attention_cases import Shape, check_decode, check_prefill, in_float
 from support.checkpoints import LATENT_SPECS
 from support.draft_networks import latent
 from support.grouped_cases import ROUTINGS, check_grouped
-from support.latent_cases import LATENTS, Latents, check_store_latents
+from support.latent_cases import (
+    LATENTS,
+    Latents,
+    check_store_latents,
+    check_values_of_latents,
+)
 from support.parity import FEW_PAGES, batch, case_of, check, greedy, load_engine
 
 from minisgl.attention.base import DecodeBatch
@@ -45,6 +50,7 @@ SHAPES = [
     replace(FLASH, group=5, kv_scales=FP8),  # GLM-4.7-Flash on 4 ranks
     replace(FLASH, group=3, head_dim=80, value_dim=64, dtype=torch.float32),
 ]
+ALL_LATENTS = [*LATENTS, Latents(128, 128, 64, 512, 128)]  # and those of DeepSeek-V3
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
 
 
@@ -84,12 +90,21 @@ def test_a_captured_decode_serves_any_lengths() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 300])
-@pytest.mark.parametrize("latents", [*LATENTS, Latents(128, 128, 64, 512)], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 300])
+@pytest.mark.parametrize("latents", ALL_LATENTS, ids=str)
 def test_latents_are_stored_as_the_reference_does(
     latents: Latents, num_rows: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     check_store_latents(num_rows, latents, dtype, GPU, fp8=fp8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 300])
+@pytest.mark.parametrize("latents", ALL_LATENTS, ids=str)
+def test_values_are_those_of_the_reference(
+    latents: Latents, num_rows: int, dtype: torch.dtype
+) -> None:
+    check_values_of_latents(num_rows, latents, dtype, GPU)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])

@@ -148,10 +148,12 @@ def squares_of(x: Tensor, num_parts: int) -> Tensor:
     return torch.stack([part.sum(1) for part in parts], dim=1)
 
 
-@pytest.mark.parametrize("num_parts", [1, 37, 64, 80])
-@pytest.mark.parametrize(("n", "k"), [*GATED_SHAPES, (4096, 1024), (2048, 3072), (7168, 5120)])
+@pytest.mark.parametrize("num_parts", [1, 37, 64, 80, None])
+@pytest.mark.parametrize(
+    ("n", "k"), [*GATED_SHAPES, (4096, 1024), (2048, 3072), (7168, 5120), (5120, 768)]
+)
 def test_linear_of_a_norm_matches_norm_then_linear(
-    n: int, k: int, num_parts: int, workspace: LinearWorkspace
+    n: int, k: int, num_parts: int | None, workspace: LinearWorkspace
 ) -> None:
     """As the norm and the product one after the other, but where the scale of a row is rounded
     differently."""
@@ -160,7 +162,8 @@ def test_linear_of_a_norm_matches_norm_then_linear(
         for m in ROWS:
             x = random(m, k, dtype=dtype) * torch.rand(m, 1, device=GPU).to(dtype)
             normed = reference.rms_norm(x, norm_weight, 1e-6)
-            norm = FusedNorm(norm_weight, 1e-6, squares_of(x, num_parts))
+            squares = None if num_parts is None else squares_of(x, num_parts)
+            norm = FusedNorm(norm_weight, 1e-6, squares)
             for room in (workspace, None):
                 for epilogue in (PLAIN, GATED):
                     out = linear(x, weight, epilogue=epilogue, norm=norm, workspace=room)

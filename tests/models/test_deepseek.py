@@ -39,7 +39,10 @@ from minisgl.kernels.elementwise import latents
 from minisgl.kernels.moe import grouped
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import Chosen
+from minisgl.kernels.residual import Residual, joined
 from minisgl.layers import grouped_experts
+from minisgl.layers.grouped_experts import GroupedMoeBlock
+from minisgl.layers.norm import RMSNorm
 from minisgl.models.deepseek import GLM, V2, V3, LatentConfig
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -215,13 +218,53 @@ def test_rotations_of_halves_and_two_rotations_are_detected(
 def test_a_bias_in_the_weights_of_experts_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
         assert bias is not None
-        chosen = grouped.choose_grouped(logits, routing, bias).experts.long()
+        experts, right, _ = grouped.choose_grouped(logits, routing, bias)
+        chosen = experts[:, : routing.top_k].long()
         weights = (logits.sigmoid() + bias).gather(-1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return Chosen(chosen.int(), weights * routing.factor)
+        weights = weights / weights.sum(-1, keepdim=True) * routing.factor
+        return Chosen(experts, torch.cat((weights, right[:, routing.top_k :]), 1))
 
     monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
     assert error("glm-flash") > GROSS
+
+
+def test_a_shared_expert_with_another_weight_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is one of the experts of a row."""
+
+    def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
+        experts, weights, _ = grouped.choose_grouped(logits, routing, bias)
+        return Chosen(experts, torch.where(experts == logits.shape[1], 1.8, weights))
+
+    monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
+    assert error("glm-flash", chunk=7) > GROSS
+
+
+@pytest.mark.parametrize("name", ["glm-flash", "deepseek-v3"])
+def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(logits_of(name).folder)
+    block = next(each for each in model.modules() if isinstance(each, GroupedMoeBlock))
+    x = torch.randn(5, model.embed_tokens.weight.shape[1])
+    norm = next(each for each in model.modules() if isinstance(each, RMSNorm))
+    numbers: list[int] = []
+
+    def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
+        numbers.append(routing.num_shared)
+        return grouped.choose_grouped(logits, routing, bias)
+
+    monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
+    results: list[Tensor] = []
+    for joins in (True, False):
+        monkeypatch.setattr(grouped_experts, "joins_shared", lambda *_, joins=joins: joins)
+        results.append(joined(block(Residual(x.clone()), norm), norm))
+    assert numbers == [1, 0]
+    torch.testing.assert_close(*results)
+    stack, shared = block.experts.product.weights, block.shared_experts
+    assert shared is not None and len(stack["down_proj"]) == block.experts.held.size + 1
+    down = shared.down_proj.get_parameter("weight")
+    assert down.data_ptr() == stack["down_proj"][-1].data_ptr()
+    assert block.experts.get_parameter("down_proj").shape[0] == block.experts.held.size
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,66 @@ class PrefillWrapper(PagedWrapper):
         )
 
 
+class LatentWrapper(PagedWrapper):
+    """For decode and for prefill, over latents and what is behind them."""
+
+    made: list[PagedWrapper] = []  # noqa: RUF012
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, use_cuda_graph: bool = False, *, backend: str = "auto"
+    ) -> None:
+        assert not use_cuda_graph and backend == "auto"
+        super().__init__(float_workspace_buffer, "NHD")
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        use_profiler: bool = False,
+    ) -> None:
+        last = (kv_len_arr - 1) % page_size + 1
+        assert causal and not use_profiler and q_data_type == kv_data_type
+        self.widths = head_dim_ckv, head_dim_kpe
+        self._plan(
+            qo_indptr=qo_indptr,
+            indptr=kv_indptr,
+            indices=kv_indices,
+            last_page_len=last,
+            num_qo_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=head_dim_ckv + head_dim_kpe,
+            page_size=page_size,
+            causal=causal,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            sm_scale=sm_scale,
+            window_left=-1,
+            logits_soft_cap=None,
+            seq_lens=kv_len_arr,
+        )
+
+    def run(  # type: ignore[override]
+        self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *, out: Tensor
+    ) -> Tensor:
+        assert (ckv_cache.shape[2], kpe_cache.shape[2]) == self.widths
+        assert out.shape == q_nope.shape and out.dtype == q_nope.dtype
+        # The kernel takes the strides of pages, tokens and heads.
+        assert {each.stride(2) for each in (q_nope, q_pe, ckv_cache, kpe_cache, out)} == {1}
+        keys = torch.cat((ckv_cache, kpe_cache), 2).unsqueeze(2)
+        q, values = torch.cat((q_nope, q_pe), 2), ckv_cache.unsqueeze(2)
+        return super().run(q, (keys, values), q_scale=1.0, out=out)
+
+
 def attend_by_table(
     q: Tensor,
     k: Tensor,
@@ -399,6 +459,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     wrappers = {
         "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper,
         "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper,
+        "BatchMLAPagedAttentionWrapper": LatentWrapper,
     }
     decode = module(
         "flashinfer.decode", trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache
@@ -408,6 +469,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(DecodeWrapper, "made", [])
     monkeypatch.setattr(PrefillWrapper, "made", [])
+    monkeypatch.setattr(LatentWrapper, "made", [])
 
     def install(*generations: str) -> None:
         for name in absent:

@@ -17,6 +17,9 @@ ROUTINGS = [
     (64, GroupRouting(6, normalize=False, sigmoid=False)),
     (21, GroupRouting(5, normalize=True, sigmoid=False, factor=0.5, num_groups=3, num_kept=2)),
     (6, GroupRouting(1, normalize=False, sigmoid=True, num_groups=3, num_kept=1)),
+    # With an expert that every row takes, and with several.
+    (64, GroupRouting(4, normalize=True, sigmoid=True, factor=1.8, num_shared=1)),
+    (10, GroupRouting(3, normalize=True, sigmoid=False, factor=0.5, num_shared=2)),
 ]
 
 
@@ -41,10 +44,11 @@ def check_grouped(
     )
     assert chosen.dtype == torch.int32 and weights.dtype == dtype
     wanted = grouped.choose_grouped(logits, routing, bias)
-    assert chosen.shape == wanted.experts.shape == (num_rows, routing.top_k)
+    num_shared = routing.num_shared
+    assert chosen.shape == wanted.experts.shape == (num_rows, routing.top_k + num_shared)
 
     def spread(experts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        none = torch.full((num_rows, num_experts), -1.0)
+        none = torch.full((num_rows, num_experts + num_shared), -1.0)
         return none.scatter_(1, experts.long().cpu(), values.float().cpu())
 
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2

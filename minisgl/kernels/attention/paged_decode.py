@@ -30,6 +30,7 @@ from minisgl.kernels.tuning import DecodeTiles
 
 # Elements in a tile of a merge; more would take more registers than the main loop needs.
 _MERGED = 2048
+_LEAST_MERGED = 128  # dimensions of a head in a program that merges only
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without assembly
 
 
@@ -141,7 +142,12 @@ def paged_decode(
         **pdl_options(q.device, pdl),
     )
     if spec.v_in_k:
-        _merge_kernel[(num_rows, num_heads)](
+        merged_v = block_v
+        while (
+            merged_v > _LEAST_MERGED and num_rows * num_heads * block_v < target_splits * merged_v
+        ):
+            merged_v //= 2
+        _merge_kernel[(num_rows, num_heads, triton.cdiv(v_head_dim, merged_v))](
             out,
             lengths,
             workspace.accs,
@@ -155,8 +161,8 @@ def paged_decode(
             v_head_dim=v_head_dim,
             block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
             block_n=tiles.block_n,
-            block_v=block_v,
-            block_s=max(1, _MERGED // block_v),
+            block_v=merged_v,
+            block_s=max(1, _MERGED // merged_v),
             num_warps=4,
             **pdl_options(q.device, pdl),
         )
@@ -386,7 +392,7 @@ def _decode_kernel(
     if arrive(semaphores, kv_head) == num_splits - 1:
         tl.store(semaphores + kv_head, 0)  # for the next launch
         merged = _merge(
-            accs, peaks, totals, first_item, num_splits, kv_head * num_queries,
+            accs, peaks, totals, first_item, num_splits, kv_head * num_queries, 0,
             num_heads, num_queries, v_head_dim, block_g, block_v, block_s,
         )  # fmt: skip
         group_heads = tl.arange(0, block_g)
@@ -632,8 +638,8 @@ def _merge_kernel(
     block_s: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program: a head of a row, if the row is split."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """One program: some dimensions of a head of a row, if the row is split."""
+    row, head, first_dim = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_v
     rows = tl.arange(0, block_rows)
     numbers = _num_visible(tl.load(lengths + rows, rows < num_rows, 0), window)
     split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
@@ -647,10 +653,10 @@ def _merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if num_splits > 1:
         merged = _merge(
-            accs, peaks, totals, first_item, num_splits, head,
+            accs, peaks, totals, first_item, num_splits, head, first_dim,
             num_heads, 1, v_head_dim, 1, block_v, block_s,
         )  # fmt: skip
-        dims = tl.arange(0, block_v)
+        dims = first_dim + tl.arange(0, block_v)
         result = out + (row.to(tl.int64) * num_heads + head) * v_head_dim
         tl.store(result + dims[None, :], merged, mask=(dims < v_head_dim)[None, :])
 
@@ -663,6 +669,7 @@ def _merge(
     first_item,
     num_splits,
     first_head,
+    first_dim,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     v_head_dim: tl.constexpr,
@@ -671,7 +678,7 @@ def _merge(
     block_s: tl.constexpr,
 ):
     """[block_g, block_v]: the attention of a group over all splits of a row, block_s at a time."""
-    heads, dims = tl.arange(0, block_g), tl.arange(0, block_v)
+    heads, dims = tl.arange(0, block_g), first_dim + tl.arange(0, block_v)
     acc = tl.zeros((block_g, block_v), tl.float32)
     peak = tl.full((block_g,), LOWEST, tl.float32)
     total = tl.zeros((block_g,), tl.float32)

@@ -1,10 +1,11 @@
-"""What attention over latents (DeepSeek-V2, arXiv 2405.04434) does between its maps, in torch: the
-norm of latents, interleaved rope, and the write to the cache."""
+"""What attention over latents (DeepSeek-V2, arXiv 2405.04434) does before and after it attends, in
+torch: the norm of latents, interleaved rope, the write to the cache, and the maps of each head."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import rms_norm, store
@@ -26,6 +27,7 @@ def store_latents(
     slot_mapping: Tensor,
     cache: Tensor,
     norm: LatentNorm,
+    to_keys: Tensor,
     scale: float = 1.0,
 ) -> Tensor:
     """As in dispatch.py, with the rounding of reference.py."""
@@ -37,6 +39,22 @@ def store_latents(
     store(row.unsqueeze(1), slot_mapping, cache, scale)
     out = q.new_empty((*q.shape[:2], rank + rope_dim))
     out[..., rank:] = _rotate(q[..., -rope_dim:], cos.unsqueeze(1), sin.unsqueeze(1))
+    map_queries(q, to_keys, out)
+    return out
+
+
+def map_queries(q: Tensor, to_keys: Tensor, out: Tensor) -> None:
+    """Write the queries of latents to the first numbers of `out`; the arguments and the result are
+    those of store_latents."""
+    _, nope_dim, rank = to_keys.shape
+    queries = q[..., :nope_dim].transpose(0, 1)
+    torch.bmm(queries, to_keys, out=out[..., :rank].transpose(0, 1))
+
+
+def values_of_latents(attended: Tensor, to_values: Tensor) -> Tensor:
+    """As in dispatch.py."""
+    out = attended.new_empty((*attended.shape[:2], to_values.shape[1]))
+    torch.bmm(attended.transpose(0, 1), to_values.mT, out=out.transpose(0, 1))
     return out
 
 

@@ -1,5 +1,12 @@
-"""Norm of latents, interleaved rope, and the write to the cache as one Triton kernel, with the
-rounding of `store_latents` in latents.py."""
+"""What attention over latents does before and after it attends as Triton kernels, with the rounding
+of latents.py.
+
+Each head has a map to latents and one from them, which few rows make a matter of reading weights.
+Programs with a part of a head's map hold it in registers before they wait for the rows, as the
+burst kernel of linear/ does: cuBLAS starts when the launch before has ended. Other programs of the
+first launch norm, rotate and store meanwhile. With many rows that is a launch of its own, and
+cuBLAS maps.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.elementwise import latents
 from minisgl.kernels.elementwise.latents import LatentNorm
-from minisgl.kernels.inlined import apply_norm, rms_scale, to_stored
+from minisgl.kernels.inlined import apply_norm, from_here, rms_scale, to_stored
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.tuning import LatentMapTiles, tuning_of
 
-_HEADS = 16  # of queries, in a program
+_HEADS = 16  # of queries, in a program that rotates
 
 
 def store_latents(
@@ -22,20 +31,26 @@ def store_latents(
     slot_mapping: Tensor,
     cache: Tensor,
     norm: LatentNorm,
+    to_keys: Tensor,
     scale: float = 1.0,
     *,
+    tiles: LatentMapTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch.py; within a row all is contiguous. pdl: overlap launches where the device
-    can, by the rule of launch_options.py."""
+    """As in dispatch.py; within a row, and within a head's map, all is contiguous. tiles: those of
+    the kernel that maps, taken for any number of rows; None: by the device's tuning. pdl: overlap
+    launches where the device can, by the rule of launch_options.py."""
     num_rows, num_heads, head_dim = q.shape
     rank, rope_dim = len(norm.weight), norm.table.shape[1]
     assert kv.stride(1) == 1 and q.stride()[1:] == (head_dim, 1) and cache.is_contiguous()
     assert norm.table.is_contiguous() and kv.shape[1] == rank + rope_dim == cache.shape[3]
+    assert to_keys.shape == (num_heads, head_dim - rope_dim, rank)
+    assert to_keys.stride()[1:] == (rank, 1)
     out = q.new_empty((num_rows, num_heads, rank + rope_dim))
     if num_rows == 0:
         return out
-    _store_row[(num_rows, 1 + triton.cdiv(num_heads, _HEADS))](
+    tiles = tiles or _tiles_of(num_rows, q.device)
+    stored = (
         out,
         cache,
         kv,
@@ -48,22 +63,207 @@ def store_latents(
         1 / scale if cache.dtype == torch.float8_e4m3fn else None,
         kv.stride(0),
         q.stride(0),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        rank=rank,
-        num_pairs=rope_dim // 2,
-        heads_block=min(_HEADS, triton.next_power_of_2(num_heads)),
-        rank_block=triton.next_power_of_2(rank),
-        pairs_block=triton.next_power_of_2(rope_dim // 2),
-        num_warps=4,
+    )
+    sizes = {
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "rank": rank,
+        "num_pairs": rope_dim // 2,
+        "heads_block": min(_HEADS, triton.next_power_of_2(num_heads)),
+        "rank_block": triton.next_power_of_2(rank),
+        "pairs_block": triton.next_power_of_2(rope_dim // 2),
         # Products and sums of the rotation are rounded one by one, as the reference's are.
-        enable_fp_fusion=False,
+        "enable_fp_fusion": False,
         **pdl_options(q.device, pdl),
+    }
+    num_parts = 1 + triton.cdiv(num_heads, _HEADS)
+    if tiles is None:
+        _store_row[(num_rows, num_parts)](*stored, num_warps=4, **sizes)
+        latents.map_queries(q, to_keys, out)
+        return out
+    num_maps = num_heads * triton.cdiv(rank, tiles.to_latents)
+    _store_and_map[(num_maps + num_rows * num_parts,)](
+        *stored,
+        to_keys,
+        to_keys.stride(0),
+        num_rows,
+        num_maps=num_maps,
+        num_parts=num_parts,
+        block_m=max(16, triton.next_power_of_2(num_rows)),
+        block_n=tiles.to_latents,
+        block_k=tiles.nope_k,
+        pieces=triton.cdiv(head_dim - rope_dim, tiles.nope_k),
+        num_warps=tiles.num_warps,
+        **sizes,
     )
     return out
 
 
+def values_of_latents(
+    attended: Tensor, to_values: Tensor, *, tiles: LatentMapTiles | None = None, pdl: bool = True
+) -> Tensor:
+    """As in dispatch.py; attended is contiguous, and so is a head's map. tiles and pdl: as of
+    store_latents."""
+    num_rows, num_heads, rank = attended.shape
+    value_dim = to_values.shape[1]
+    assert attended.is_contiguous() and to_values.stride()[1:] == (rank, 1)
+    assert to_values.shape == (num_heads, value_dim, rank)
+    tiles = tiles or _tiles_of(num_rows, attended.device)
+    if tiles is None or num_rows == 0:
+        return latents.values_of_latents(attended, to_values)
+    out = attended.new_empty((num_rows, num_heads, value_dim))
+    _map_values[(num_heads * triton.cdiv(value_dim, tiles.to_values),)](
+        out,
+        attended,
+        to_values,
+        to_values.stride(0),
+        num_rows,
+        num_heads=num_heads,
+        value_dim=value_dim,
+        rank=rank,
+        block_m=max(16, triton.next_power_of_2(num_rows)),
+        block_n=tiles.to_values,
+        block_k=tiles.rank_k,
+        pieces=triton.cdiv(rank, tiles.rank_k),
+        num_warps=tiles.num_warps,
+        **pdl_options(attended.device, pdl),
+    )
+    return out
+
+
+def _tiles_of(num_rows: int, device: torch.device) -> LatentMapTiles | None:
+    """Those of the kernels that map so many rows, if they do."""
+    tuning = tuning_of(device)
+    return tuning.latent_maps if num_rows <= tuning.latent_map_rows else None
+
+
 # Slices of a step's tables have any alignment: do not compile a variant for each.
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["positions", "slot_mapping"]
+)
+def _store_and_map(
+    out,
+    cache,
+    kv,
+    q,
+    positions,
+    slot_mapping,
+    table,
+    weight,
+    eps,
+    inverse,
+    kv_stride,
+    q_stride,
+    to_keys,
+    map_stride,
+    num_rows,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rank: tl.constexpr,
+    num_pairs: tl.constexpr,
+    heads_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    pairs_block: tl.constexpr,
+    num_maps: tl.constexpr,
+    num_parts: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program: a part of the queries of latents of a head, for all rows; or what a program of
+    _store_row does."""
+    program = tl.program_id(0)
+    if program < num_maps:
+        blocks: tl.constexpr = num_maps // num_heads
+        head = program // blocks
+        _map_head(
+            out + head * (rank + 2 * num_pairs), num_heads * (rank + 2 * num_pairs),
+            q + head * head_dim, q_stride,
+            to_keys + head.to(tl.int64) * map_stride, rank, 1,
+            program % blocks, num_rows, head_dim - 2 * num_pairs, rank,
+            block_m, block_n, block_k, pieces, pdl,
+        )  # fmt: skip
+    else:
+        place = program - num_maps
+        _store_part(
+            out, cache, kv, q, positions, slot_mapping, table, weight, eps, inverse, kv_stride,
+            q_stride, (place // num_parts).to(tl.int64), place % num_parts, num_heads, head_dim,
+            rank, num_pairs, heads_block, rank_block, pairs_block, pdl,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _map_values(
+    out,
+    attended,
+    to_values,
+    map_stride,
+    num_rows,
+    num_heads: tl.constexpr,
+    value_dim: tl.constexpr,
+    rank: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program: some values of a head, for all rows."""
+    blocks: tl.constexpr = (value_dim + block_n - 1) // block_n
+    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    _map_head(
+        out + head * value_dim, num_heads * value_dim, attended + head * rank, num_heads * rank,
+        to_values + head.to(tl.int64) * map_stride, 1, rank,
+        block, num_rows, rank, value_dim, block_m, block_n, block_k, pieces, pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _map_head(
+    out,
+    out_stride,
+    x,
+    x_stride,
+    weight,
+    k_stride: tl.constexpr,
+    n_stride: tl.constexpr,
+    block,
+    num_rows,
+    k: tl.constexpr,
+    n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """x W for block `block` of the n columns of W [k, n], which has these strides: [num_rows, k] to
+    [num_rows, n], with the strides of their rows."""
+    row = tl.arange(0, block_m)
+    column = block * block_n + tl.arange(0, block_n)
+    w, rows = (), ()
+    for i in tl.static_range(pieces):
+        at = i * block_k + tl.arange(0, block_k)
+        place = weight + at[:, None] * k_stride + column[None, :] * n_stride
+        w += (tl.load(place, mask=(at < k)[:, None] & (column < n)[None, :], other=0.0),)
+    if pdl:  # for x, and for the last reader of `out`
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    there = (row < num_rows)[:, None]
+    x += row[:, None].to(tl.int64) * x_stride
+    for i in tl.static_range(pieces):
+        at = i * block_k + tl.arange(0, block_k)[None, :]
+        rows += (tl.load(x + at, mask=there & (at < k), other=0.0),)
+    tl.debug_barrier()  # all loads are issued
+    acc = tl.zeros((block_m, block_n), tl.float32)
+    for i in tl.static_range(pieces):
+        acc = tl.dot(rows[i], from_here(w[i], pdl), acc, input_precision="ieee")
+    out += row[:, None].to(tl.int64) * out_stride + column[None, :]
+    tl.store(out, acc.to(out.dtype.element_ty), mask=there & (column < n)[None, :])
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _store_row(
     out,
@@ -88,7 +288,39 @@ def _store_row(
     pdl: tl.constexpr,
 ):
     """One program: the latent of a row and what is behind it, or some heads of its queries."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _store_part(
+        out, cache, kv, q, positions, slot_mapping, table, weight, eps, inverse, kv_stride,
+        q_stride, tl.program_id(0).to(tl.int64), tl.program_id(1), num_heads, head_dim, rank,
+        num_pairs, heads_block, rank_block, pairs_block, pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_part(
+    out,
+    cache,
+    kv,
+    q,
+    positions,
+    slot_mapping,
+    table,
+    weight,
+    eps,
+    inverse,
+    kv_stride,
+    q_stride,
+    row,
+    part,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rank: tl.constexpr,
+    num_pairs: tl.constexpr,
+    heads_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    pairs_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Part 0 of a row is its latent and what is behind it, the others are heads of its queries."""
     width: tl.constexpr = rank + 2 * num_pairs
     pair, column = tl.arange(0, pairs_block), tl.arange(0, rank_block)
     # Before the wait, load what is older than the previous kernel.

@@ -16,6 +16,7 @@ from minisgl.kernels.linear.gemm_parts import (
     next_exchange,
     spread,
     total,
+    total_squares,
     zeros,
 )
 
@@ -87,13 +88,19 @@ def burst_kernel(
         residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
         exchange = next_exchange(exchanges, row, num_rows)
-    if norm_weight is not None:
+    if x_squares is not None:
         found = load_squares(x_squares, row, num_rows, num_parts, parts)
     tl.debug_barrier()  # all loads are issued
 
     if norm_weight is not None:
-        found = from_here(found, pdl)
-        scale = spread(tl.rsqrt(tl.sum(found, 1) / k + eps), groups)
+        if x_squares is None:
+            sums = tl.zeros([block_m], tl.float32)
+            for i in tl.static_range(pieces):
+                wide = from_here(rows[i], pdl).to(tl.float32)
+                sums += total_squares(wide, groups)
+        else:
+            sums = tl.sum(from_here(found, pdl), 1)
+        scale = spread(tl.rsqrt(sums / k + eps), groups)
     acc = zeros(block_n, block_m, groups)
     up = acc
     for i in tl.static_range(pieces):

@@ -26,7 +26,8 @@ fused into them, with the rounding of elementwise/reference.py:
   other half.
 - A GEMM adds its result to the residual stream, and writes the sums of squares of the new stream,
   one for each block of columns.
-- With these sums the next GEMM norms its x between L2 and the tensor cores (`FusedNorm`).
+- With these sums the next GEMM norms its x between L2 and the tensor cores (`FusedNorm`). Where x
+  is short, and no stream, each of its programs sums up the squares.
 - A GEMM writes its result into the inboxes of all ranks (comm/mailbox.py) as this rank's summand of
   an all-reduce.
 """
@@ -44,6 +45,8 @@ from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.stream_kernel import stream_kernel
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_arguments
 from minisgl.kernels.tuning import tuning_of
+
+_SQUARED = 16384  # elements of x that a program of the stream kernel sums the squares of at once
 
 
 def linear(
@@ -67,7 +70,8 @@ def linear(
     """
     (m, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and weight.shape[1] == k and x.stride(1) == 1
-    assert norm is None or (norm.squares.is_contiguous() and norm.squares.shape[0] == m)
+    x_squares = None if norm is None else norm.squares
+    assert x_squares is None or (x_squares.is_contiguous() and x_squares.shape[0] == m)
     gated = epilogue.gated
     assert not gated or bias is None
     if tiles is None:
@@ -81,7 +85,11 @@ def linear(
     if m == 0:
         return result
 
-    num_parts = 1 if norm is None else norm.squares.shape[1]
+    num_parts = 1 if x_squares is None else x_squares.shape[1]
+    # As wide as a tile of x, so that the compiler keeps both in one layout.
+    parts = max(triton.next_power_of_2(num_parts), tiles.block_k // tiles.groups)
+    if norm is not None and x_squares is None:
+        parts = max(128, min(triton.next_power_of_2(k), _SQUARED // tiles.block_m))
     tensors = (
         out,
         squares,
@@ -89,7 +97,7 @@ def linear(
         weight,
         bias,
         None if norm is None else norm.weight,
-        None if norm is None else norm.squares,
+        x_squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
     exchange = sending(epilogue.mailbox)
@@ -98,8 +106,7 @@ def linear(
         "block_m": tiles.block_m,
         "block_k": tiles.block_k,
         "groups": tiles.groups,
-        # As wide as a tile of x, so that the compiler keeps both in one layout.
-        "parts": max(triton.next_power_of_2(num_parts), tiles.block_k // tiles.groups),
+        "parts": parts,
         "gated": gated,
         "gelu": epilogue.gelu,
         "whole_n": n % tiles.block_n == 0,

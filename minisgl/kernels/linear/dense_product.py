@@ -90,6 +90,16 @@ class DenseProduct(FusingProduct):
                 return y
         return F.linear(x, self.weight, self.bias)
 
+    def of_input_norm(self, x: Tensor, weights: NormWeights) -> Tensor:
+        if not self.sums_squares or not self.fuses(x.shape[0], normed=True):
+            return super().of_input_norm(x, weights)
+        return self.gemm(x, norm=FusedNorm(weights.weight, weights.eps, None))
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether x is so short that every program of a GEMM may sum up the squares of its rows."""
+        return self.kernels is not None and self.weight.shape[1] <= self.kernels.tuning.summed_k
+
     def of_kept_norm(
         self, residual: Residual, weights: NormWeights
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,17 +67,17 @@ def choose_tiles(
     return replace(
         tiles,
         num_stages=6 if deep else fitting_stages(4, stage_bytes, tuning.shared_bytes),
-        prefetch=256 if num_tiles * splits <= programs * resident else 0,
+        prefetch=tuning.linear_prefetch if num_tiles * splits <= programs * resident else 0,
     )
 
 
 def _burst_tiles(m: int, n: int, k: int, halves: int, tuning: DeviceTuning) -> LinearTiles | None:
-    """For at most 96 KiB of W in a program, and two programs on an SM. W and a tile of x pass
+    """For at most 96 KiB of W in a program, and few programs on an SM. W and a tile of x pass
     through shared memory, on their way to the threads that multiply them."""
     block_k = min(max(triton.next_power_of_2(k), 128), 1024)
     block_m = 8 if m <= 8 else 16
     num_tiles = triton.cdiv(k, block_k) * halves
-    if num_tiles > 3 or triton.cdiv(n, 16) > 2 * tuning.linear_programs:
+    if num_tiles > 3 or triton.cdiv(n, 16) > tuning.burst_programs * tuning.linear_programs:
         return None
     if (16 * num_tiles + block_m) * block_k * 2 > tuning.shared_bytes:
         return None

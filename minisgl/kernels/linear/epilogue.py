@@ -16,7 +16,9 @@ class FusedNorm(NamedTuple):
 
     weight: Tensor  # [k], of x's dtype
     eps: float
-    squares: Tensor  # [m, any] float32, contiguous; each row sums up to that of the squares of x
+    # [m, any] float32, contiguous; each row sums up to that of the squares of x. None: the kernel
+    # sums them up, in every program, as only dense_gemm.linear does.
+    squares: Tensor | None
 
 
 class Epilogue(NamedTuple):

@@ -76,6 +76,28 @@ def load_squares(
 
 
 @triton.jit
+def sum_squares(x, row, x_stride, num_rows, k, block: tl.constexpr):
+    """[block_m]: those of whole rows of x, `block` elements at a time."""
+    sums = tl.zeros([row.shape[0]], tl.float32)
+    for start in range(0, k, block):
+        column = start + tl.arange(0, block)
+        inside = (row < num_rows)[:, None] & (column < k)[None, :]
+        some = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        wide = some.to(tl.float32)
+        sums += tl.sum(wide * wide, 1)
+    return sums
+
+
+@triton.jit
+def total_squares(rows, groups: tl.constexpr):
+    """[block_m]: those of a tile of x in float32."""
+    sums = tl.sum(rows * rows, 1 if groups == 1 else 2)
+    if groups > 1:
+        sums = tl.sum(sums, 0)
+    return sums
+
+
+@triton.jit
 def load_residual(out, row, column, num_rows, n):
     """The block of `out` that `finish` adds to."""
     live = (row < num_rows)[:, None] & (column < n)[None, :]

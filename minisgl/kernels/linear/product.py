@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minisgl.kernels.dispatch import gated_mul
+from minisgl.kernels.dispatch import gated_mul, rms_norm
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -39,6 +39,10 @@ class Product(ABC):
         """Returns y for x the norm of the stream, and the stream as one tensor [num_rows, k]."""
         x, rows = norm(residual, weights)
         return self(x), rows
+
+    def of_input_norm(self, x: Tensor, weights: NormWeights) -> Tensor:
+        """Returns y for the norm of x, which is no stream: its rows may be parts of wider ones."""
+        return self(rms_norm(x.contiguous(), weights.weight, weights.eps))
 
     def of_kept_norm(
         self, residual: Residual, weights: NormWeights

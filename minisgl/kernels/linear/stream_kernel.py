@@ -16,6 +16,7 @@ from minisgl.kernels.linear.gemm_parts import (
     multiply,
     next_exchange,
     spread,
+    sum_squares,
     total,
     zeros,
 )
@@ -79,9 +80,12 @@ def stream_kernel(
         residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
         exchange = next_exchange(exchanges, row, num_rows)
-    if x_squares is not None:
-        found = load_squares(x_squares, row, num_rows, num_parts, parts)
-        scale = spread(tl.rsqrt(tl.sum(found, 1) / k + eps), groups)
+    if norm_weight is not None:
+        if x_squares is None:
+            sums = sum_squares(x, row, x_stride, num_rows, k, parts)
+        else:
+            sums = tl.sum(load_squares(x_squares, row, num_rows, num_parts, parts), 1)
+        scale = spread(tl.rsqrt(sums / k + eps), groups)
 
     columns = columns_of(block_k, groups)
     w_row = tl.arange(0, block_n)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.moe.reference import Chosen
@@ -26,6 +27,8 @@ class GroupRouting(NamedTuple):
     factor: float = 1.0  # multiplies the weights, last of all
     num_groups: int = 1  # of equal size, one after the other
     num_kept: int = 1  # groups, of which the experts are chosen
+    # Experts behind those that are chosen among, which every row takes with weight 1.
+    num_shared: int = 0
 
 
 def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
@@ -43,4 +46,7 @@ def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = 
     weights = scores.gather(-1, chosen)
     if routing.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-    return Chosen(chosen.int(), (weights * routing.factor).to(logits.dtype))
+    shared = logits.shape[1] + torch.arange(routing.num_shared, device=logits.device)
+    chosen = torch.cat((chosen, shared.expand(len(logits), -1)), 1)
+    weights = F.pad(weights * routing.factor, (0, routing.num_shared), value=1.0)
+    return Chosen(chosen.int(), weights.to(logits.dtype))

@@ -20,7 +20,8 @@ def choose_grouped(
     device can, by the rule of launch_options.py."""
     assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     num_rows, num_experts = logits.shape
-    chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
+    num_places = routing.top_k + routing.num_shared
+    chosen = torch.empty((num_rows, num_places), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     if num_rows == 0:
         return Chosen(chosen, weights)
@@ -38,9 +39,10 @@ def choose_grouped(
         least_sum=LEAST_SUM,
         num_groups=routing.num_groups,
         num_kept=routing.num_kept,
+        num_shared=routing.num_shared,
         groups_block=triton.next_power_of_2(routing.num_groups),
         group_block=triton.next_power_of_2(of_group),
-        places_block=triton.next_power_of_2(routing.top_k),
+        places_block=triton.next_power_of_2(num_places),
         num_warps=1,  # whose lanes compare without shared memory
         **pdl_options(logits.device, pdl),
     )
@@ -61,6 +63,7 @@ def _choose_row(
     least_sum: tl.constexpr,
     num_groups: tl.constexpr,
     num_kept: tl.constexpr,
+    num_shared: tl.constexpr,
     groups_block: tl.constexpr,
     group_block: tl.constexpr,
     places_block: tl.constexpr,
@@ -118,6 +121,10 @@ def _choose_row(
     if normalize:
         weight /= tl.sum(weight, 0) + least_sum
     weight *= factor
-    inside = place < top_k
-    tl.store(chosen + row * top_k + place, experts, mask=inside)
-    tl.store(weights + row * top_k + place, weight.to(weights.dtype.element_ty), mask=inside)
+    if num_shared > 0:
+        experts = tl.where(place < top_k, experts, num_experts + place - top_k)
+        weight = tl.where(place < top_k, weight, 1.0)
+    num_places: tl.constexpr = top_k + num_shared
+    at, inside = row * num_places + place, place < num_places
+    tl.store(chosen + at, experts, mask=inside)
+    tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=inside)

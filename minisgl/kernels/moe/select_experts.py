@@ -3,6 +3,7 @@ groups of them, or among those of a rank."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from minisgl.config import Activations
@@ -14,6 +15,7 @@ from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, ExpertBiases
 from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.kernels.tuning import tuning_of
 from minisgl.shards import Shard
 
 
@@ -68,11 +70,17 @@ def mxfp4_experts(
     return kind(gate_up, down, biases, clamped)
 
 
+def joins_shared(num_rows: int, device: torch.device) -> bool:
+    """Whether so many rows have a shared expert computed with the others, and not beside them."""
+    return num_rows <= tuning_of(device).shared_expert_rows
+
+
 def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
     """The experts of each row, and their weights.
 
-    logits: [num_rows, num_experts] contiguous; bias: [num_experts] float32, added to the scores of
-    experts where they are compared, and not to their weights.
+    logits: [num_rows, num_experts] contiguous, without the experts that every row takes; bias:
+    [num_experts] float32, added to the scores of experts where they are compared, and not to their
+    weights.
     """
     if runs_triton(logits.device):
         from minisgl.kernels.moe import grouped_kernel

@@ -41,8 +41,10 @@ def latents(num_heads: int, rank: int, tail: int, page_size: int, **features: ob
     return replace(plain, **features)  # type: ignore[arg-type]
 
 
-# More heads than a program has, in groups that fill it or not; widths that are no powers of two.
+# More heads than a program has, in groups that fill it or not; widths that are no powers of two, of
+# which one is merged by several programs.
 SHAPES = [
+    latents(1, 200, 16, 16),
     latents(1, 64, 16, 16),
     latents(40, 48, 32, 1),
     latents(5, 40, 24, 3, window=20, has_sinks=True, softcap=5.0),

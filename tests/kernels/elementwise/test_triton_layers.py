@@ -161,7 +161,10 @@ def test_the_cpu_never_uses_overlapping_launches() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there the parity tests run these kernels")
 @pytest.mark.parametrize(
     ("name", "few_rows"),
-    [("llama", False), ("qwen2", False), ("qwen3", False), ("llama-biased", True), ("qwen3", True)],
+    [
+        *[("llama", False), ("qwen2", False), ("qwen3", False), ("llama-biased", True)],
+        *[("qwen3", True), ("deepseek-v2", False), ("glm-flash", True)],
+    ],
 )
 def test_a_model_on_the_triton_kernels_matches_transformers(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -115,15 +115,20 @@ def squares_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize(
     ("m", "n", "k", "num_parts"),
-    [(1, 64, 256, 16), (3, 70, 100, 5), (17, 34, 250, 40), (40, 2, 17, 1)],
+    [
+        *[(1, 64, 256, 16), (3, 70, 100, 5), (17, 34, 250, 40), (40, 2, 17, 1)],
+        *[(1, 64, 256, None), (3, 70, 100, None), (17, 34, 250, None), (40, 2, 17, None)],
+    ],
 )
 def test_linear_of_a_norm_matches_the_reference(
-    m: int, n: int, k: int, num_parts: int, how: LinearTiles
+    m: int, n: int, k: int, num_parts: int | None, how: LinearTiles
 ) -> None:
-    """Rows of very different sizes, of which one is 0."""
-    x = torch.randn(m, k, device=DEVICE) * torch.arange(m, device=DEVICE)[:, None] * 0.1
+    """Rows of very different sizes, of which one is 0, and parts of wider ones."""
+    wide = torch.randn(m, k + 8, device=DEVICE) * torch.arange(m, device=DEVICE)[:, None] * 0.1
+    x = wide[:, :k]
     weight, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
-    norm = FusedNorm(torch.randn(k, device=DEVICE), EPS, squares_of(x, num_parts))
+    squares = None if num_parts is None else squares_of(x, num_parts)
+    norm = FusedNorm(torch.randn(k, device=DEVICE), EPS, squares)
     normed = reference.rms_norm(x, norm.weight, EPS)
     out = linear(x, weight, bias, norm=norm, workspace=workspace(m, n, k, how), tiles=how)
     torch.testing.assert_close(out, F.linear(normed, weight, bias), rtol=1e-5, atol=1e-4)
@@ -148,12 +153,14 @@ def test_the_stored_norm_is_the_one_that_was_multiplied(
     assert torch.equal(out, linear(x, weight, norm=norm, tiles=how))
 
 
+@pytest.mark.parametrize("num_parts", [7, None])
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_fused_norm_rounds_like_the_reference(how: LinearTiles) -> None:
+def test_the_fused_norm_rounds_like_the_reference(how: LinearTiles, num_parts: int | None) -> None:
     """Seen through the identity: what is multiplied is the norm as by itself, to the bit."""
     m, k = 5, 250
     x, weight = torch.randn(m, k, device=DEVICE).half(), torch.randn(k, device=DEVICE).half()
-    norm = FusedNorm(weight, EPS, squares_of(x.float(), 7))
+    squares = None if num_parts is None else squares_of(x.float(), num_parts)
+    norm = FusedNorm(weight, EPS, squares)
     identity = torch.eye(k, device=DEVICE).half()
     out = linear(x, identity, norm=norm, workspace=workspace(m, k, k, how), tiles=how)
     expected = reference.rms_norm(x, weight, EPS)

@@ -48,7 +48,9 @@ def linear(
     """
     (m, k), n = x.shape, weight.n
     assert weight.k == k and x.stride(1) == 1
-    assert norm is None or (norm.squares.is_contiguous() and norm.squares.shape[0] == m)
+    x_squares = None if norm is None else norm.squares
+    assert (norm is None) == (x_squares is None)
+    assert x_squares is None or (x_squares.is_contiguous() and x_squares.shape[0] == m)
     gated = epilogue.gated
     assert not gated or bias is None
     if tiles is None:
@@ -73,7 +75,7 @@ def linear(
         return result
 
     splits, split = split_arguments(m, weight.n, k, tiles, workspace, gated=gated)
-    num_parts = 1 if norm is None else norm.squares.shape[1]
+    num_parts = 1 if x_squares is None else x_squares.shape[1]
     weight_only_kernel[(across_m, splits, across_n)](
         out,
         squares,
@@ -82,7 +84,7 @@ def linear(
         weight.scales,
         bias,
         None if norm is None else norm.weight,
-        None if norm is None else norm.squares,
+        x_squares,
         m,
         n,
         k,
