@@ -23,6 +23,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import load
 from minisgl.errors import EngineStoppedError
 from minisgl.ranks.processes.launcher import RANK_NAME
+from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 
@@ -128,28 +129,47 @@ async def test_a_rank_killed_at_rest_is_noticed(layout: str, folder: Path) -> No
 # -- while they start ------------------------------------------------------------------------------
 
 
+def options_of(layout: str, folder: Path) -> EngineConfig:
+    small: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "num_pages": 9}
+    return EngineConfig(model=str(folder), **small, **LAYOUTS[layout])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("phase", ["loading weights", "profiling", "waiting"])
-def test_a_rank_killed_while_it_starts_is_named(phase: str, layout: str, folder: Path) -> None:
-    """In the phase that rank 0 reports: before the others have loaded, too."""
+@pytest.mark.parametrize("phase", ["loading weights", "profiling"])
+def test_a_rank_killed_while_rank_0_loads_is_named(phase: str, layout: str, folder: Path) -> None:
     reasons: list[str] = []
 
     def report(name: str, fraction: float) -> None:
         if name.startswith(phase) and not reasons:
             reasons.append(kill_last())
 
-    config = EngineConfig(
-        model=str(folder), device="cpu", load_format="dummy", num_pages=9, **LAYOUTS[layout]
-    )
-    try:
-        with forked_ranks():
-            loaded = load(config, report)
-    except EngineStoppedError as error:
-        found = str(error)
-    else:  # the rank had loaded, although rank 0 had not heard it yet
-        assert phase == "waiting"
-        found = str(loaded.runner.others.lost.exception())
-        loaded.runner.close()
-    assert [found] == reasons
+    with forked_ranks(), pytest.raises(EngineStoppedError) as caught:
+        load(options_of(layout, folder), report)
+    assert [str(caught.value)] == reasons
     assert not multiprocessing.active_children()
     wait_until(lambda: not dist.is_initialized())  # a thread that is left to itself ends it
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_killed_when_rank_0_has_loaded_is_named(
+    layout: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has loaded, too, and rank 0 has heard so, or not."""
+    as_it_is, reasons = RemoteRanks.wait_ready, list[str]()
+
+    def wait_ready(ranks: RemoteRanks, report: Callable[[float], None]) -> None:
+        reasons.append(kill_last())
+        as_it_is(ranks, report)
+
+    monkeypatch.setattr(RemoteRanks, "wait_ready", wait_ready)
+    try:
+        with forked_ranks():
+            loaded = load(options_of(layout, folder))
+    except EngineStoppedError as error:
+        found: BaseException | None = error
+    else:
+        found = loaded.runner.others.lost.exception()
+        loaded.runner.close()
+    assert [str(found)] == reasons
+    assert not multiprocessing.active_children()
+    assert not dist.is_initialized()
