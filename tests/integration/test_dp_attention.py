@@ -15,10 +15,10 @@ from support.pipelines import Outcome, mixed_outcomes
 from support.tensor_parallel import NUM_TOKENS, check_with_aborts, short_case_of
 from torch import Tensor
 
-from minisgl.config import EngineConfig, page_bytes
+from minisgl.config import EngineConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.engine import AsyncEngine
-from minisgl.engine.startup import load, scheduler_of
+from minisgl.engine.startup import load
 from minisgl.errors import ConfigError
 from minisgl.layers import by_request
 
@@ -104,27 +104,7 @@ def test_ranks_hold_together_what_does_not_fit_one() -> None:
     asyncio.run(run())
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_rank_stores_all_heads_of_its_own_tokens(tp: int) -> None:
-    """Where ranks divide heads, each stores one of the two of every token, also if there are four
-    ranks, which so hold half as many tokens in the same memory."""
-    case, sizes = case_of("qwen3"), {"page_size": 4, "num_pages": 50}
-    by_request = load_engine(case.folder, tp=tp, dp_attention=True, **sizes)
-    num_bytes = by_request.runner._own.state_bytes
-    by_request.runner.close()
-    by_head = load_engine(case.folder, tp=tp, **sizes)
-    of_heads = by_head.runner._own.state_bytes
-    by_head.runner.close()
-    layers = by_head.model.layer_specs("float32")
-    assert num_bytes == 50 * page_bytes(layers, 4) == 50 * 4 * 3 * 2 * 2 * 128 * 4
-    assert of_heads * 2 == num_bytes
-    capacity = by_request.capacity
-    assert (capacity.num_pages, capacity.num_attending) == (50, tp)
-    kv = scheduler_of(by_request).kv
-    assert kv.num_pages - 1 == tp * 49 and kv.num_ranks == tp
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def test_the_start_says_how_many_tokens_there_are_on_each_rank(
