@@ -21,6 +21,8 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import load
 from minisgl.errors import ConfigError
 from minisgl.layers import by_request
+from minisgl.runner.rank_tables import RankTables
+from minisgl.runner.step_inputs import SlotTables
 
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 ON_FOUR: dict[str, Any] = {"tp": 4, "dp_attention": True}
@@ -161,10 +163,21 @@ whole = by_request.gathered
 MISTAKES = (_swap_ranks, _keep_filler, _add_filler, _keep_own)
 
 
+def changes_tokens(**options: Any) -> bool:
+    case = short_case_of("qwen3")
+    found = tokens_of(case, case.prompts, **DP, **options)
+    return sum(ids != run.token_ids for ids, run in zip(found, case.runs * 2, strict=True)) > 1
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 makes them, whose tokens count."""
-    case = short_case_of("qwen3")
     monkeypatch.setattr(by_request, "gathered", mistake)
-    found = tokens_of(case, case.prompts, **DP)
-    assert sum(ids != run.token_ids for ids, run in zip(found, case.runs, strict=False)) > 1
+    assert changes_tokens()
+
+
+def test_tokens_of_padding_rows_are_not_those_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step of the shape of a captured one, where rank 0 takes the rows of both ranks for one
+    after another, as if there was no padding between them."""
+    monkeypatch.setattr(RankTables, "sampled_rows", SlotTables.sampled_rows)
+    assert changes_tokens(padded=8)
