@@ -243,6 +243,7 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     num_attention_weights: int = 0  # of those of the layers: of attention, and of states
+    num_latent_weights: int = 0  # of attention: on every rank, whatever part of the heads it has
     num_whole_weights: int = 0  # of those of the layers: on every rank, as of routers
     tied: bool = False  # the head is the embedding
     divides_embedding: bool = True  # each rank has a part of it; else the whole, beside its head

@@ -116,7 +116,8 @@ def rank_share(
         whole = sum(spec.kv(dtype).bytes_per_token for spec in model.attention) // width * hidden
         own = model.on_rank(n).attention
         here = sum(spec.kv(dtype).bytes_per_token for spec in own) // width * hidden
-        whole, here = (min(size, of_attention) for size in (whole, here))
+        of_latents = model.num_latent_weights  # of queries; those of tokens count as keys
+        whole, here = (min(size + of_latents, of_attention) for size in (whole, here))
         attention = ((of_attention - whole) / n + here) * each if n > 1 else attention
     dense = attention + (num_divided - of_attention) / n * each + model.num_whole_weights * width
     dense *= part

@@ -515,7 +515,8 @@ def _resolve_num_pages(
 ) -> int:
     if config.num_pages is not None or config.device == "cuda":
         return config.num_pages or 0
-    bytes_each = model.kv_bytes_per_token(kv_dtype) * _num_attending(config)
+    # On all ranks together; some KV heads are on several, and with --dp-attention all are on all.
+    bytes_each = model.on_rank(config.tp).kv_bytes_per_token(kv_dtype) * config.tp
     room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // bytes_each
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
 

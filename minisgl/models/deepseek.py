@@ -125,7 +125,8 @@ class LatentConfig(NativeConfig):
 
     def facts(self) -> ModelFacts:
         """As in NativeConfig. The map from latents to heads is none of the quantised."""
-        facts = NativeConfig.facts(self)
+        to_latents = self.num_layers * (self.sizes.q_rank or 0) * self.hidden_size
+        facts = dataclasses.replace(NativeConfig.facts(self), num_latent_weights=to_latents)
         if (scheme := self.quantization) is None or facts.quantized is None:
             return facts
         expanding = self.sizes.expanding_map(self.num_heads)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dummy_config import config_of
+from support import parity
 from support.adopted_checkpoints import write_checkpoint
 from support.checkpoints import make_checkpoint, spec_named
 from support.gemma_checkpoints import checkpoint_of
@@ -39,14 +40,15 @@ from minisgl.config.parallel import (
     advise,
     rank_share,
 )
-from minisgl.engine.startup import _prepare
+from minisgl.engine.startup import _prepare, scheduler_of
 from minisgl.errors import ConfigError
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.several_ranks import SeveralRanks
 
-LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(2, ep=True), Layout(4, ep=True)]
+DIVIDED = [Layout(2), Layout(4), Layout(2, ep=True), Layout(4, ep=True)]
+LAYOUTS = [Layout(1), *DIVIDED, *(replace(layout, dp_attention=True) for layout in DIVIDED)]
 FLOAT32: dict[str, str] = {"dtype": "float32", "kv_dtype": "float32"}
 
 
@@ -64,6 +66,8 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "moe-5": lambda folder: make_checkpoint(spec_named("moe-5"), folder),
     "moe-60": lambda folder: make_checkpoint(spec_named("moe-60"), folder),
     "gpt-oss": lambda folder: make_checkpoint(spec_named("gpt-oss"), folder),
+    "deepseek-v2": lambda folder: make_checkpoint(spec_named("deepseek-v2"), folder),
+    "deepseek-v3": lambda folder: make_checkpoint(spec_named("deepseek-v3"), folder),
     "gemma": lambda folder: checkpoint_of("experts")[0],
     "qwen2-moe": lambda folder: write_checkpoint("Qwen2MoeForCausalLM", folder),
 }
@@ -76,12 +80,13 @@ def test_ranks_hold_what_the_arithmetic_says(name: str, tmp_path: Path) -> None:
     config = read_model_config(folder, model_impl=impl)
     facts, num_compared = config.facts(), 0
     for layout in LAYOUTS:
-        if not layout.can_divide(facts):
+        if not layout.can_divide(facts) or (layout.dp_attention and impl == "adopted"):
             continue
         held: list[int] = []
+        divided = config.by_request() if layout.dp_attention else config
         for rank in range(layout.tp):
             model: Any = load_model(
-                replace(config, experts_by_rank=layout.ep),
+                replace(divided, experts_by_rank=layout.ep),
                 folder,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
@@ -95,9 +100,47 @@ def test_ranks_hold_what_the_arithmetic_says(name: str, tmp_path: Path) -> None:
         # A map to keys that are values, too, counts twice where several ranks have a copy.
         close = 0.04 if name == "gemma" else 1e-3
         assert share.weight_bytes == pytest.approx(max(held), rel=close), layout
-        assert share.kv_bytes == kv
+        assert share.kv_bytes * (layout.tp if layout.dp_attention else 1) == kv
         num_compared += 1
-    assert num_compared >= (2 if name == "llama-biased" else 3)
+    assert num_compared >= {"llama-biased": 4, "llama3": 5, "qwen2-moe": 3}.get(name, 6)
+
+
+KV_BYTES = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "gain"), [("qwen3", 2, 1), ("qwen3", 4, 2), ("deepseek-v3", 2, 2)]
+)
+def test_engines_have_room_for_the_tokens_of_the_arithmetic(
+    name: str, tp: int, gain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a memory that the ranks share. gain: how many times the tokens there are if ranks divide
+    the requests; of a Qwen3 of two KV heads, and latents, which are alike for all heads."""
+    small = replace(CPU, free_cpu_bytes=4 * KV_BYTES)  # a quarter of which is for the KV cache
+    monkeypatch.setattr(parity, "device_facts", lambda facts: small)
+    folder = make_checkpoint(spec_named(name), tmp_path)
+    facts, found = read_model_config(folder).facts(), list[int]()
+    for by_request in (False, True):
+        layout = Layout(tp, dp_attention=by_request)
+        share = rank_share(facts, layout, **FLOAT32)
+        loaded = load_engine(
+            folder,
+            tp=tp,
+            dp_attention=by_request,
+            num_pages=None,
+            page_size=1,
+            load_format="dummy",
+        )
+        num_bytes = loaded.runner._own.state_bytes
+        loaded.runner.close()
+        num_tokens, num_owners = loaded.capacity.num_tokens, tp if by_request else 1
+        assert scheduler_of(loaded).kv.num_pages - 1 == num_tokens
+        left_over = share.num_tokens(share.weight_bytes + KV_BYTES // tp) - num_tokens
+        assert 0 <= left_over < num_owners
+        # With a scratch page on each rank.
+        assert num_bytes == (num_tokens + num_owners) * share.kv_bytes
+        found.append(num_tokens)
+    assert found[1] == pytest.approx(gain * found[0], abs=tp)
 
 
 @pytest.mark.parametrize("ep", [False, True])

@@ -149,12 +149,15 @@ class Harness:
             look_ahead=self.look_ahead,
         )
         self.num_granted = 0  # pages for rows since the last plan
+        self.short: set[int] = set()  # ranks that had too few for their rows since then
         self.loading: dict[int, int] = {}  # pages of each load on its way
         reserve = kv.reserve
 
         def count_granted(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
             pages = reserve(lease, num_tokens, **joins)
             self.num_granted += 0 if joins or pages is None else len(pages)
+            if pages is None and not joins:
+                self.short.add(lease.rank)
             return pages
 
         kv.reserve = count_granted  # type: ignore[method-assign]
@@ -186,6 +189,9 @@ class Harness:
         self.runner.move(self.scheduler.kv.moves.take(), self.moved)
         if self.scheduler.counters.num_retractions > retractions:
             assert plan is None or not plan.joins  # or the retracted pushes out another
+            waiting = [run for run in before.values() if not run.active]
+            assert {run.lease.rank for run in waiting} <= self.short, "another rank has pages"
+        self.short.clear()
         if plan is not None:
             self.deferred = plan if plan.deferred else None
             masked = bool(plan.masked_slots) and not plan.deferred
@@ -358,6 +364,7 @@ def random_requests(
     num_clients: int = 0,
     masked: float = 0,
     num_prefixes: int = 1,
+    prefix_lengths: tuple[int, ...] = (0, 4, 20),
 ) -> list[Request]:
     """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
     those with a matcher, some of which end their output. num_prefixes: of the
@@ -373,7 +380,7 @@ def random_requests(
     return [
         make_request(
             str(index),
-            rng.choice(prefixes)[: rng.choice([0, 4, 20])]
+            rng.choice(prefixes)[: rng.choice(prefix_lengths)]
             + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
@@ -1111,13 +1118,13 @@ def cramped_harness(
     page_size = page_size or rng.choice([1, 2, 4])
     num_stages = rng.choice([1, 1, 2, 4])
     options.setdefault("max_run", rng.choice([1, 1, 3]))
+    options.setdefault("max_prefill_length", rng.choice([3, 7, 64]))
+    options.setdefault("conservativeness", rng.choice([0.01, 0.1, 1.0]))
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
         num_slots=options.pop("num_slots", None) or rng.randint(1, 6),
-        max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
-        conservativeness=rng.choice([0.01, 0.1, 1.0]),
         run_seed=seed,
         num_stages=num_stages,
         look_ahead=rng.choice([True, False]),
@@ -1623,6 +1630,7 @@ def run_schedule(
     waiting: list[Request],
     rng: random.Random,
     neighbour: Neighbour | None = None,
+    submit_rate: float = 0.2,
 ) -> None:
     """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
@@ -1632,7 +1640,7 @@ def run_schedule(
     while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
         move = rng.random()
         live = [request for request in submitted if not request.finished]
-        if move < 0.2 and waiting:
+        if move < submit_rate and waiting:
             submitted.append(waiting.pop())
             harness.scheduler.submit(submitted[-1])
         elif move < 0.6 and len(harness.in_flight) < depth:
@@ -1786,11 +1794,8 @@ def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
 # -- ranks that divide the requests ----------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.integers(0, 2**32))
-def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: int) -> None:
-    """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
-    at each cache by itself, and at whose slots and pages a request has."""
+def schedule_of_ranks(seed: int) -> Harness:
+    """Runs random requests on ranks that divide them."""
     rng = random.Random(seed)
     num_ranks = rng.choice([2, 2, 3, 4])
     keeps_states = rng.random() < 0.4
@@ -1798,21 +1803,52 @@ def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: 
         rng,
         seed,
         cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
-        num_slots=num_ranks * rng.randint(1, 4),
+        num_slots=num_ranks * rng.choice([1, 2, 4, 6]),
         client_share=rng.choice([1.0, 0.9, 0.5]),
         num_snapshots=rng.choice([0, 1, 2, 5, 100]) if keeps_states else None,
         num_ranks=num_ranks,
+        max_prefill_length=rng.choice([3, 64, 64]),
+        conservativeness=rng.choice([0.01, 0.01, 0.1, 1.0]),  # so low that many are retracted
         **({"max_run": 1} if keeps_states else {}),  # a run that is shortened has no state
     )
+    # A request fits a rank. Of those with long outputs, more than fit have begun.
+    longest, lengths = rng.choice([(15, (0, 4, 20)), (30, (0, 4))])
     waiting = random_requests(
         rng,
         30,
-        longest=15,
+        longest=longest,
         num_clients=rng.choice([0, 0, 2]),
         num_prefixes=rng.randint(2, 5),
+        prefix_lengths=lengths,
         masked=rng.choice([0, 0, 0.3]),
     )
-    run_schedule(harness, waiting, rng)
+    run_schedule(harness, waiting, rng, submit_rate=rng.choice([0.2, 0.5, 0.5]))
+    return harness
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: int) -> None:
+    """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
+    at each cache by itself, and at whose slots and pages a request has."""
+    schedule_of_ranks(seed)
+
+
+def test_such_schedules_have_all_that_may_come_to_a_rank() -> None:
+    """Retraction, of one rank's requests beside those of another; steps in which a rank has
+    nothing to do; prefixes that are found on any rank."""
+    num_retractions, num_idle, found_on = 0, 0, set[int]()
+    for seed in range(24):
+        harness = schedule_of_ranks(seed)
+        num_retractions += harness.scheduler.counters.num_retractions
+        each = harness.num_slots // harness.num_ranks
+        for plan in harness.plans:
+            slots = {*plan.decode_slots, *(chunk.slot for chunk in plan.chunks)}
+            num_idle += 0 < len({slot // each for slot in slots}) < harness.num_ranks
+            joined = {join.slot for join in plan.joins}
+            begun = [chunk for chunk in plan.chunks if chunk.slot in joined and chunk.start]
+            found_on |= {chunk.slot // each for chunk in begun}
+    assert num_retractions > 5 and num_idle > 100 and found_on >= {0, 1, 2}
 
 
 def ranks_of(harness: Harness) -> dict[str, int]:

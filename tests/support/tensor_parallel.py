@@ -51,7 +51,8 @@ def check_with_aborts(case: Case, **options: Any) -> None:
         return outputs
 
     async def run() -> None:
-        async with AsyncEngine(load_engine(case.folder, **EVERYTHING, **options)) as engine:
+        given = {**EVERYTHING, **options}
+        async with AsyncEngine(load_engine(case.folder, **given)) as engine:
             await count_excused(engine, case, await run_all(engine))
             again = await batch(engine, case.prompts[-1:], [greedy(1)])
             assert again[0].num_cached_tokens > 0

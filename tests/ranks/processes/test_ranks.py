@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +29,7 @@ from support.fake_matcher import FakeMatcher, tokens_after
 from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
+from support.processes import check_running
 from support.serving import demo_engine
 from support.waiting import LIMIT_S
 
@@ -153,18 +153,9 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     return reason
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "dp_attention": True}],
-    ids=str,
-)
-async def test_a_killed_rank_ends_every_answer_and_is_named(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    if "ep" in options:  # the demo model has no experts
-        folder = make_checkpoint(spec_named("moe-5"), tmp_path)
-        options = {**options, "model": str(folder), "max_seq_len_override": 2048}
-        options |= {"load_format": "dummy"}
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+async def test_a_killed_rank_ends_every_answer_and_is_named(options: dict[str, int]) -> None:
+    """For other phases and layouts see test_killed_ranks.py."""
     hook = sys.excepthook
     # Nothing but the end of the process tells: no step is ever late.
     async with await demo_engine(step_timeout=math.inf, **options) as engine:
@@ -345,8 +336,11 @@ def test_a_script_without_a_main_guard_gets_an_explanation(tmp_path: Path) -> No
 
 
 @contextmanager
-def tp_server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
-    """A real one on two ranks, its address, and the processes that it has started."""
+def tp_server(
+    *options: str, loaded: bool = True
+) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
+    """A real one on two ranks, its address, and the processes that it has started. loaded: it
+    answers; else its rank has just been started."""
     command = [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", "--tp", "2"]
     pids: list[int] = []
     with free_port() as port:
@@ -359,8 +353,11 @@ def tp_server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            wait_for_health(server, url, 200)
-            pids = children_of(server.pid)
+            if loaded:
+                wait_for_health(server, url, 200)
+            while not ranks_among(pids):
+                check_running(server)
+                pids = children_of(server.pid)
             yield server, url, pids
         finally:
             server.kill()
@@ -419,6 +416,17 @@ def test_a_server_exits_when_one_of_its_ranks_dies() -> None:
         assert server.stderr and "was killed by SIGKILL" in server.stderr.read()
         wait_until_gone(pids)
     wait_until_left(before)
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["at rest", "while it starts"])
+def test_a_server_without_a_request_exits_when_one_of_its_ranks_dies(loaded: bool) -> None:
+    with tp_server("--dp-attention", loaded=loaded) as (server, _, pids):
+        rank = rank_among(pids)
+        os.kill(rank, signal.SIGKILL)
+        assert server.wait() == 1
+        assert server.stderr
+        assert f"Rank 1 (process {rank}) was killed by SIGKILL." in server.stderr.read()
+        wait_until_gone(pids)
 
 
 def test_a_stopped_rank_is_reported_and_does_not_delay_the_shutdown() -> None:

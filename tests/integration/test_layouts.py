@@ -1,0 +1,50 @@
+"""All ways in which up to four ranks may share a model: tokens equal those of transformers."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from support.checkpoints import LATENT_SPECS
+from support.tensor_parallel import check_with_aborts, short_case_of
+
+# With one rank there is nothing to divide: tests/config/ shows that each option is refused there.
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": tp, "pp": pp, "ep": ep, "dp_attention": by_request}
+    for (tp, pp), ep, by_request in product([(2, 1), (4, 1), (2, 2)], [False, True], [False, True])
+]
+# On each of four ranks that divide the requests: so few that some are retracted there, too.
+PAGES_OF_FOUR = {"num_pages": 23, "max_seq_len_override": 88}
+
+
+def check(name: str, layout: dict[str, Any]) -> None:
+    """In chunks, with prefixes that are found again, retraction, aborts, and, by itself, a request
+    that leaves ranks without one."""
+    pages = PAGES_OF_FOUR if layout["dp_attention"] and layout["tp"] == 4 else {}
+    check_with_aborts(short_case_of(name), **layout, **pages)
+
+
+def said(layout: dict[str, Any]) -> str:
+    numbers = f"--tp {layout['tp']} --pp {layout['pp']}"
+    return numbers + " --ep" * layout["ep"] + " --dp-attention" * layout["dp_attention"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=said)
+def test_tokens_of_a_mixture_equal_those_of_transformers(layout: dict[str, Any]) -> None:
+    """The tensors of the experts are in several files."""
+    check("moe-60", layout)
+
+
+# Each model in three layouts.
+LATENT = [
+    pytest.param(LATENT_SPECS[(place + place // 4) % 4].name, layout, id=said(layout))
+    for place, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LATENT)
+def test_tokens_of_attention_over_latents_equal_those_of_transformers(
+    name: str, layout: dict[str, Any]
+) -> None:
+    check(name, layout)
