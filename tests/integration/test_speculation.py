@@ -138,11 +138,9 @@ def test_no_draft_changes_a_token(kind: Any, way: str, num_drafts: int, drafts: 
         assert replayed and all(replayed)
 
 
-@pytest.mark.parametrize("options", [{}, DP], ids=str)
-def test_prefix_hits_and_aborts_change_no_token(options: dict[str, Any], drafts: Any) -> None:
+def test_prefix_hits_and_aborts_change_no_token(drafts: Any) -> None:
     drafts("fading", "llama3")
-    case = case_of("llama3")
-    found = run(case, speculative="ngram", rounds=2, abort=True, page_size=4, **options)
+    found = run(case_of("llama3"), speculative="ngram", rounds=2, abort=True, page_size=4)
     expected = without("llama3").outputs
     assert len(found.outputs) == 2 * len(expected)
     for index, (request, output) in enumerate(zip(found.requests, found.outputs, strict=True)):
