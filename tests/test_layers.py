@@ -16,7 +16,17 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "matcher", "parameters", "request", "shards", "config", "keys"),
+        *(
+            "errors",
+            "events",
+            "matcher",
+            "parameters",
+            "request",
+            "shards",
+            "expert_copies",
+            "config",
+            "keys",
+        ),
         *("progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
+from minisgl.expert_copies import Copies
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.select_experts import choose_grouped
 from minisgl.kernels.residual import Residual
@@ -24,8 +25,8 @@ class GroupedMoeBlock(nn.Module):
     the stream.
 
     `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
-    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`:
-    as in FusedExperts.
+    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`
+    and `copies`: as in FusedExperts.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class GroupedMoeBlock(nn.Module):
         shared_size: int,
         has_bias: bool,
         by_rank: bool = False,
+        copies: Copies = (),
     ) -> None:
         super().__init__()
         self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
@@ -54,6 +56,7 @@ class GroupedMoeBlock(nn.Module):
             format.within("experts"),
             comm,
             by_rank=by_rank,
+            copies=copies,
         )
         self.shared_experts: GatedMLP | None = None
         if shared_size:

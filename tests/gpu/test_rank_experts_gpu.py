@@ -12,10 +12,17 @@ import torch
 pytest.importorskip("triton")
 
 from support.parity import batch, case_of, greedy, load_engine
-from support.rank_expert_cases import FORMATS, check_choose_of, check_parts, check_tally
+from support.rank_expert_cases import (
+    FORMATS,
+    check_choose_of,
+    check_copies,
+    check_parts,
+    check_tally,
+)
 from support.tensor_parallel import check_with_aborts, short_case_of
 
 from minisgl.engine import AsyncEngine
+from minisgl.kernels.moe.tally import ExpertTokens
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +40,7 @@ def test_the_parts_of_all_ranks_add_up_to_the_whole(name: str, num_rows: int) ->
 
 def test_a_rank_chooses_its_own_experts_and_counts_all() -> None:
     check_choose_of(9, device=GPU)
+    check_copies(device=GPU)
     check_tally(device=GPU)
 
 
@@ -46,11 +54,11 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tp: int) -> None:
 def test_captured_steps_count_no_padding(tp: int) -> None:
     case = case_of("moe-5")
 
-    async def run() -> tuple[int, ...] | None:
+    async def run() -> ExpertTokens | None:
         async with AsyncEngine(load_engine(case.folder, tp=tp, **ON_GPU)) as engine:
             await batch(engine, case.prompts[:3], [greedy(6)] * 3)
-            return engine.stats().expert_tokens
+            return engine.stats().experts
 
     counted = asyncio.run(run())
     num_rows = sum(len(prompt) + 6 - 1 for prompt in case.prompts[:3])
-    assert counted is not None and sum(counted) == num_rows * 2 * case.spec.num_layers
+    assert counted is not None and sum(counted.by_rank) == num_rows * 2 * case.spec.num_layers
