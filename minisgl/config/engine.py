@@ -333,8 +333,6 @@ class EngineConfig:
         reason = ""
         if not self.ep:
             reason = "copies are of whole experts; allowed: 0, or with --ep"
-        elif self.dp_attention:
-            reason = "they are not for --dp-attention; allowed: 0"
         elif self.pp > 1:
             reason = "the tokens of experts are counted on one stage; allowed: 0, or with --pp 1"
         elif self.expert_counts is None:

@@ -137,7 +137,7 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    counts = ranks.rank == 0 and stage.is_last and not config.dp_attention
+    counts = ranks.rank == 0 and stage.is_last
     tally = _tally(model, config, ranks, device, counts=counts) if config.ep else None
     build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage, tally)
     prefill_s = 0.0

@@ -179,13 +179,15 @@ class RankTables(SlotTables):
 
     def _pack_all(self, plan: StepPlan, shape: StepShape, rows: RankRows) -> NDArray[np.int64]:
         """What every rank needs of all chunks, as in `_AllChunks`."""
-        token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
+        token_ids, marks = np.zeros((2, sum(rows.chunk_rows)), dtype=np.int64)
         following = [*accumulate(rows.chunk_rows, initial=0)]
         for chunk in plan.chunks:
             rank = self.rank_of(chunk.slot)
             first = following[rank]
             following[rank] += len(chunk.token_ids)
             token_ids[first : following[rank]] = chunk.token_ids
+            positions = np.arange(chunk.start, chunk.end)
+            marks[first : following[rank]] = self.state.page_size + positions
         filler = self.scratch_slot
         num_unused = shape.num_chunks - len(plan.chunks)
         pairs = zip(plan.chunks, self._places_of(plan, rows), strict=True)
@@ -199,7 +201,7 @@ class RankTables(SlotTables):
             *(*(chunk.slot for _, chunk in sampled), *[filler] * num_unsampled),
             *(*(chunk.end for _, chunk in sampled), *[0] * num_unsampled),
         )
-        return np.concatenate((token_ids, np.array(others, dtype=np.int64)))
+        return np.concatenate((token_ids, marks, np.array(others, dtype=np.int64)))
 
     def inputs(
         self, plan: StepPlan | None, shape: StepShape, packed_chunks: Tensor | None
@@ -234,10 +236,11 @@ class RankTables(SlotTables):
             chunks=PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ()),
             slots=BatchSlots(own_slots, Segments(own_slots[:0], own_slots[:0], nothing)),
             shares=rows_of.shares,
+            marks=rows.slot_mapping,
         )
         if packed_chunks is None:
             return batch, SampleRows(shape, None, rows.slots, rows.output_index)
-        size = sum(rows_of.chunk_rows) + 2 * shape.num_chunks + 3 * shape.num_chunk_samples
+        size = 2 * sum(rows_of.chunk_rows) + 2 * shape.num_chunks + 3 * shape.num_chunk_samples
         of_all = _AllChunks.split(packed_chunks[:size], shape, rows_of)
         own_chunks = ChunkTensors.split(packed_chunks[size:], self._own_shape(rows_of, shape))
         state.lengths[of_all.slots] = of_all.ends.int()
@@ -246,7 +249,11 @@ class RankTables(SlotTables):
         sampled = [places[start : start + num * run] for start, num in starts]
         output_index = of_all.sample_ends - state.prompt_lengths[of_all.sample_slots]
         return self._with_chunks(
-            replace(batch, token_ids=torch.cat(rows_of.joined(rows.token_ids, of_all.token_ids))),
+            replace(
+                batch,
+                token_ids=torch.cat(rows_of.joined(rows.token_ids, of_all.token_ids)),
+                marks=torch.cat(rows_of.joined(rows.slot_mapping, of_all.marks)),
+            ),
             own_chunks,
             () if plan is None else self._own_chunks(plan),
             rows_of.chunk_rows[self._rank],
@@ -310,6 +317,7 @@ class _AllChunks(NamedTuple):
     """The chunks of all ranks; int64."""
 
     token_ids: Tensor  # [chunk rows of all], those of rank 0 first
+    marks: Tensor  # [chunk rows of all], as in ForwardBatch
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
     sample_rows: Tensor  # [num_chunk_samples]: the sampled rows among all rows
@@ -320,7 +328,7 @@ class _AllChunks(NamedTuple):
     def split(packed: Tensor, shape: StepShape, rows: RankRows) -> _AllChunks:
         """Split the tensor that `RankTables` has packed into views."""
         chunks, samples = [shape.num_chunks] * 2, [shape.num_chunk_samples] * 3
-        return _AllChunks(*packed.split([sum(rows.chunk_rows), *chunks, *samples]))
+        return _AllChunks(*packed.split([*[sum(rows.chunk_rows)] * 2, *chunks, *samples]))
 
 
 def slot_tables(

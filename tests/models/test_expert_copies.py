@@ -36,10 +36,20 @@ def copied(model: Path, folder: Path, **options: Any) -> dict[str, Any]:
 # -- whole engines --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "tp"), [("moe-5", 2), ("moe-60", 4), ("glm-flash", 2)])
-def test_tokens_equal_those_of_transformers(name: str, tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("moe-5", {"tp": 2, "dp_attention": True}),
+        ("moe-60", {"tp": 4}),
+        ("glm-flash", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_tokens_equal_those_of_transformers(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     case = short_case_of(name)
-    check_with_aborts(case, **copied(case.folder, tmp_path, tp=tp))
+    check_with_aborts(case, **copied(case.folder, tmp_path, **options))
 
 
 def test_tokens_of_adopted_models_equal_those_of_transformers(tmp_path: Path) -> None:

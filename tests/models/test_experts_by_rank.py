@@ -210,7 +210,7 @@ def test_what_ranks_load_adds_up_to_the_whole_with_copies(
     alone, copies = list(experts_of(load(folder))), COPIES[num_ranks]
     ranks = ranks_of(alone[0].num_experts, num_ranks, copies)
     tally = ExpertTally([ranks], num_ranks, 4, torch.device("cpu"))
-    tally.kv_slots = torch.arange(30, 39)
+    tally.marks = torch.arange(30, 39)
     parts = [
         list(experts_of(load(folder, Rank(rank, num_ranks), copies=copies)))
         for rank in range(num_ranks)
@@ -433,13 +433,21 @@ def counted(monkeypatch: pytest.MonkeyPatch, case: Case, prompt: list[int]) -> T
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"padded": 8}, {"max_prefill_length": 7, "redundant_experts": 3}], ids=str
+    "options",
+    [
+        {},
+        {"padded": 8},
+        {"max_prefill_length": 7, "redundant_experts": 3},
+        {"dp_attention": True, "max_prefill_length": 7},
+        {"dp_attention": True, "padded": 8, "redundant_experts": 3},
+    ],
+    ids=str,
 )
 def test_the_tokens_of_each_ranks_experts_are_counted(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without padding, and without the steps at the start; of an expert with a copy, where each
-    token was."""
+    """Without padding, of ranks without requests, too, and without the steps at the start; of an
+    expert with a copy, where each token was."""
     case = case_of("moe-5")
     copies: Copies = ()
     prompt, num_layers = case.prompts[1], case.spec.num_layers

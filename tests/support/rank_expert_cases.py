@@ -185,7 +185,7 @@ def check_copies(*, device: torch.device) -> None:
     ranks = ranks_of(60, 3, copies)
     of_pairs = torch.tensor(ranks, device=device)[(kv_slots & 1)[:, None], chosen.long()]
     tally = ExpertTally([ranks], 3, 4, device)
-    tally.kv_slots = kv_slots
+    tally.marks = kv_slots
     for rank in range(3):
         own = uneven_shard(60, rank, 3)
         held = [*range(own.first, own.first + own.size), *copies[rank]]
@@ -219,7 +219,7 @@ def check_tally(*, device: torch.device) -> None:
     ]
     for way in ways:
         tally = ExpertTally([ranks_of(60, 1, ())], 1, page_size, device)
-        tally.kv_slots = kv_slots
+        tally.marks = kv_slots
         share = ExpertShare(own, None, tally, tally.layers[0])
         way(share)
         way(share)

@@ -72,9 +72,9 @@ class ExpertShare(NamedTuple):
 
     own: Shard  # that no other rank has, but copies of them
     # [2, num_experts] int32, if there are copies: where an expert is among those of this rank, for
-    # the rows of even KV slots and for those of odd ones; or ELSEWHERE.
+    # rows with even marks and for those with odd ones; or ELSEWHERE.
     places: Tensor | None = None
-    tally: ExpertTally | None = None  # knows the KV slots of the rows; needed for both others
+    tally: ExpertTally | None = None  # knows the marks of the rows; needed for both others
     counts: Tensor | None = None  # of the layer in the tally, if this rank counts
 
 
@@ -156,12 +156,12 @@ def choose_of(choice: Choice, share: ExpertShare) -> Chosen:
     experts, weights, _ = choose(choice)
     own, places, tally, counts = share
     if tally is not None and counts is not None:
-        half = (tally.kv_slots & 1)[:, None] * own.whole
-        is_real = (tally.kv_slots >= tally.first_slot).long()
+        half = (tally.marks & 1)[:, None] * own.whole
+        is_real = (tally.marks >= tally.first_mark).long()
         each = is_real.repeat_interleave(experts.shape[1])
         counts.view(-1).index_add_(0, (half + experts.long()).flatten(), each)
     if tally is not None and places is not None:
-        here = places[(tally.kv_slots & 1)[:, None], experts.long()]
+        here = places[(tally.marks & 1)[:, None], experts.long()]
     else:
         here = experts - own.first
         here = torch.where((here >= 0) & (here < own.size), here, ELSEWHERE)

@@ -50,10 +50,10 @@ def topk_softmax(
         scales,
         chosen,
         weights,
-        None if tally is None else tally.kv_slots,
+        None if tally is None else tally.marks,
         None if tally is None else counts,
         None if tally is None else places,
-        first_slot=0 if tally is None else tally.first_slot,
+        first_mark=0 if tally is None else tally.first_mark,
         num_experts=num_experts,
         top_k=routing.top_k,
         normalize=routing.normalize,
@@ -149,10 +149,10 @@ def _topk_softmax_row(
     scales,
     chosen,
     weights,
-    kv_slots,
+    marks,
     counts,
     places,
-    first_slot: tl.constexpr,
+    first_mark: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     normalize: tl.constexpr,
@@ -170,12 +170,12 @@ def _topk_softmax_row(
     target = row * top_k + place
     expert = tl.arange(0, experts_block)
     if counts is not None:
-        kv_slot = tl.load(kv_slots + row)
-        half = counts + (kv_slot & 1) * num_experts
-        is_real = kv_slot >= first_slot
+        mark = tl.load(marks + row)
+        half = counts + (mark & 1) * num_experts
+        is_real = mark >= first_mark
         tl.atomic_add(half + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
     if places is not None:
-        half = places + (tl.load(kv_slots + row) & 1) * num_experts
+        half = places + (tl.load(marks + row) & 1) * num_experts
         expert = tl.load(half + expert, mask=place < top_k, other=0)
     elif first is not None:
         expert -= first

@@ -35,12 +35,13 @@ class ExpertTally:
         self._num_ranks = num_ranks
         sizes = [len(of_layer) for of_layer in self._ranks]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        # Of each layer [2, num_experts]: of even KV slots, and of odd ones.
+        # Of each layer [2, num_experts]: of rows with even marks, and with odd ones.
         self.layers = [part.view(2, -1) for part in self._counts.split(sizes)]
-        # The KV slots of the rows of the step that is computed or captured. Padding has the slots
-        # of the scratch page, which is the first one, and is not counted.
-        self.kv_slots = self._counts[:0]
-        self.first_slot = page_size
+        # Of the rows of the step that is computed or captured: their KV slots, or others of the
+        # same parity, which is that of the position where pages have an even size. Padding has the
+        # slots of the scratch page, which is the first one, and is not counted.
+        self.marks = self._counts[:0]
+        self.first_mark = page_size
         self._reading: torch.cuda.Stream | None = None
 
     def read(self) -> ExpertTokens:
