@@ -4,6 +4,7 @@ against transformers on the CPU, in float32."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from support.copied_experts import copied
 from support.parity import batch, case_of, greedy, load_engine
 from support.rank_expert_cases import (
     FORMATS,
@@ -51,11 +53,22 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", SIZES)
-def test_captured_steps_count_no_padding(tp: int) -> None:
+@pytest.mark.parametrize("name", ["moe-5", "moe-60", "gpt-oss", "glm-flash"])
+def test_tokens_with_copies_of_experts_equal_those_of_transformers(
+    name: str, tp: int, tmp_path: Path
+) -> None:
+    case = short_case_of(name)
+    check_with_aborts(case, **copied(case.folder, tmp_path, tp=tp, **ON_GPU))
+
+
+@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("by_requests", [False, True])
+def test_captured_steps_count_no_padding(by_requests: bool, tp: int, tmp_path: Path) -> None:
     case = case_of("moe-5")
+    options = copied(case.folder, tmp_path, tp=tp, dp_attention=by_requests, **ON_GPU)
 
     async def run() -> ExpertTokens | None:
-        async with AsyncEngine(load_engine(case.folder, tp=tp, **ON_GPU)) as engine:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
             await batch(engine, case.prompts[:3], [greedy(6)] * 3)
             return engine.stats().experts
 

@@ -1,5 +1,4 @@
-"""Copies of experts on other ranks (--redundant-experts): tokens as of transformers, the tally, and
-what is refused."""
+"""Which experts have copies (--redundant-experts): counts in a file, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,81 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.adopted_cases import case_of as adopted_case
-from support.adopted_cases import check as check_adopted
-from support.parity import case_of, check
+from support.copied_experts import copied
+from support.parity import case_of
 from support.resolving import MODEL, resolved
-from support.tensor_parallel import check_with_aborts, short_case_of
 
 from minisgl.config import EngineConfig, ExpertFacts
 from minisgl.engine.expert_counts import read_counts, with_copies
+from minisgl.engine.startup import _prepare
 from minisgl.errors import ConfigError
-from minisgl.kernels.moe.reference import ELSEWHERE
-from minisgl.layers import experts as layers_experts
 from minisgl.models.registry import read_model_config
-
-
-def copied(model: Path, folder: Path, **options: Any) -> dict[str, Any]:
-    """Options by which the first experts of each layer are the busiest."""
-    facts = read_model_config(model).facts().experts
-    assert facts is not None
-    counts = [1000 // (expert + 1) for expert in range(facts.num_experts)]
-    file = folder / "counts.json"
-    file.write_text(json.dumps({"layers": [counts] * facts.num_layers}))
-    return {"ep": True, "redundant_experts": 3, "expert_counts": str(file), **options}
-
-
-# -- whole engines --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("moe-5", {"tp": 2, "dp_attention": True}),
-        ("moe-60", {"tp": 4}),
-        ("glm-flash", {"tp": 2}),
-    ],
-    ids=str,
-)
-def test_tokens_equal_those_of_transformers(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    case = short_case_of(name)
-    check_with_aborts(case, **copied(case.folder, tmp_path, **options))
-
-
-def test_tokens_of_adopted_models_equal_those_of_transformers(tmp_path: Path) -> None:
-    case = adopted_case("MixtralForCausalLM", tmp_path)
-    options = copied(case.folder, tmp_path, tp=2, page_size=4, max_prefill_length=7)
-    check_adopted(case, alone=False, **options)
-
-
-def _twice(held: list[int], ranks: list[list[int]], rank: int) -> list[list[int]]:
-    return [[held.index(each) if each in held else ELSEWHERE for each in range(5)]] * 2
-
-
-@pytest.mark.parametrize("name", ["computed by both", "computed by none"])
-def test_mistakes_of_one_rank_change_tokens(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = layers_experts.places_of
-
-    def none(held: list[int], ranks: list[list[int]], rank: int) -> list[list[int]]:
-        num_own = 2  # of the five, on rank 0
-        places = right(held, ranks, rank)
-        return [[ELSEWHERE if place >= num_own else place for place in each] for each in places]
-
-    case = case_of("moe-5")
-    options = copied(case.folder, tmp_path, tp=2)
-    # Rank 0, which is of this process, has the copies of this file.
-    file = Path(options["expert_counts"])
-    file.write_text(json.dumps({"layers": [[1, 1, 9, 9, 9]] * case.spec.num_layers}))
-    monkeypatch.setattr(layers_experts, "places_of", none if "none" in name else _twice)
-    with pytest.raises(AssertionError):
-        check(case, **options)
-
-
-# -- which experts: the file ----------------------------------------------------------------------
 
 EXPERTS = ExpertFacts(num_layers=2, num_experts=4, num_chosen=2, num_weights=1000, size=6)
 MIXTURE = replace(MODEL, intermediate_size=0, experts=EXPERTS)
@@ -109,6 +42,14 @@ def test_a_file_that_says_nothing_of_the_experts_is_refused(
     file.write_text(content)
     with pytest.raises(ConfigError, match=f"--expert-counts .*{reason}"):
         read_counts(str(file), EXPERTS)
+
+
+def test_an_engine_is_prepared_with_copies(tmp_path: Path) -> None:
+    folder = case_of("moe-5").folder
+    options = copied(folder, tmp_path, tp=2, device="cpu", load_format="dummy")
+    prepared = _prepare(EngineConfig(model=str(folder), **options))
+    assert set(prepared.model_config.expert_copies) == {((2,), (0,))}
+    assert any("copies of experts in" in note for note in prepared.resolved.notes)
 
 
 def test_the_log_says_what_copies_bring(tmp_path: Path) -> None:

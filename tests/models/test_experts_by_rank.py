@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.adopted_cases import case_of as adopted_case
 from support.adopted_cases import check as check_adopted
 from support.checkpoints import Spec, make_checkpoint, spec_named
+from support.copied_experts import copied
 from support.gemma_checkpoints import WITH_TOWERS, prompts_of
 from support.mxfp4_checkpoints import quantised
 from support.parity import SAMPLED, Case, batch, case_of, check, greedy, load_engine
@@ -108,12 +109,33 @@ def test_tokens_of_gemma_equal_those_of_transformers(name: str, ranks: dict[str,
     check_with_aborts(shortened(prompts_of(name)), **ranks, ep=True)
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "num_copies"), [("MixtralForCausalLM", 2), ("Qwen2MoeForCausalLM", 0)]
+)
 def test_tokens_of_adopted_models_equal_those_of_transformers(
-    architecture: str, tmp_path: Path
+    architecture: str, num_copies: int, tmp_path: Path
 ) -> None:
     case = adopted_case(architecture, tmp_path)
-    check_adopted(case, alone=False, tp=2, ep=True, page_size=4, max_prefill_length=7)
+    options = {"tp": 2, "ep": True}
+    if num_copies:
+        options = copied(case.folder, tmp_path, tp=2, redundant_experts=num_copies)
+    check_adopted(case, alone=False, page_size=4, max_prefill_length=7, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("moe-5", {"tp": 2, "dp_attention": True}),
+        ("moe-60", {"tp": 4}),
+        ("glm-flash", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_tokens_with_copies_of_experts_equal_those_of_transformers(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    case = short_case_of(name)
+    check_with_aborts(case, **copied(case.folder, tmp_path, **options))
 
 
 def test_sampled_tokens_equal_those_of_one_rank() -> None:
@@ -350,6 +372,20 @@ def test_mistakes_with_copies_change_what_ranks_add_up_to(
     monkeypatch.setattr(layers_experts, "places_of", MISTAKES_OF_COPIES[name])
     with pytest.raises(AssertionError, match="not close"):
         test_what_ranks_load_adds_up_to_the_whole_with_copies("moe-5", 2, folders)
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_COPIES)
+def test_mistakes_with_copies_on_one_rank_change_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of("moe-5")
+    options = copied(case.folder, tmp_path, tp=2, expert_counts=str(tmp_path / "other.json"))
+    layers = {"layers": [[1, 1, 9, 10, 9]] * case.spec.num_layers}
+    (tmp_path / "other.json").write_text(json.dumps(layers))
+    assert place_copies(layers["layers"][0], 2, 3)[0] == (3, 2)  # on rank 0, of this process
+    monkeypatch.setattr(layers_experts, "places_of", MISTAKES_OF_COPIES[name])
+    with pytest.raises(AssertionError):
+        check(case, **options)
 
 
 @pytest.mark.parametrize("name", ["an expert is on two ranks", "pairs are dropped"])
