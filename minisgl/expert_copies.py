@@ -1,7 +1,7 @@
 """Where experts of a layer stand a second time, so that no rank has much more to do than others.
 
 With --ep each rank has experts of its own, `uneven_shard`. An expert may have a copy on another
-rank. The tokens that take it are then divided in halves, by the parity of their KV slots: one half
+rank. The tokens that take it are then divided in halves, by the parity of their positions: one half
 goes to the expert, the other to the copy.
 """
 
@@ -11,18 +11,17 @@ from collections.abc import Sequence
 
 from minisgl.shards import uneven_shard
 
-# Of a layer: the experts of which each rank has copies, () where none has. In the order of the
-# ranks.
+# Of a layer: for each rank the experts of which it has copies; () if none has any.
 Copies = tuple[tuple[int, ...], ...]
 
 
 def place_copies(counts: Sequence[int], num_ranks: int, num_copies: int) -> Copies:
-    """The copies that a layer gets: at most `num_copies`, spread over the ranks as evenly as whole
-    numbers allow, or fewer where more would help no rank.
+    """The copies that a layer gets: at most `num_copies`, and on a rank at most an equal part of
+    them, rounded up. Fewer where another would not relieve the fullest rank.
 
-    counts: the tokens of each expert. Again and again the fullest rank gives half of its busiest
-    expert to the emptiest rank that has room, if that one is then not as full. So no rank gets
-    more than the fullest had.
+    counts: the tokens of each expert. Again and again the fullest rank gives half of an expert of
+    its own, the busiest that leaves the other rank emptier than it was itself, to the emptiest rank
+    that has room.
     """
     own = [uneven_shard(len(counts), rank, num_ranks) for rank in range(num_ranks)]
     alone = [set(range(part.first, part.first + part.size)) for part in own]
@@ -46,11 +45,11 @@ def place_copies(counts: Sequence[int], num_ranks: int, num_copies: int) -> Copi
 
 
 def ranks_of(num_experts: int, num_ranks: int, copies: Copies) -> list[list[int]]:
-    """The rank that computes each expert for the tokens of even KV slots, and for those of odd
+    """The rank that computes each expert for the tokens of even positions, and for those of odd
     ones.
 
-    Of copied experts with an even number the tokens of odd slots go to the copy; of the others
-    those of even slots, so that a token alone does not use copies only.
+    Of copied experts with an even number the tokens of odd positions go to the copy; of the others
+    those of even positions. So the token of a lone request uses some copies in each step.
     """
     home: list[int] = []
     for rank in range(num_ranks):

@@ -508,6 +508,7 @@ def test_the_tokens_of_each_ranks_experts_are_counted(
     assert tokens is not None
     on_rank_1 = torch.tensor(ranks_of(5, 2, copies), dtype=torch.bool)
     assert tokens.by_rank == (int(counts[~on_rank_1].sum()), int(counts[on_rank_1].sum()))
+    assert len(tokens.by_layer) == num_layers
     assert torch.tensor(tokens.by_layer).sum(0).tolist() == counts.sum(0).tolist()
 
 

@@ -211,7 +211,7 @@ def check_tally(*, device: torch.device) -> None:
     own, given = Shard(7, 20, 60), Chosen(*reference.topk_softmax(*choice))
     page_size = 4
     kv_slots = torch.tensor([4, 17, 2, 0, 90, 5, 3, 33, 1], device=device)
-    found: list[list[int]] = []
+    found: list[list[list[int]]] = []
     ways: list[Callable[[ExpertShare], object]] = [
         lambda share: routing.choose_of(choice, share, pdl=False),
         lambda share: routing.choose_of(given, share, pdl=False),
@@ -224,11 +224,8 @@ def check_tally(*, device: torch.device) -> None:
         way(share)
         way(share)
         found.append(tally.layers[0].tolist())
-    real, num = kv_slots >= page_size, 60
-    wanted = [
-        (
-            2 * given.experts[real & (kv_slots % 2 == half)].flatten().bincount(minlength=num)
-        ).tolist()
-        for half in (0, 1)
-    ]
+    wanted: list[list[int]] = []
+    for half in (0, 1):
+        rows = (kv_slots >= page_size) & (kv_slots % 2 == half)
+        wanted.append((2 * given.experts[rows].flatten().bincount(minlength=60)).tolist())
     assert found == [wanted] * 3
