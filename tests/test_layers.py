@@ -16,8 +16,8 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "matcher", "parameters", "request", "shards", "config", "keys"),
-        *("progress", "printable", "subprocesses"),
+        *("errors", "events", "matcher", "parameters", "request", "shards", "expert_copies"),
+        *("config", "keys", "progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),

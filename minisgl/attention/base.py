@@ -64,9 +64,8 @@ class PrefillBatch:
         the device of `page_table` asynchronously."""
         row_starts = list(itertools.accumulate(lengths, initial=0))
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        packed = torch.tensor(
-            row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda
-        ).to(page_table.device, non_blocking=True)
+        packed = torch.tensor(row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda)
+        packed = packed.to(page_table.device, non_blocking=True)
         return PrefillBatch(
             page_table=page_table,
             row_starts=packed[: len(row_starts)],
@@ -90,8 +89,8 @@ class BatchSlots(NamedTuple):
 class ForwardBatch:
     """The rows of one step: those of `decodes`, then those of `chunks`.
 
-    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` has
-    those of all ranks, one after the other; rank r has shares[r] of them.
+    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` and
+    `marks` have those of all ranks, one after the other; rank r has shares[r] of them.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -101,6 +100,7 @@ class ForwardBatch:
     chunks: PrefillBatch
     slots: BatchSlots
     shares: tuple[int, ...] = ()
+    marks: Tensor | None = None  # as ExpertTally takes them
     windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
 
     def of(self, kv: PagedKV) -> ForwardBatch:

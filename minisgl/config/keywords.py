@@ -32,6 +32,8 @@ class EngineOptions(TypedDict, total=False):
     dp_attention: bool
     pp: int
     ep: bool
+    redundant_experts: int
+    expert_counts: str | None
     parallel: Literal["given", "auto"]
     nnodes: int
     node_rank: int

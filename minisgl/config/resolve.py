@@ -233,7 +233,10 @@ def _advice(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, num_ranks: int
 ) -> Advice | None:
     """Of the layouts of so many ranks; None if none of them can be started."""
-    given = Layout(num_ranks), Layout(num_ranks, ep=True)
+    given = (
+        Layout(num_ranks),
+        Layout(num_ranks, ep=True, redundant_experts=config.redundant_experts),
+    )
     startable = [layout for layout in given if layout.can_divide(model)]
     # For the reader alone: whether requests come in such a number is not known at start.
     by_requests = [replace(layout, dp_attention=True) for layout in startable[-1:]]
@@ -272,6 +275,9 @@ def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
     if config.tp > experts.num_experts:
         reason = f"this model has {experts.num_experts} experts, fewer than --tp {config.tp} ranks"
         refuse(config, "ep", f"{reason}; allowed: with --tp up to {experts.num_experts}")
+    if config.redundant_experts > experts.num_experts:
+        reason = f"this model has {experts.num_experts} experts"
+        refuse(config, "redundant_experts", f"{reason}; allowed: 0 to {experts.num_experts}")
 
 
 def _with_even_slots(config: EngineConfig, notes: list[str]) -> EngineConfig:

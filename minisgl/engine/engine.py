@@ -349,7 +349,7 @@ class AsyncEngine:
             drafts=drafts_of(self._scheduler.speculation),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
-            expert_tokens=None if tally is None else tally.by_rank(self.config.tp),
+            experts=None if tally is None else tally.read(),
         )
 
     def audit(self) -> None:

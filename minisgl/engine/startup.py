@@ -21,6 +21,7 @@ from minisgl.config import (
     with_layout,
 )
 from minisgl.drafting.networks.loading import find_network
+from minisgl.engine.expert_counts import with_copies
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
 from minisgl.kernels.moe.tally import ExpertTally
@@ -268,6 +269,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
     can_divide = facts.can_divide(config.tp, by_rank=config.ep)
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
+    model_config, notes = with_copies(model_config, config)
+    resolved = replace(resolved, notes=(*resolved.notes, *notes))
     return _Prepared(folder, model_config, facts, resolved, embedding or default_rules(folder))
 
 

@@ -55,7 +55,8 @@ class WeightFormat(Protocol):
 
     def experts(
         self,
-        held: Shard,
+        num_experts: int,
+        num_held: int,
         hidden_size: int,
         inner: Shard,
         *,
@@ -63,7 +64,8 @@ class WeightFormat(Protocol):
         clamped: Clamped | None = None,
         gelu: bool = False,
     ) -> ExpertsProduct:
-        """The products of the experts of which this module is the list, or of those `held`."""
+        """The products of the experts of which this module is the list, or of as many as a rank has
+        of them."""
         ...
 
 
@@ -83,7 +85,8 @@ class DenseFormat:
 
     def experts(
         self,
-        held: Shard,
+        num_experts: int,
+        num_held: int,
         hidden_size: int,
         inner: Shard,
         *,
@@ -92,7 +95,7 @@ class DenseFormat:
         gelu: bool = False,
     ) -> ExpertsProduct:
         return DenseExperts.allocate(
-            held.size,
+            num_held,
             hidden_size,
             inner.size,
             dtype=self.dtype,
@@ -139,7 +142,8 @@ class QuantizedFormat:
 
     def experts(
         self,
-        held: Shard,
+        num_experts: int,
+        num_held: int,
         hidden_size: int,
         inner: Shard,
         *,
@@ -147,19 +151,21 @@ class QuantizedFormat:
         clamped: Clamped | None = None,
         gelu: bool = False,
     ) -> ExpertsProduct:
-        num_experts = held.size
-        names = [f"{self.path}{e}.{name}" for e in range(held.whole) for name in EXPERT_MAPS]
+        names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
         if self.scheme.only_experts:
             names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
             return DenseFormat(self.dtype).experts(
-                held, hidden_size, inner, bias=bias, clamped=clamped, gelu=gelu
+                *(num_experts, num_held, hidden_size, inner),
+                bias=bias,
+                clamped=clamped,
+                gelu=gelu,
             )
         if self.scheme.only_experts:
             biases = None
             if bias:
-                biases = ExpertBiases.allocate(num_experts, hidden_size, inner.size, self.dtype)
-            return self._mxfp4(num_experts, hidden_size, inner, biases, clamped)
+                biases = ExpertBiases.allocate(num_held, hidden_size, inner.size, self.dtype)
+            return self._mxfp4(num_held, hidden_size, inner, biases, clamped)
         if bias or clamped is not None:
             raise UnsupportedModelError(
                 f"{names[0]} is of experts with biases or a clamped activation, which are not "
@@ -168,15 +174,15 @@ class QuantizedFormat:
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
             return int4_experts(
-                self._int4(names[0], 2 * inner.size, hidden, num_experts),
-                self._int4(names[2], hidden_size, inner, num_experts),
+                self._int4(names[0], 2 * inner.size, hidden, num_held),
+                self._int4(names[2], hidden_size, inner, num_held),
                 gelu=gelu,
             )
         static = self.activations == Activations.STATIC
-        scales = torch.zeros(2, num_experts, dtype=torch.float32)
+        scales = torch.zeros(2, num_held, dtype=torch.float32)
         return fp8_experts(
-            self._fp8(gate_up, hidden, num_experts),
-            self._fp8([hidden], inner, num_experts),
+            self._fp8(gate_up, hidden, num_held),
+            self._fp8([hidden], inner, num_held),
             activations=self.activations,
             input_scales=InputScales(*scales) if static else None,
             gelu=gelu,
@@ -184,7 +190,7 @@ class QuantizedFormat:
 
     def _mxfp4(
         self,
-        num_experts: int,
+        num_held: int,
         hidden_size: int,
         inner: Shard,
         biases: ExpertBiases | None,
@@ -196,8 +202,8 @@ class QuantizedFormat:
                 f"{self.scheme.group_size} inner ones, not {hidden_size} and {inner.whole}."
             )
         return mxfp4_experts(
-            Mxfp4Weights.allocate(num_experts, 2 * inner.size, hidden_size),
-            Mxfp4Weights.allocate(num_experts, hidden_size, inner.size),
+            Mxfp4Weights.allocate(num_held, 2 * inner.size, hidden_size),
+            Mxfp4Weights.allocate(num_held, hidden_size, inner.size),
             biases,
             clamped,
         )

@@ -323,6 +323,7 @@ class LatentDecoderLayer(DecoderLayer):
             shared_size=experts.shared_size,
             has_bias=config.routing.sigmoid,
             by_rank=config.experts_by_rank,
+            copies=config.copies_in(index),
         )
 
 

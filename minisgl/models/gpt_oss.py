@@ -104,6 +104,7 @@ class GptOssDecoderLayer(DecoderLayer):
             clamped=experts.clamped,
             interleaved=True,
             by_rank=config.experts_by_rank,
+            copies=config.copies_in(index),
         )
 
 

@@ -261,6 +261,7 @@ class HybridLayer(DecoderLayer):
             normalize=experts.normalize,
             shared_size=experts.shared_size,
             by_rank=config.experts_by_rank,
+            copies=config.copies_in(index),
         )
 
 

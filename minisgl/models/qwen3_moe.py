@@ -81,6 +81,7 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
             expert_size=experts.size,
             normalize=experts.normalize,
             by_rank=config.experts_by_rank,
+            copies=config.copies_in(index),
         )
 
 

@@ -100,18 +100,19 @@ def checkpoint_targets(
 def of_other_ranks(model: nn.Module, prefix: str = "") -> Callable[[str], bool]:
     """Whether a tensor, by its name as in `checkpoint_targets`, is of an expert that another rank
     has."""
-    held = {
-        f"{path.removeprefix(prefix)}.": module.held
+    numbers = {
+        f"{path.removeprefix(prefix)}.": (module.num_experts, frozenset(module.held))
         for path, module in model.named_modules()
-        if isinstance(module, FusedExperts) and module.held.size < module.held.whole
+        if isinstance(module, FusedExperts)
     }
 
     def is_of_others(name: str) -> bool:
         found = _OF_EXPERT.match(name)
-        if found is None or (experts := held.get(found[1])) is None:
+        if found is None or found[1] not in numbers:
             return False
+        num_experts, held = numbers[found[1]]
         expert = int(found[2])
-        return expert < experts.whole and not 0 <= expert - experts.first < experts.size
+        return expert < num_experts and expert not in held
 
     return is_of_others
 
@@ -234,14 +235,15 @@ def part_size(part: slice) -> int:
 def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantScheme | None
 ) -> dict[str, Target]:
-    """The tensors of each matrix of each expert of this rank, or those of all of them."""
+    """The tensors of each matrix of each expert of this rank, or those of all of them, which may
+    have a stack for the copies."""
     if module.interleaved:
         return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
     inner, hidden, product = module.inner, module.hidden, module.product
     assert not isinstance(product, Mxfp4Experts), "stacks of others are no MXFP4"
-    for expert in range(module.held.size):
-        names = [f"{path}.{module.held.first + expert}.{part}" for part in EXPERT_MAPS]
+    for expert, number in enumerate(module.held):
+        names = [f"{path}.{number}.{part}" for part in EXPERT_MAPS]
         cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
         if scheme is not None and isinstance(product, Fp8Experts | Int4Experts):
             gate_up, down = product.gate_up.expert(expert), product.down.expert(expert)
@@ -289,26 +291,34 @@ def checkpoint_stacks(
             stacks |= _merged_maps(path, module, scheme)
         elif isinstance(module, Convolution):
             stacks |= _convolution(path, module)
-        if not isinstance(module, FusedExperts) or module.interleaved:
+        if not isinstance(module, FusedExperts):
+            continue
+        if module.interleaved:
+            stacks |= {
+                name: Stack(targets, (name,))
+                for name, targets in interleaved_experts.stacks(path, module).items()
+            }
             continue
         if scheme is not None and scheme.storage != Storage.FLOAT:
             continue
-        experts, hidden, inner = module.held, module.hidden, module.inner
-        names = [f"{path}.{experts.first + expert}" for expert in range(experts.size)]
+        hidden, inner, parts = module.hidden, module.inner, module.stacked_parts
+        names = [f"{path}.{expert}" for expert in module.held]
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
         ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
         gate_up, down = _stacked(module)
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            gate_up, down = gate_up[: experts.size], down[: experts.size]
         stacks[f"{path}.gate_up_proj"] = Stack(
-            (
-                _stack_target(gate_up, 0, (experts, gates, hidden)),
-                _stack_target(gate_up, inner.size, (experts, ups, hidden)),
+            tuple(
+                _stack_target(gate_up, places, first, (experts, part, hidden))
+                for places, experts in parts
+                for first, part in ((0, gates), (inner.size, ups))
             ),
             tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
         )
         stacks[f"{path}.down_proj"] = Stack(
-            (_stack_target(down, 0, (experts, hidden, inner)),),
+            tuple(
+                _stack_target(down, places, 0, (experts, hidden, inner))
+                for places, experts in parts
+            ),
             tuple(f"{name}.down_proj.weight" for name in names),
         )
     return stacks
@@ -335,13 +345,15 @@ def _stacked(module: FusedExperts) -> tuple[Tensor | Fp8Weights, Tensor | Fp8Wei
     return product.weights["gate_up_proj"], product.weights["down_proj"]
 
 
-def _stack_target(weights: Tensor | Fp8Weights, first: int, cut: tuple[Shard, ...]) -> Target:
-    """Of the rows of each expert from `first` on."""
+def _stack_target(
+    weights: Tensor | Fp8Weights, places: slice, first: int, cut: tuple[Shard, ...]
+) -> Target:
+    """Of the rows from `first` on of each of the experts at these places."""
     _, outputs, inputs = cut
     rows = slice(first, first + outputs.size)
     if isinstance(weights, Tensor):
-        return Target(weights[:, rows], cut)
-    part = Fp8Weights(weights.data[:, rows], weights.scale[:, rows])
+        return Target(weights[places, rows], cut)
+    part = Fp8Weights(weights.data[places, rows], weights.scale[places, rows])
     return Target(
         part.data,
         (*cut[:2], whole(inputs.whole)),

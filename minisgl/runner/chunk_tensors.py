@@ -25,6 +25,7 @@ class ChunkTensors:
 
     # of all ranks
     token_ids: Tensor  # [num_chunk_rows], in the order of the rows
+    marks: Tensor  # the same, as in ForwardBatch; empty unless ranks divide requests
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
     last_rows: Tensor  # [num_chunks]: among all rows of the step, whose number an empty chunk has
@@ -43,10 +44,11 @@ class ChunkTensors:
     segment_starts: Tensor
 
     @staticmethod
-    def split(packed: Tensor, shape: StepShape, num_own_rows: int) -> ChunkTensors:
+    def split(packed: Tensor, shape: StepShape, of_ranks: RankRows, rank: int) -> ChunkTensors:
         """Split the tensor that `pack_chunks` made into views."""
-        chunks = shape.num_chunks
-        sizes = [shape.num_chunk_rows, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
+        chunks, num_own_rows = shape.num_chunks, of_ranks.chunk_rows[rank]
+        num_marks = shape.num_chunk_rows if of_ranks.are_divided else 0
+        sizes = [shape.num_chunk_rows, num_marks, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
         sizes += [num_own_rows, num_own_rows, chunks + 1, chunks, chunks]
         sizes += [shape.num_segments, shape.num_segments, shape.num_segments + 1]
         return ChunkTensors(*packed.split(sizes))
@@ -55,7 +57,9 @@ class ChunkTensors:
 _Part = tuple[Sequence[ArrayLike], int, int]  # content, size, padding
 
 
-def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np.int64]:
+def pack_chunks(
+    plan: StepPlan, shape: StepShape, order: RowOrder, page_size: int
+) -> NDArray[np.int64]:
     """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
     Works on whole arrays: a loop over thousands of tokens would block the event loop.
@@ -69,8 +73,19 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
     row_starts = [*accumulate(lengths, initial=0)]
     num_chunks, num_samples = shape.num_chunks, shape.num_chunk_samples
     num_own = rows.chunk_rows[order.rank]
+    at_rows = [
+        slice(first, first + len(chunk.token_ids))
+        for chunk, first in zip(chunks, _among_chunk_rows(plan, order, rows, firsts), strict=True)
+    ]
+    token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
+    marks = np.zeros_like(token_ids) if rows.are_divided else token_ids[:0]
+    for chunk, at_row in zip(chunks, at_rows, strict=True):
+        token_ids[at_row] = chunk.token_ids
+        if rows.are_divided:
+            marks[at_row] = np.arange(page_size + chunk.start, page_size + chunk.end)
     parts: tuple[_Part, ...] = (
-        ([_token_ids(plan, order, rows, firsts)], shape.num_chunk_rows, 0),
+        ([token_ids], shape.num_chunk_rows, 0),
+        ([marks], len(marks), 0),
         ([slots], num_chunks, scratch_slot),
         ([ends], num_chunks, 0),
         ([lasts], num_chunks, shape.num_rows),
@@ -98,16 +113,14 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
     return packed
 
 
-def _token_ids(
+def _among_chunk_rows(
     plan: StepPlan, order: RowOrder, rows: RankRows, firsts: Sequence[int]
-) -> NDArray[np.int64]:
-    """Those of the chunk rows of all ranks. firsts: the first row of each chunk in the step."""
-    token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
+) -> list[int]:
+    """The first row of each chunk among the chunk rows of all ranks. firsts: the same among all
+    rows."""
     num_before = [rows.run * num for num in accumulate(rows.decodes)]  # decode rows
-    for chunk, first in zip(plan.chunks, firsts, strict=True):
-        at = first - num_before[order.rank_of(chunk.slot)]
-        token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
-    return token_ids
+    pairs = zip(plan.chunks, firsts, strict=True)
+    return [first - num_before[order.rank_of(chunk.slot)] for chunk, first in pairs]
 
 
 def _pack_segments(

@@ -128,7 +128,7 @@ class Computation:
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
         if self.tally is not None:
-            self.tally.kv_slots = inputs.slot_mapping
+            self.tally.marks = inputs.slot_mapping if inputs.marks is None else inputs.marks
         states, taps = self.states[: self._num_layers], None
         if self._drafter is not None:
             taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))

@@ -137,9 +137,8 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    tally = None
-    if config.ep and not config.dp_attention and ranks.rank == 0 and stage.is_last:
-        tally = _tally(model, config.page_size, device)
+    counts = ranks.rank == 0 and stage.is_last
+    tally = _tally(model, config, ranks, device, counts=counts) if config.ep else None
     build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage, tally)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config), num_window_pages=pages_for_largest_step(config))
@@ -295,15 +294,23 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
-def _tally(model: Decoder, page_size: int, device: torch.device) -> ExpertTally | None:
-    """Have the tokens of each expert counted; None if no layer of this stage has experts."""
+def _tally(
+    model: Decoder,
+    config: ResolvedConfig,
+    ranks: Communicator,
+    device: torch.device,
+    *,
+    counts: bool,
+) -> ExpertTally | None:
+    """Let the layers with experts know the rows of steps, and count the tokens of each expert if
+    this rank is the one that does; None if there is no need."""
     module: Any = getattr(model, "module", model)  # an adopted model has one
     layers = [each for each in module.modules() if isinstance(each, FusedExperts)]
-    if not layers:
+    if not layers or not (counts or any(each.copies for each in layers)):
         return None
-    tally = ExpertTally(max(experts.held.whole for experts in layers), page_size, device)
-    for experts in layers:
-        experts.tally = tally
+    tally = ExpertTally([each.ranks for each in layers], ranks.size, config.page_size, device)
+    for each, of_layer in zip(layers, tally.layers, strict=True):
+        each.share = each.share._replace(tally=tally, counts=of_layer if counts else None)
     return tally
 
 

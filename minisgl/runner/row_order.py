@@ -33,6 +33,11 @@ class RankRows(NamedTuple):
     run: int
 
     @property
+    def are_divided(self) -> bool:
+        """Whether several ranks divide them."""
+        return len(self.decodes) > 1
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """The rows of each rank, as in ForwardBatch."""
         pairs = zip(self.decodes, self.chunk_rows, strict=True)
@@ -43,10 +48,10 @@ class RankRows(NamedTuple):
         """The first row of each rank."""
         return [*accumulate(self.shares, initial=0)][:-1]
 
-    def of(self, rank: int) -> tuple[slice, int]:
-        """The rows of a rank among the decode rows of all, and its number of chunk rows."""
+    def decode_rows(self, rank: int) -> slice:
+        """The rows of a rank among the decode rows of all."""
         first = sum(self.decodes[:rank]) * self.run
-        return slice(first, first + self.decodes[rank] * self.run), self.chunk_rows[rank]
+        return slice(first, first + self.decodes[rank] * self.run)
 
     def decode_places(self, device: torch.device) -> list[Tensor]:
         """The decode rows among all rows, of each rank."""
@@ -55,7 +60,7 @@ class RankRows(NamedTuple):
 
     def joined(self, decodes: Tensor, chunks: Tensor) -> Tensor:
         """What there is of decode rows, and of chunk rows, in the order of the rows."""
-        if len(self.decodes) == 1:
+        if not self.are_divided:
             return torch.cat((decodes, chunks))
         of_decodes = decodes.split([num * self.run for num in self.decodes])
         pairs = zip(of_decodes, chunks.split([*self.chunk_rows]), strict=True)

@@ -112,7 +112,7 @@ class SlotTables:
         `ChunkTensors.split`; None if the shape has no room for chunks."""
         if not shape.num_chunks:
             return None
-        return self._lanes.upload([pack_chunks(plan, shape, self.order)])[0]
+        return self._lanes.upload([pack_chunks(plan, shape, self.order, self.state.page_size)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
@@ -137,7 +137,7 @@ class SlotTables:
         state, order, run = self.state, self.order, shape.run
         longest, width = self._max_pages * state.page_size, self._max_pages
         of_ranks = order.rows_of(plan, shape)
-        own_rows, num_own_chunk_rows = of_ranks.of(order.rank)
+        own_rows = of_ranks.decode_rows(order.rank)
         lengths_host: list[int] | None = None
         if plan is not None:
             longest = plan.longest_decode
@@ -147,17 +147,20 @@ class SlotTables:
         rows = self._rows.part(slice(shape.num_decode_rows), width)
         read_slots(order.taken(self._decode_slots, of_ranks.decodes), state, rows, run)
         own, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
-        if len(of_ranks.decodes) > 1:
+        marks = rows.slot_mapping if of_ranks.are_divided else None
+        if of_ranks.are_divided:
             own = rows.part(own_rows)
             kept = None if kept is None else kept[own_rows.start // run : own_rows.stop // run]
         token_ids, positions, slot_mapping = rows.token_ids, own.positions, own.slot_mapping
         samples = SampleRows(shape, None, rows.slots, rows.output_index, of_ranks.decodes)
         chunks: ChunkTensors | None = None
         if packed_chunks is not None:
-            chunks = ChunkTensors.split(packed_chunks, shape, num_own_chunk_rows)
+            chunks = ChunkTensors.split(packed_chunks, shape, of_ranks, order.rank)
             state.lengths[chunks.slots] = chunks.ends.int()
             self._kept.cover(chunks.slots, chunks.ends)
             token_ids = of_ranks.joined(token_ids, chunks.token_ids)
+            if marks is not None:
+                marks = of_ranks.joined(marks, chunks.marks)
             positions = torch.cat((positions, chunks.positions))
             of_chunks = slot_mapping_of(
                 state.page_table, chunks.token_slots, chunks.positions, state.page_size
@@ -173,7 +176,8 @@ class SlotTables:
             decodes=DecodeBatch(own.page_table, own.lengths, longest, lengths_host, run),
             chunks=prefill,
             slots=BatchSlots(self._states_of(own.slots[::run]), segments, kept),
-            shares=of_ranks.shares if len(of_ranks.decodes) > 1 else (),
+            shares=of_ranks.shares if of_ranks.are_divided else (),
+            marks=marks,
         )
         return with_windows(batch, own, chunks, state), samples
 

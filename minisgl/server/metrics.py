@@ -83,12 +83,12 @@ class Metrics(MetricsPage):
         stats = self._state.stats()
         if stats is not None:
             yield from _figures(stats)
-            if stats.expert_tokens is not None:
+            if stats.experts is not None:
                 yield counter(
                     "minisgl_expert_tokens",
                     "With --ep: tokens that the experts of each rank have taken, added up over the "
                     "layers of the last stage.",
-                    *("rank", {str(rank): num for rank, num in enumerate(stats.expert_tokens)}),
+                    *("rank", {str(rank): num for rank, num in enumerate(stats.experts.by_rank)}),
                 )
             if stats.host is not None:
                 yield from _tiers(stats, stats.host)

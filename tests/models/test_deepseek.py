@@ -248,10 +248,10 @@ def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
     assert numbers == [1, 0]
     torch.testing.assert_close(*results)
     stack, shared = block.experts.product.weights, block.shared_experts
-    assert shared is not None and len(stack["down_proj"]) == block.experts.held.size + 1
+    assert shared is not None and len(stack["down_proj"]) == len(block.experts.held) + 1
     down = shared.down_proj.get_parameter("weight")
     assert down.data_ptr() == stack["down_proj"][-1].data_ptr()
-    assert block.experts.get_parameter("down_proj").shape[0] == block.experts.held.size
+    assert block.experts.get_parameter("down_proj").shape[0] == len(block.experts.held)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
             inner, hidden = module.inner, module.hidden
             gate, up = dequantize(product.gate_up).chunk(2, dim=1)
             down = dequantize(product.down)
-            for expert in range(module.held.size):
+            for expert in range(len(module.held)):
                 found[f"{path}.{expert}.gate_proj"] = gate[expert], inner, hidden
                 found[f"{path}.{expert}.up_proj"] = up[expert], inner, hidden
                 found[f"{path}.{expert}.down_proj"] = down[expert], hidden, inner

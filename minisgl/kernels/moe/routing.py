@@ -9,10 +9,16 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import clamped_mul, gated_mul
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, Routing
+from minisgl.kernels.moe.reference import (
+    ByRouter,
+    Choice,
+    Chosen,
+    Clamped,
+    ExpertShare,
+    Routing,
+)
 from minisgl.kernels.moe.reference import choose_of as choose_given_of
-from minisgl.kernels.moe.tally import ExpertTally
-from minisgl.shards import Shard
+from minisgl.shards import whole
 
 
 def place_for_sum(
@@ -29,14 +35,14 @@ def topk_softmax(
     routing: Routing,
     scales: Tensor | None = None,
     *,
-    held: Shard | None = None,
-    tally: ExpertTally | None = None,
+    share: ExpertShare | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. held, tally: as in `choose_of`; None: all
+    """As topk_softmax of reference.py; both contiguous. share: as in `choose_of`; None: all
     experts are here. pdl: overlap launches where the device can, by the rule of
     kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
+    own, places, tally, counts = share or ExpertShare(whole(num_experts))
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     _topk_softmax_row[(num_rows,)](
@@ -44,15 +50,16 @@ def topk_softmax(
         scales,
         chosen,
         weights,
-        None if tally is None else tally.counts,
-        None if tally is None else tally.kv_slots,
-        0 if tally is None else tally.first_slot,
+        None if tally is None else tally.marks,
+        None if tally is None else counts,
+        None if tally is None else places,
+        first_mark=0 if tally is None else tally.first_mark,
         num_experts=num_experts,
         top_k=routing.top_k,
         normalize=routing.normalize,
         experts_block=triton.next_power_of_2(num_experts),
-        first=None if held is None else held.first,
-        num_held=num_experts if held is None else held.size,
+        first=None if share is None else own.first,
+        num_own=own.size,
         num_warps=4,
         **pdl_options(logits.device, pdl),
     )
@@ -65,13 +72,11 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
 
 
-def choose_of(
-    choice: Choice, held: Shard, tally: ExpertTally | None = None, *, pdl: bool = True
-) -> Chosen:
+def choose_of(choice: Choice, share: ExpertShare, *, pdl: bool = True) -> Chosen:
     """As choose_of of reference.py. pdl: as in topk_softmax."""
     if not isinstance(choice, ByRouter):
-        return choose_given_of(choice, held, tally)
-    return Chosen(*topk_softmax(*choice, held=held, tally=tally, pdl=pdl), held.whole)
+        return choose_given_of(choice, share)
+    return Chosen(*topk_softmax(*choice, share=share, pdl=pdl), share.own.whole)
 
 
 def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
@@ -144,15 +149,16 @@ def _topk_softmax_row(
     scales,
     chosen,
     weights,
+    marks,
     counts,
-    kv_slots,
-    first_slot: tl.constexpr,
+    places,
+    first_mark: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     normalize: tl.constexpr,
     experts_block: tl.constexpr,
     first: tl.constexpr,
-    num_held: tl.constexpr,
+    num_own: tl.constexpr,
     pdl: tl.constexpr,
 ):
     if pdl:
@@ -164,11 +170,16 @@ def _topk_softmax_row(
     target = row * top_k + place
     expert = tl.arange(0, experts_block)
     if counts is not None:
-        is_real = tl.load(kv_slots + row) >= first_slot
-        tl.atomic_add(counts + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
-    if first is not None:
+        mark = tl.load(marks + row)
+        half = counts + (mark & 1) * num_experts
+        is_real = mark >= first_mark
+        tl.atomic_add(half + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
+    if places is not None:
+        half = places + (tl.load(marks + row) & 1) * num_experts
+        expert = tl.load(half + expert, mask=place < top_k, other=0)
+    elif first is not None:
         expert -= first
-        expert = tl.where((expert >= 0) & (expert < num_held), expert, -1)  # ELSEWHERE
+        expert = tl.where((expert >= 0) & (expert < num_own), expert, -1)  # ELSEWHERE
     tl.store(chosen + target, expert, mask=place < top_k)
     tl.store(weights + target, weight.to(weights.dtype.element_ty), mask=place < top_k)
 

@@ -13,19 +13,24 @@ from minisgl.kernels.moe import grouped, reference
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, ExpertBiases
-from minisgl.kernels.moe.tally import ExpertTally
+from minisgl.kernels.moe.reference import (
+    ByRouter,
+    Choice,
+    Chosen,
+    Clamped,
+    ExpertBiases,
+    ExpertShare,
+)
 from minisgl.kernels.tuning import tuning_of
-from minisgl.shards import Shard
 
 
-def choose_of(choice: Choice, held: Shard, tally: ExpertTally | None = None) -> Chosen:
+def choose_of(choice: Choice, share: ExpertShare) -> Chosen:
     """As choose_of of reference.py."""
     if isinstance(choice, ByRouter) and runs_triton(choice.logits.device):
         from minisgl.kernels.moe import routing
 
-        return routing.choose_of(choice, held, tally)
-    return reference.choose_of(choice, held, tally)
+        return routing.choose_of(choice, share)
+    return reference.choose_of(choice, share)
 
 
 def fp8_experts(

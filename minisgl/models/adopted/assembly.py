@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from minisgl.config import ModelFacts
 from minisgl.distributed.communicator import Communicator
+from minisgl.expert_copies import Copies
 from minisgl.layers.formats import WeightFormat
 from minisgl.models.adopted.attend import ATTENTION, register
 from minisgl.models.adopted.discover import Discovered
@@ -49,11 +51,12 @@ def assemble(
     comm: Communicator,
     layers: range,
     experts_by_rank: bool = False,
+    expert_copies: Sequence[Copies] = (),
 ) -> AdoptedModel:
     """Put minisgl's modules into a skeleton, and make room for its other weights.
 
-    facts: of the whole model. comm and layers: of the stage. experts_by_rank: as in ModelConfig.
-    Raises UnsupportedModelError if it cannot be a stage.
+    facts: of the whole model. comm and layers: of the stage. experts_by_rank, expert_copies: as in
+    ModelConfig, of the stage. Raises UnsupportedModelError if it cannot be a stage.
     """
     is_first, is_last = layers.start == 0, layers.stop == len(found.layers)
     division = division_of(model, found) if comm.size > 1 else WHOLE
@@ -71,6 +74,7 @@ def assemble(
         format=format,
         comm=comm,
         experts_by_rank=experts_by_rank,
+        expert_copies=iter(expert_copies),
         heads=heads,
     )
     vocab = vocab_shard(model.config.vocab_size, comm.rank, comm.size)

@@ -60,6 +60,7 @@ class Blueprint:
             comm=comm,
             layers=layers,
             experts_by_rank=config.experts_by_rank,
+            expert_copies=config.expert_copies if config.experts_by_rank else (),
         )
 
     def names(self) -> Names:

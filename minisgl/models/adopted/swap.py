@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
+from minisgl.expert_copies import Copies
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.reference import Routing
@@ -57,6 +58,7 @@ class Swap:
     format: WeightFormat
     comm: Communicator
     experts_by_rank: bool  # as in ModelConfig
+    expert_copies: Iterator[Copies]  # for the layers with experts, in their order
     heads: Heads
     products: list[Product] = field(default_factory=list)  # that were made
     split: dict[str, Shard] = field(default_factory=dict)  # parameters, in their first dimension
@@ -141,7 +143,9 @@ class Swap:
         num_experts, hidden_size, size = experts.down_proj.shape
         format = self._format_of(name)
         made = ExpertsOf(
-            num_experts, hidden_size, size, format, self.comm, by_rank=self.experts_by_rank
+            *(num_experts, hidden_size, size, format, self.comm),
+            by_rank=self.experts_by_rank,
+            copies=next(self.expert_copies, ()),
         )
         made.fuses = self.way.fuses
         self.put(name, made)
