@@ -21,8 +21,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import load
 from minisgl.errors import ConfigError
 from minisgl.layers import by_request
-from minisgl.runner.rank_tables import RankTables
-from minisgl.runner.step_inputs import SlotTables
+from minisgl.runner.row_order import RowOrder
 
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 ON_FOUR: dict[str, Any] = {"tp": 4, "dp_attention": True}
@@ -179,5 +178,10 @@ def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_tokens_of_padding_rows_are_not_those_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of the shape of a captured one, where rank 0 takes the rows of both ranks for one
     after another, as if there was no padding between them."""
-    monkeypatch.setattr(RankTables, "sampled_rows", SlotTables.sampled_rows)
+    rows = RowOrder.sampled_rows
+
+    def undivided(order: RowOrder, *step: Any) -> tuple[range, ...]:
+        return rows(RowOrder(order.num_slots), *step)
+
+    monkeypatch.setattr(RowOrder, "sampled_rows", undivided)
     assert changes_tokens(padded=8)
