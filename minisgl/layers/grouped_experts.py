@@ -10,8 +10,8 @@ from torch import nn
 from minisgl.distributed.communicator import Communicator
 from minisgl.expert_copies import Copies
 from minisgl.kernels.linear.dense_product import DenseProduct
-from minisgl.kernels.moe.grouped import GroupRouting
-from minisgl.kernels.moe.select_experts import choose_grouped, joins_shared
+from minisgl.kernels.moe.grouped import ByScores, GroupRouting
+from minisgl.kernels.moe.select_experts import joins_shared
 from minisgl.kernels.residual import Residual
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import DenseFormat, WeightFormat
@@ -78,7 +78,7 @@ class GroupedMoeBlock(nn.Module):
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
         joins = self._joins and joins_shared(len(hidden), hidden.device)
         routing = self._routing._replace(num_shared=int(joins))
-        choice = choose_grouped(logits, routing, self.e_score_correction_bias)
+        choice = ByScores(logits, routing, self.e_score_correction_bias)
         if joins or self.shared_experts is None:
             return self.experts.add_to(hidden, choice, rows)
         if self._comm.size > 1:

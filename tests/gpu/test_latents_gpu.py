@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from support.attention_cases import Shape, check_decode, check_prefill, in_float32, paged_cache
 from support.checkpoints import LATENT_SPECS
 from support.draft_networks import latent
-from support.grouped_cases import ROUTINGS, check_grouped
+from support.grouped_cases import ROUTINGS, check_experts_of, check_grouped
 from support.latent_cases import (
     LATENTS,
     Latents,
@@ -115,6 +115,16 @@ def test_experts_are_chosen_as_the_reference_does(
     num_experts: int, routing: GroupRouting, num_rows: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
     check_grouped(num_rows, num_experts, routing, dtype, GPU, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+@pytest.mark.parametrize(("num_experts", "routing"), ROUTINGS, ids=str)
+def test_few_rows_choose_as_many_do(
+    num_experts: int, routing: GroupRouting, num_rows: int, dtype: torch.dtype, has_bias: bool
+) -> None:
+    check_experts_of(num_rows, num_experts, routing, dtype, GPU, has_bias=has_bias, pdl=True)
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in LATENT_SPECS])

@@ -36,8 +36,8 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import FP8, AttentionSpec
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels.elementwise import latents
-from minisgl.kernels.moe import grouped
-from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.kernels.moe import grouped, reference
+from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.reference import Chosen
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers import grouped_experts
@@ -203,26 +203,27 @@ def test_rotations_of_halves_and_two_rotations_are_detected(
 
 
 def test_a_bias_in_the_weights_of_experts_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
+    def choose(choice: ByScores) -> Chosen:
+        logits, routing, bias = choice
         assert bias is not None
-        experts, right, _ = grouped.choose_grouped(logits, routing, bias)
+        experts, right = grouped.choose_grouped(choice)
         chosen = experts[:, : routing.top_k].long()
         weights = (logits.sigmoid() + bias).gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) * routing.factor
         return Chosen(experts, torch.cat((weights, right[:, routing.top_k :]), 1))
 
-    monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
+    monkeypatch.setattr(reference, "choose", choose)
     assert error("glm-flash") > GROSS
 
 
 def test_a_shared_expert_with_another_weight_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is one of the experts of a row."""
 
-    def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
-        experts, weights, _ = grouped.choose_grouped(logits, routing, bias)
-        return Chosen(experts, torch.where(experts == logits.shape[1], 1.8, weights))
+    def choose(choice: ByScores) -> Chosen:
+        experts, weights = grouped.choose_grouped(choice)
+        return Chosen(experts, torch.where(experts == choice.logits.shape[1], 1.8, weights))
 
-    monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
+    monkeypatch.setattr(reference, "choose", choose)
     assert error("glm-flash", chunk=7) > GROSS
 
 
@@ -236,11 +237,11 @@ def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
     norm = next(each for each in model.modules() if isinstance(each, RMSNorm))
     numbers: list[int] = []
 
-    def choose(logits: Tensor, routing: GroupRouting, bias: Tensor | None) -> Chosen:
-        numbers.append(routing.num_shared)
-        return grouped.choose_grouped(logits, routing, bias)
+    def choose(choice: ByScores) -> Chosen:
+        numbers.append(choice.routing.num_shared)
+        return Chosen(*grouped.choose_grouped(choice))
 
-    monkeypatch.setattr(grouped_experts, "choose_grouped", choose)
+    monkeypatch.setattr(reference, "choose", choose)
     results: list[Tensor] = []
     for joins in (True, False):
         monkeypatch.setattr(grouped_experts, "joins_shared", lambda *_, joins=joins: joins)

@@ -62,14 +62,14 @@ def random_logits(
     return (order.float() / 16 - 3).to(dtype).to(device)
 
 
-def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
+def ways(num_rows: int, weights: ExpertWeights, top_k: int) -> list[FewTiles | ManyTiles]:
     """Tiles for this number of rows, for many and, where applicable, for few."""
     few = FewTiles(ExpertTiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
     room = tuning_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        choose_tiles(num_rows, weights, routing.top_k, room),
-        choose_tiles(max(num_rows, 1000), weights, routing.top_k, room),
+        choose_tiles(num_rows, weights, top_k, room),
+        choose_tiles(max(num_rows, 1000), weights, top_k, room),
     ]
 
 
@@ -112,7 +112,7 @@ def check_nan(
     assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
     assert shares[1:].isnan().all()
     wanted = experts.fused_experts(x[:1], weights, Chosen(chosen[:1], shares[:1]))
-    for how in ways(num_rows, weights, routing):
+    for how in ways(num_rows, weights, routing.top_k):
         out, _ = fused_experts(x, ByRouter(logits, routing), weights, tiles=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
@@ -145,7 +145,7 @@ def check_mix(
     choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
     wanted = experts.fused_experts(x, weights, choice)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
-    for how in ways(num_rows, weights, routing):
+    for how in ways(num_rows, weights, routing.top_k):
         out, squares = fused_experts(x, choice, weights, tiles=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])

@@ -1,11 +1,14 @@
-"""Routers that choose among groups, and the choice of the kernel beside that of the reference."""
+"""Routers that choose among groups, and the choice of the kernels beside that of the reference."""
 
 from __future__ import annotations
 
 import torch
+from support.expert_cases import TOLERANCES, random_experts, ways
+from torch import Tensor
 
-from minisgl.kernels.moe import grouped
-from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.kernels.moe import grouped, reference
+from minisgl.kernels.moe.fused_experts import fused_experts
+from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.grouped_kernel import choose_grouped
 
 # (experts, routing): those of GLM-4.7-Flash, DeepSeek-V3, V2 and V2-Lite, and small ones whose
@@ -23,6 +26,17 @@ ROUTINGS = [
 ]
 
 
+def logits_and_bias(
+    num_rows: int, num_experts: int, dtype: torch.dtype, *, has_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Logits that differ, all of a row, and none is another's negative: no two experts count alike,
+    nor two pairs of them."""
+    generator = torch.Generator().manual_seed(num_rows + num_experts)
+    order = torch.rand(num_rows, num_experts, generator=generator).argsort(-1)
+    logits = ((order + 0.5) / num_experts * 7 - 3).to(dtype)
+    return logits, torch.rand(num_experts, generator=generator) if has_bias else None
+
+
 def check_grouped(
     num_rows: int,
     num_experts: int,
@@ -32,20 +46,14 @@ def check_grouped(
     *,
     has_bias: bool,
 ) -> None:
-    """Compares the weight of each expert, -1 where it is not chosen.
-
-    All logits differ, and none is another's negative: no two experts count alike, nor two pairs."""
-    generator = torch.Generator().manual_seed(num_rows + num_experts)
-    order = torch.rand(num_rows, num_experts, generator=generator).argsort(-1)
-    logits = ((order + 0.5) / num_experts * 7 - 3).to(dtype)
-    bias = torch.rand(num_experts, generator=generator) if has_bias else None
-    chosen, weights, _ = choose_grouped(
-        logits.to(device), routing, None if bias is None else bias.to(device)
-    )
+    """Compares the weight of each expert, -1 where it is not chosen."""
+    logits, bias = logits_and_bias(num_rows, num_experts, dtype, has_bias=has_bias)
+    there = ByScores(logits.to(device), routing, None if bias is None else bias.to(device))
+    chosen, weights = choose_grouped(there)
     assert chosen.dtype == torch.int32 and weights.dtype == dtype
-    wanted = grouped.choose_grouped(logits, routing, bias)
+    wanted, wanted_weights = grouped.choose_grouped(ByScores(logits, routing, bias))
     num_shared = routing.num_shared
-    assert chosen.shape == wanted.experts.shape == (num_rows, routing.top_k + num_shared)
+    assert chosen.shape == wanted.shape == (num_rows, there.top_k)
 
     def spread(experts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         none = torch.full((num_rows, num_experts + num_shared), -1.0)
@@ -53,5 +61,32 @@ def check_grouped(
 
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(
-        spread(chosen, weights), spread(*wanted[:2]), rtol=tolerance, atol=tolerance
+        spread(chosen, weights), spread(wanted, wanted_weights), rtol=tolerance, atol=tolerance
     )
+
+
+def check_experts_of(
+    num_rows: int,
+    num_experts: int,
+    routing: GroupRouting,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_bias: bool,
+    pdl: bool = False,
+) -> None:
+    """Experts that the kernels for few rows choose themselves, as those for many rows are given;
+    also in a row of NaN, whose result is NaN."""
+    num_shared, hidden_size = routing.num_shared, 48
+    weights = random_experts(num_experts + num_shared, hidden_size, 24, dtype, device)
+    logits, bias = logits_and_bias(num_rows, num_experts, dtype, has_bias=has_bias)
+    logits, bias = logits.to(device), None if bias is None else bias.to(device)
+    x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
+    choice = ByScores(logits, routing, bias)
+    wanted = reference.fused_experts(x, weights, choice)
+    broken = choice._replace(logits=torch.full_like(logits, torch.nan))
+    for how in ways(num_rows, weights, choice.top_k):
+        out, _ = fused_experts(x, choice, weights, tiles=how, pdl=pdl)
+        torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
+        out, _ = fused_experts(x, broken, weights, tiles=how, pdl=pdl)
+        assert out.isnan().all()

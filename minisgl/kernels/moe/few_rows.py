@@ -9,13 +9,17 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import from_here
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.moe.grouped import LEAST_SUM, ByScores, GroupRouting
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import (
     activated,
+    choose,
     clamp_options,
     expert_places,
     multiply,
     place_for_sum,
+    scored_places,
+    scored_weights,
     weights_of,
 )
 from minisgl.kernels.tuning import FewTiles
@@ -32,19 +36,29 @@ def few_rows_experts(
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
-    logits, scales, normalize, chosen, weights = None, None, False, None, None
+    if isinstance(choice, ByScores) and choice.routing.num_groups > 1:
+        choice = choose(choice, pdl=pdl)
+    logits, scales, chosen, weights, routing = None, None, None, None, GroupRouting(0, False, False)
+    score_bias, scored, normalize = None, isinstance(choice, ByScores), False
     if isinstance(choice, ByRouter):
         logits, (_, normalize), scales = choice
+    elif isinstance(choice, ByScores):
+        logits, routing, score_bias = choice
+        normalize = routing.normalize
     else:
         chosen, weights, _ = choice
+    num_routed = num_experts if logits is None else logits.shape[1]
     drops = choice.dropped is not None if isinstance(choice, Chosen) else False
     up_bias, down_bias = experts.biases or (None, None)
     numbers = {
         "hidden_size": hidden_size,
         "size": size,
-        "num_experts": num_experts,
+        "num_experts": num_routed,
         "top_k": choice.top_k,
-        "experts_block": triton.next_power_of_2(num_experts),
+        "num_shared": routing.num_shared,
+        "experts_block": triton.next_power_of_2(num_routed),
+        "scored": scored,
+        "sigmoid": routing.sigmoid,
         "drops": drops,
         **pdl_options(x.device, pdl),
     }
@@ -53,6 +67,7 @@ def few_rows_experts(
         inner,
         x,
         logits,
+        score_bias,
         chosen,
         experts.gate_up,
         up_bias,
@@ -73,12 +88,15 @@ def few_rows_experts(
         squares,
         inner,
         logits,
+        score_bias,
         scales,
         chosen,
         weights,
         experts.down,
         down_bias,
         normalize=normalize,
+        least_sum=LEAST_SUM,
+        factor=routing.factor,
         places=triton.next_power_of_2(choice.top_k),
         block_n=tiles.block_n,
         block_k=tiles.block_k,
@@ -94,6 +112,7 @@ def _few_inner(
     inner,
     x,
     logits,
+    score_bias,
     chosen,
     weight,
     bias,
@@ -101,7 +120,10 @@ def _few_inner(
     size: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
+    num_shared: tl.constexpr,
     experts_block: tl.constexpr,
+    scored: tl.constexpr,
+    sigmoid: tl.constexpr,
     drops: tl.constexpr,
     exact: tl.constexpr,
     limit: tl.constexpr,
@@ -124,9 +146,17 @@ def _few_inner(
             if expert < 0:
                 return
     else:
-        _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+        if scored:
+            _, order = scored_places(
+                logits + row * num_experts, score_bias, num_experts, experts_block, sigmoid
+            )
+        else:
+            _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
         is_mine = order == pair % top_k
         expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
+        if num_shared > 0:
+            behind = pair % top_k - (top_k - num_shared)
+            expert = tl.where(behind >= 0, num_experts + behind, expert)
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     weight += expert.to(tl.int64) * (2 * size * hidden_size)
     rows = row + tl.zeros([block_m], tl.int32)
@@ -149,6 +179,7 @@ def _few_outer(
     squares,
     inner,
     logits,
+    score_bias,
     scales,
     chosen,
     weights,
@@ -158,9 +189,14 @@ def _few_outer(
     size: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
+    num_shared: tl.constexpr,
     experts_block: tl.constexpr,
+    scored: tl.constexpr,
+    sigmoid: tl.constexpr,
     drops: tl.constexpr,
     normalize: tl.constexpr,
+    least_sum: tl.constexpr,
+    factor: tl.constexpr,
     places: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
@@ -180,11 +216,23 @@ def _few_outer(
         if drops:
             is_here = is_here & (expert >= 0)
     else:
-        probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
-        expert_weight = weights_of(probability, order, scales, num_experts, top_k, normalize)
+        if scored:
+            score, order = scored_places(
+                logits + row * num_experts, score_bias, num_experts, experts_block, sigmoid
+            )
+            expert_weight = scored_weights(
+                score, order, top_k - num_shared, normalize, least_sum, factor
+            )
+        else:
+            score, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+            expert_weight = weights_of(score, order, scales, num_experts, top_k, normalize)
         at_place = order[:, None] == place[None, :]
         expert = tl.sum(tl.where(at_place, tl.arange(0, experts_block)[:, None], 0), 0)
         expert_weight = tl.sum(tl.where(at_place, expert_weight[:, None], 0.0), 0)
+        if num_shared > 0:
+            behind = place - (top_k - num_shared)
+            expert = tl.where(behind >= 0, num_experts + behind, expert)
+            expert_weight = tl.where(behind >= 0, 1.0, expert_weight)
     w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
     w_at += output[None, :, None] * size
     is_output = is_here[:, None, None] & (output < hidden_size)[None, :, None]

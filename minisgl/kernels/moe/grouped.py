@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.moe.reference import Chosen
-
 LEAST_SUM = 1e-20  # added to the sum of weights that divides them
 
 
@@ -31,8 +29,23 @@ class GroupRouting(NamedTuple):
     num_shared: int = 0
 
 
-def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
-    """As in select_experts.py, in float32 until the weights are rounded to logits' dtype."""
+class ByScores(NamedTuple):
+    """Which experts each row takes, as it follows from the logits of such a router."""
+
+    logits: Tensor  # [num_rows, num_experts] contiguous, without the experts that every row takes
+    routing: GroupRouting
+    # [num_experts] float32: added to the scores where these are compared, and not to weights.
+    bias: Tensor | None = None
+
+    @property
+    def top_k(self) -> int:
+        return self.routing.top_k + self.routing.num_shared
+
+
+def choose_grouped(choice: ByScores) -> tuple[Tensor, Tensor]:
+    """The experts of each row, and their weights, as in Chosen of reference.py; in float32 until
+    the weights are rounded to logits' dtype."""
+    logits, routing, bias = choice
     wide = logits.float()
     scores = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)
     compared = scores if bias is None else scores + bias
@@ -49,4 +62,4 @@ def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = 
     shared = logits.shape[1] + torch.arange(routing.num_shared, device=logits.device)
     chosen = torch.cat((chosen, shared.expand(len(logits), -1)), 1)
     weights = F.pad(weights * routing.factor, (0, routing.num_shared), value=1.0)
-    return Chosen(chosen.int(), weights.to(logits.dtype))
+    return chosen.int(), weights.to(logits.dtype)

@@ -8,23 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.grouped import LEAST_SUM, GroupRouting
-from minisgl.kernels.moe.reference import Chosen
+from minisgl.kernels.moe.grouped import LEAST_SUM, ByScores
 
 
-def choose_grouped(
-    logits: Tensor, routing: GroupRouting, bias: Tensor | None = None, *, pdl: bool = True
-) -> Chosen:
-    """As in select_experts.py. Of experts, and of groups, that count alike the lower one comes
-    first; a row that holds NaN chooses existing experts, each once. pdl: overlap launches where the
-    device can, by the rule of launch_options.py."""
+def choose_grouped(choice: ByScores, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
+    """As in grouped.py; all contiguous. Of experts, and of groups, that count alike the lower one
+    comes first; a row that holds NaN chooses existing experts, each once. pdl: overlap launches
+    where the device can, by the rule of launch_options.py."""
+    logits, routing, bias = choice
     assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     num_rows, num_experts = logits.shape
     num_places = routing.top_k + routing.num_shared
     chosen = torch.empty((num_rows, num_places), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     if num_rows == 0:
-        return Chosen(chosen, weights)
+        return chosen, weights
     of_group = num_experts // routing.num_groups
     _choose_row[(num_rows,)](
         logits,
@@ -46,7 +44,7 @@ def choose_grouped(
         num_warps=1,  # whose lanes compare without shared memory
         **pdl_options(logits.device, pdl),
     )
-    return Chosen(chosen, weights)
+    return chosen, weights
 
 
 @triton.jit

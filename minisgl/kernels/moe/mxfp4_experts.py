@@ -23,6 +23,7 @@ from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
+from minisgl.kernels.moe.grouped import ByScores
 from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, rows_held
@@ -105,7 +106,7 @@ FEW_MEMBERS = 16
 
 def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
-    if isinstance(choice, ByRouter) and choice.scales is not None:
+    if isinstance(choice, ByScores) or (isinstance(choice, ByRouter) and choice.scales is not None):
         choice = choose(choice, pdl=pdl)
     logits, normalize, chosen, weights = None, False, None, None
     if isinstance(choice, ByRouter):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import gated_mul
+from minisgl.kernels.moe.grouped import ByScores, choose_grouped
 from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
@@ -56,13 +57,13 @@ class Chosen(NamedTuple):
         return None if self.num_experts is None else self.experts
 
 
-Choice = ByRouter | Chosen
+Choice = ByRouter | ByScores | Chosen
 
 
 def rows_held(num_rows: int, choice: Choice, num_held: int) -> int:
     """Number of rows with as many pairs as `num_rows` rows have of the `num_held` experts here, if
     they spread evenly over those of all ranks."""
-    if isinstance(choice, ByRouter) or choice.num_experts is None:
+    if not isinstance(choice, Chosen) or choice.num_experts is None:
         return num_rows
     return -(-num_rows * num_held // choice.num_experts)
 
@@ -147,6 +148,8 @@ def topk_softmax(
 
 def choose(choice: Choice) -> Chosen:
     """The experts of each row, and their weights."""
+    if isinstance(choice, ByScores):
+        return Chosen(*choose_grouped(choice))
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice))
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import clamped_mul, gated_mul
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.moe.grouped import ByScores
+from minisgl.kernels.moe.grouped_kernel import choose_grouped
 from minisgl.kernels.moe.reference import (
     ByRouter,
     Choice,
@@ -69,13 +71,15 @@ def topk_softmax(
 def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     """As choose of reference.py; the tensors of a choice contiguous. pdl: as in topk_softmax."""
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
+    if isinstance(choice, ByScores):
+        return Chosen(*choose_grouped(choice, pdl=pdl))
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
 
 
 def choose_of(choice: Choice, share: ExpertShare, *, pdl: bool = True) -> Chosen:
     """As choose_of of reference.py. pdl: as in topk_softmax."""
     if not isinstance(choice, ByRouter):
-        return choose_given_of(choice, share)
+        return choose_given_of(choose(choice, pdl=pdl), share)
     return Chosen(*topk_softmax(*choice, share=share, pdl=pdl), share.own.whole)
 
 
@@ -122,6 +126,68 @@ def expert_places(logits, num_experts: tl.constexpr, block: tl.constexpr):
         precedes = (likely > mine) | ((likely == mine) & (other[None, :] < expert[:, None]))
         place += tl.sum(precedes.to(tl.int32), 1)
     return tl.where(is_number, probability, float("nan")), place
+
+
+@triton.jit
+def scored_places(
+    logits,
+    bias,
+    num_experts: tl.constexpr,
+    block: tl.constexpr,
+    sigmoid: tl.constexpr,
+):
+    """As expert_places, of a router as of grouped.py without groups: (score, place)."""
+    expert = tl.arange(0, block)
+    x = tl.load(logits + expert, mask=expert < num_experts, other=-float("inf")).to(tl.float32)
+    largest, total = 0.0, 1.0
+    if not sigmoid:
+        largest = tl.max(x)
+        total = tl.sum(tl.exp(x - largest))
+    score = _score(x, largest, total, sigmoid)
+    mine = _compared(score, bias, expert, num_experts)[:, None]
+    place = tl.zeros([block], tl.int32)
+    width: tl.constexpr = block if block < 32 else 32  # experts that are compared with at a time
+    for first in tl.static_range(0, block, width):
+        other = first + tl.arange(0, width)
+        y = tl.load(logits + other, mask=other < num_experts, other=-float("inf")).to(tl.float32)
+        score_there = _score(y, largest, total, sigmoid)
+        there = _compared(score_there, bias, other, num_experts)[None, :]
+        precedes = (there > mine) | ((there == mine) & (other[None, :] < expert[:, None]))
+        place += tl.sum(precedes.to(tl.int32), 1)
+    return score, place
+
+
+@triton.jit
+def _score(x, largest, total, sigmoid: tl.constexpr):
+    if sigmoid:
+        return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return tl.exp(x - largest) / total
+
+
+@triton.jit
+def _compared(score, bias, expert, num_experts: tl.constexpr):
+    """What experts are compared by: NaN comes after all numbers, and what does not exist last."""
+    if bias is not None:
+        score += tl.load(bias + expert, mask=expert < num_experts, other=0.0)
+    score = tl.where(score == score, score, -1.0e30)
+    return tl.where(expert < num_experts, score, -float("inf"))
+
+
+@triton.jit
+def scored_weights(
+    score,
+    place,
+    top_k: tl.constexpr,
+    normalize: tl.constexpr,
+    least_sum: tl.constexpr,
+    factor: tl.constexpr,
+):
+    """The weights of the chosen experts; 0 for the others."""
+    weight = tl.where(place < top_k, score, 0.0)
+    if normalize:
+        weight /= tl.sum(weight) + least_sum
+    return weight * factor
 
 
 @triton.jit

@@ -1,20 +1,17 @@
 """Selects the product of a layer's experts for the device of their weights, and what chooses among
-groups of them, or among those of a rank."""
+those of a rank."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
-from minisgl.kernels.moe import grouped, reference
-from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import (
-    ByRouter,
     Choice,
     Chosen,
     Clamped,
@@ -26,7 +23,7 @@ from minisgl.kernels.tuning import tuning_of
 
 def choose_of(choice: Choice, share: ExpertShare) -> Chosen:
     """As choose_of of reference.py."""
-    if isinstance(choice, ByRouter) and runs_triton(choice.logits.device):
+    if not isinstance(choice, Chosen) and runs_triton(choice.logits.device):
         from minisgl.kernels.moe import routing
 
         return routing.choose_of(choice, share)
@@ -78,17 +75,3 @@ def mxfp4_experts(
 def joins_shared(num_rows: int, device: torch.device) -> bool:
     """Whether so many rows have a shared expert computed with the others, and not beside them."""
     return num_rows <= tuning_of(device).shared_expert_rows
-
-
-def choose_grouped(logits: Tensor, routing: GroupRouting, bias: Tensor | None = None) -> Chosen:
-    """The experts of each row, and their weights.
-
-    logits: [num_rows, num_experts] contiguous, without the experts that every row takes; bias:
-    [num_experts] float32, added to the scores of experts where they are compared, and not to their
-    weights.
-    """
-    if runs_triton(logits.device):
-        from minisgl.kernels.moe import grouped_kernel
-
-        return grouped_kernel.choose_grouped(logits, routing, bias)
-    return grouped.choose_grouped(logits, routing, bias)
