@@ -118,8 +118,8 @@ class EngineConfig:
     )
     parallel: str = option(
         "given",
-        "given: --tp and --ep say how the GPUs share the model. auto: all GPUs of this machine, or "
-        "as many as --tp says, in the way that the arithmetic in the log prefers.",
+        "given: --tp, --ep and --dp-attention say how the GPUs share the model. auto: all GPUs of "
+        "this machine, or as many as --tp says, in the way that the arithmetic in the log prefers.",
         group="Parallelism",
         choices=("given", "auto"),
     )

@@ -1,5 +1,5 @@
 """Arithmetic of how tensor-parallel ranks may divide a model: what a rank holds, what it keeps of a
-token, and what it reads in a decode step.
+token, and what it reads in a decode step. Ranks that divide the requests have equally many tokens.
 
 Counted are matrices and the KV cache; norms, biases, states, activations and graphs are small
 beside them, or the same for all layouts. A step waits for its fullest rank. Of the experts it reads
@@ -9,8 +9,8 @@ those that some row has chosen, as if each row chose at random.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from minisgl.config.facts import DTYPE_BYTES, ExpertFacts, ModelFacts, slot_bytes
 from minisgl.shards import block_shard, uneven_shard, vocab_shard
@@ -18,6 +18,7 @@ from minisgl.shards import block_shard, uneven_shard, vocab_shard
 GB = 10**9
 # Inputs of an INT4 matrix on each rank; CHUNK of kernels/linear/quantized.py.
 INT4_MULTIPLE = 64
+USUAL_TOKENS = 1500  # of a request that runs
 CLOSE = 0.01  # layouts whose steps read alike within it; the room then decides
 
 
@@ -32,8 +33,8 @@ class Layout:
 
     def __str__(self) -> str:
         """In the words of the options, for people."""
-        attention = " with attention divided by requests" * self.dp_attention
         copies = f" --redundant-experts {self.redundant_experts}" * (self.redundant_experts > 0)
+        attention = " --dp-attention" * self.dp_attention
         return f"--tp {self.tp}" + " --ep" * self.ep + copies + attention
 
     @property
@@ -41,8 +42,17 @@ class Layout:
         """The most copies of a layer's experts on a rank."""
         return -(-self.redundant_experts // self.tp)
 
+    @property
+    def by_head(self) -> Layout:
+        """The same with ranks that divide the heads of attention."""
+        return replace(self, dp_attention=False)
+
     def can_divide(self, model: ModelFacts) -> bool:
         """Whether ranks can share the model so."""
+        if self.dp_attention:
+            if self.tp == 1 or not model.divides_requests:
+                return False
+            model = replace(model, divides_heads=False)
         experts = model.experts
         if not model.can_divide(self.tp, by_rank=self.ep):
             return False
@@ -208,7 +218,8 @@ def advise(
 ) -> Advice:
     """Compare layouts into which the model can be divided. The best is one of `startable`, by
     default of all: of those that fit the one whose steps read least, if all run at most `max_rows`
-    requests with as many tokens as fit into each.
+    requests with as many tokens as fit into each. Ranks that divide the requests must read less
+    already with USUAL_TOKENS of each, since with few tokens they read more.
 
     memory_bytes: of a rank, for weights and KV cache.
     """
@@ -227,6 +238,10 @@ def advise(
     read = {share.layout: share.step_bytes(load, seen) for share in shares}
     able = [layout for layout in read if layout in startable or not startable]
     fitting = [layout for layout in able if room[layout]] or able
+    of = {share.layout: share for share in shares}
+    first = {layout: _first_saving(of[layout], of, max_rows) for layout in read}
+    usual = max_rows * USUAL_TOKENS
+    fitting = [layout for layout in fitting if (first[layout] or 0) <= usual] or fitting
     least = min(read[layout] for layout in fitting)
     close = [layout for layout in fitting if read[layout] <= least * (1 + CLOSE)]
     best = max(close, key=lambda layout: room[layout])
@@ -236,6 +251,7 @@ def advise(
         f"{_room(share, memory_bytes, room[share.layout])}; a full step reads "
         f"{read[share.layout] / GB:.2f} GB, one of a single row "
         f"{share.step_bytes(SINGLE_ROW) / GB:.2f} GB"
+        f"{_saving(share.layout, first[share.layout], max_rows) if share.layout in able else ''}"
         for share in shares
     ]
     lines.append(
@@ -250,3 +266,25 @@ def _room(share: RankShare, memory_bytes: int, num_tokens: int) -> str:
         return "which do not fit"
     room = memory_bytes - share.weight_bytes
     return f"which leave {room / GB:.2f} GB for the KV cache, {num_tokens:,} tokens"
+
+
+def _first_saving(share: RankShare, of: Mapping[Layout, RankShare], num_rows: int) -> float | None:
+    """From how many tokens in the KV cache on ranks that divide the requests read less than those
+    that divide the heads; infinity: never. None: there is nothing to compare."""
+    by_head = of.get(share.layout.by_head)
+    if by_head is None or by_head is share:
+        return None
+    saved = by_head.kv_bytes - share.kv_bytes
+    none = Load(num_rows=num_rows, num_tokens=0)
+    more = share.step_bytes(none) - by_head.step_bytes(none)
+    return max(0.0, more / saved) if saved > 0 else math.inf
+
+
+def _saving(layout: Layout, first: float | None, num_rows: int) -> str:
+    """What is said of it."""
+    if first is None:
+        return ""
+    if first == math.inf:
+        return f"; never less than {layout.by_head}"
+    each = math.ceil(first / num_rows)
+    return f"; less than {layout.by_head} with {num_rows} rows of {each:,} tokens or more"

@@ -171,6 +171,8 @@ def resolve(
     elif config.device == "cuda" and not device.has_cuda:
         refuse(config, "device", "PyTorch finds no usable GPU here; allowed: auto or cpu")
     config = with_layout(config, model, device)
+    if config.dp_attention:
+        model = replace(model, divides_heads=False)
     _check_ep(config, model)
     _check_tp(config, model, device)
     _check_pp(config, model, device)
@@ -226,20 +228,28 @@ def with_layout(config: EngineConfig, model: ModelFacts, device: DeviceFacts) ->
     advised = (_advice(config, model, device, size) for size in sizes)
     advice = next((each for each in advised if each is not None), None)
     best = Layout(config.tp) if advice is None else advice.best
-    return replace(config, parallel="given", tp=best.tp, ep=best.ep)
+    dp = best.dp_attention
+    return replace(config, parallel="given", tp=best.tp, ep=best.ep, dp_attention=dp)
 
 
 def _advice(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, num_ranks: int
 ) -> Advice | None:
     """Of the layouts of so many ranks; None if none of them can be started."""
+    if config.dp_attention:  # to compare it with ranks that divide heads
+        model = replace(model, divides_heads=True)
     given = (
         Layout(num_ranks),
         Layout(num_ranks, ep=True, redundant_experts=config.redundant_experts),
     )
-    startable = [layout for layout in given if layout.can_divide(model)]
-    # For the reader alone: whether requests come in such a number is not known at start.
-    by_requests = [replace(layout, dp_attention=True) for layout in startable[-1:]]
+    by_head = [layout for layout in given if layout.can_divide(model)]
+    by_request = [replace(layout, dp_attention=True) for layout in given]
+    by_request = [layout for layout in by_request if layout.can_divide(model)]
+    startable = by_head
+    if config.dp_attention:
+        startable = by_request if config.parallel == "auto" else [*by_head, *by_request]
+    elif by_head and _may_divide_requests(config, model, num_ranks):
+        startable = [*by_head, *by_request]
     if not startable or config.pp > len(model.layers):
         return None
     if config.device == "auto":
@@ -250,13 +260,27 @@ def _advice(
     dtype = _resolve_dtype(config, model, [])
     return advise(
         model,
-        [*startable, *by_requests],
+        [*by_head, *by_request],
         dtype=dtype,
         kv_dtype=_resolve_kv_dtype(config, model, device, dtype, []),
         memory_bytes=int(memory_bytes * config.memory_ratio),
         max_rows=config.max_running_requests,
         num_stages=config.pp,
         startable=startable,
+    )
+
+
+def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int) -> bool:
+    """Whether --parallel auto may take --dp-attention: never in the place of something that was
+    asked for, or that the arithmetic does not count."""
+    has_windows = any(spec.window is not None for spec in model.attention)
+    decodes = config.task not in ("embed", "rerank")
+    beside = config.host_cache or config.speculative is not None
+    return (
+        decodes
+        and not beside
+        and not has_windows  # whose pages are then kept
+        and config.max_running_requests >= num_ranks
     )
 
 

@@ -266,6 +266,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
     # `resolve` refuses a model that cannot be divided, with a better message.
     if config.parallel == "auto":  # which backends there are may depend on it
         config = with_layout(config, facts, device_facts(facts))
+        if config.dp_attention:
+            model_config, facts = model_config.by_request(), replace(facts, divides_heads=False)
     can_divide = facts.can_divide(config.tp, by_rank=config.ep)
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())

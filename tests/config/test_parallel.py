@@ -23,6 +23,7 @@ from support.resolving import CPU, GPU, MODEL, resolved
 from torch import nn
 
 from minisgl.config import (
+    AttentionSpec,
     DeviceFacts,
     EngineConfig,
     ExpertFacts,
@@ -34,6 +35,7 @@ from minisgl.config import (
 )
 from minisgl.config.parallel import (
     INT4_MULTIPLE,
+    USUAL_TOKENS,
     Layout,
     Load,
     _expected_largest,
@@ -331,11 +333,111 @@ def test_the_log_compares_the_layouts(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in said[:-1]] == [
         "--tp 2",
         "--tp 2 --ep",
-        "--tp 2 --ep with attention divided by requests (for comparison)",
+        "--tp 2 --dp-attention",
+        "--tp 2 --ep --dp-attention",
     ]
     assert all("GB for the KV cache" in line and "a full step reads" in line for line in said[:-1])
+    # Each GPU has half of its four KV heads.
+    assert said[2].endswith("; never less than --tp 2")
     assert said[-1].endswith("by this arithmetic --tp 2 is best")
+    notes = resolved(facts, machine(8), tp=8, speculative="ngram").notes
+    compared = [note for note in notes if " --dp-attention (for comparison): " in note]
+    assert len(compared) == 2 and not any("less than" in note for note in compared)
     assert not any("layouts" in note for note in resolved(MODEL, CPU).notes)
+
+
+def taken_by_auto(facts: ModelFacts, num_gpus: int, **options: Any) -> Layout:
+    config = EngineConfig(parallel="auto", **options)
+    config = with_layout(config, facts, machine(num_gpus))
+    return Layout(config.tp, config.ep, config.dp_attention)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.7-Flash", "DeepSeek-V2-Lite", "Qwen3-30B-A3B"])
+def test_auto_divides_requests_where_that_reads_less(name: str, tmp_path: Path) -> None:
+    """Latents, and four KV heads on eight GPUs, but not on four."""
+    facts = facts_of(name, tmp_path)
+    latents = name != "Qwen3-30B-A3B"
+    num_gpus = 4 if name == "GLM-4.7-Flash" else 8  # of its 20 heads
+    taken = taken_by_auto(facts, num_gpus)
+    assert taken == Layout(num_gpus, dp_attention=True)
+    assert taken_by_auto(facts, 4) == Layout(4, dp_attention=latents)
+    notes = resolved(facts, machine(num_gpus), parallel="auto").notes
+    assert any(f"arithmetic {taken} is best" in note for note in notes)
+    # Of so few requests each has to have more tokens than requests have.
+    assert taken_by_auto(facts, num_gpus, max_running_requests=8) == Layout(num_gpus)
+
+
+def test_requests_are_divided_only_if_that_reads_less_with_usual_lengths(tmp_path: Path) -> None:
+    """Of Qwen3.8-27B much is attention."""
+    facts = facts_of("Qwen3.8-27B", tmp_path)
+    share = {
+        by_request: rank_share(
+            facts, Layout(8, dp_attention=by_request), dtype="bfloat16", kv_dtype="bfloat16"
+        )
+        for by_request in (False, True)
+    }
+    notes = resolved(facts, machine(8), parallel="auto").notes
+    [said] = [note for note in notes if "layouts: --tp 8 --dp-attention: " in note]
+    least = int(said.partition("less than --tp 8 with 256 rows of ")[2].split()[0].replace(",", ""))
+    assert least > 4 * USUAL_TOKENS and said.endswith(" tokens or more")
+    for each, is_less in ((least - 1, False), (least, True)):
+        load = Load(num_rows=256, num_tokens=256 * each)
+        assert (share[True].step_bytes(load) < share[False].step_bytes(load)) is is_less
+    assert any("arithmetic --tp 8 is best" in note for note in notes)
+
+
+NOT_COUNTED: list[dict[str, Any]] = [
+    {"host_cache": 1.0},
+    {"host_cache": 1.0, "disk_cache": "folder"},
+    {"speculative": "ngram"},
+    {"task": "embed"},
+    {"max_running_requests": 3},
+]
+
+
+@pytest.mark.parametrize("options", NOT_COUNTED, ids=str)
+def test_auto_divides_no_requests_beside_what_does_not_go_with_it(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    facts = facts_of("GLM-4.7-Flash", tmp_path)
+    assert taken_by_auto(facts, 4, **options) == Layout(4)
+
+
+def test_auto_divides_no_requests_of_models_that_do_without(tmp_path: Path) -> None:
+    """Of gemma-4-26B pages behind windows would be kept, and gemma-3 is adopted."""
+    gemma = facts_of("gemma-4-26B-A4B", tmp_path)
+    assert not taken_by_auto(gemma, 8).dp_attention
+    unbounded = tuple(
+        replace(layer, window=None) if isinstance(layer, AttentionSpec) else layer
+        for layer in gemma.layers
+    )
+    assert taken_by_auto(replace(gemma, layers=unbounded), 8).dp_attention
+    adopted = facts_of("Gemma-3-12B", tmp_path)
+    assert not Layout(8, dp_attention=True).can_divide(adopted)
+    assert Layout(8, dp_attention=True).can_divide(gemma)
+
+
+def test_what_was_given_is_compared_with_ranks_that_divide_heads(tmp_path: Path) -> None:
+    """Although the facts are those of a model whose ranks do not."""
+    facts = facts_of("Qwen3-30B-A3B", tmp_path)
+    apart = replace(facts, divides_heads=False)
+    notes = resolved(apart, machine(8), tp=8, dp_attention=True).notes
+    assert [note for note in notes if "layouts: " in note] == [
+        note for note in resolved(facts, machine(8), tp=8).notes if "layouts: " in note
+    ]
+    given = {"tp": 4, "dp_attention": True}
+    assert taken_by_auto(apart, 8, **given) == Layout(4, dp_attention=True)
+
+
+def test_an_engine_divides_the_requests_if_auto_says_so(tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named("deepseek-v3"), tmp_path)
+    options = EngineConfig(model=str(folder), device="cpu", tp=2, load_format="dummy")
+    prepared = _prepare(replace(options, parallel="auto"))
+    assert prepared.resolved.dp_attention and not prepared.facts.divides_heads
+    assert prepared.facts == prepared.model_config.facts()
+    assert prepared.resolved == replace(
+        _prepare(replace(options, dp_attention=True)).resolved, ep=prepared.resolved.ep
+    )
 
 
 def test_a_layout_that_does_not_fit_is_not_preferred(tmp_path: Path) -> None:

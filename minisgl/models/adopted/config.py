@@ -78,4 +78,5 @@ def facts_of(
         one_rank=divides.one_rank,
         one_stage=divides.one_stage,
         divides_heads=divides.divides_heads,
+        divides_requests=False,
     )
