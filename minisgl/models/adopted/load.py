@@ -47,6 +47,7 @@ class Blueprint:
                 ranks=ranks,
                 stages=stages,
                 experts_by_rank=config.experts_by_rank,
+                by_request=config.attends_by_request,
             )
         dtype = str(self.dtype).removeprefix("torch.")
         return assemble(
@@ -60,6 +61,7 @@ class Blueprint:
             comm=comm,
             layers=layers,
             experts_by_rank=config.experts_by_rank,
+            by_request=config.attends_by_request,
         )
 
     def names(self) -> Names:
