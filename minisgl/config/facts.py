@@ -254,7 +254,7 @@ class ModelFacts:
     one_stage: str | None = None  # why it cannot be split into stages; None: it can
     # Each rank attends for its own heads; else each for all, perhaps of requests of its own.
     divides_heads: bool = True
-    divides_requests: bool = True  # ranks can attend for requests of their own
+    divides_requests: bool = True  # ranks can attend for their own, which no proof has to show
     # Of the network that drafts, whose KV lies in the same pages.
     draft_layers: tuple[AttentionSpec, ...] = ()
     drafts_look_ahead: bool = False  # its KV of a token depends on the next one

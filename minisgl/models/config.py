@@ -16,7 +16,6 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
-from minisgl.errors import ConfigError
 from minisgl.expert_copies import Copies
 from minisgl.kernels.moe.reference import Clamped
 
@@ -75,11 +74,10 @@ class ModelConfig(ABC):
     def facts(self) -> ModelFacts:
         """The properties of the model that option resolution needs."""
 
+    @abstractmethod
     def by_request(self) -> Self:
         """The model whose ranks divide requests in attention, in place of heads. Raises
         ConfigError."""
-        reason = "it needs minisgl's own code, and this model is adopted from transformers"
-        raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

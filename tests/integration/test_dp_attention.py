@@ -19,7 +19,6 @@ from minisgl.config import EngineConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import load
-from minisgl.errors import ConfigError
 from minisgl.layers import by_request
 from minisgl.runner.row_order import RowOrder
 
@@ -117,12 +116,6 @@ def test_the_start_says_how_many_tokens_there_are_on_each_rank(
     loaded.runner.close()
     assert "KV cache of 80 tokens (40 on each of 2 ranks) in float32" in caplog.text
     assert loaded.capacity.num_tokens == 80
-
-
-def test_adopted_models_are_refused() -> None:
-    config = EngineConfig(model=str(case_of("qwen3").folder), model_impl="adopted", **DP)
-    with pytest.raises(ConfigError, match="--dp-attention: it needs minisgl's own code"):
-        load(config)
 
 
 # -- mistakes --------------------------------------------------------------------------------------

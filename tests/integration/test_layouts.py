@@ -32,8 +32,9 @@ def said(layout: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=said)
 def test_tokens_of_a_mixture_equal_those_of_transformers(layout: dict[str, Any]) -> None:
-    """The tensors of the experts are in several files."""
-    check("moe-60", layout)
+    """With 5 experts no rank has as many as another; the tensors of 60 are in several files."""
+    has_five = layout["ep"] and not layout["dp_attention"]
+    check("moe-5" if has_five else "moe-60", layout)
 
 
 # Each model in three layouts.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adopted_cases import SHARED, case_of, check
-from support.adopted_checkpoints import full_config, small_config
+from support.adopted_checkpoints import full_config, small_config, write_checkpoint
 from support.parity import load_engine
 
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load
-from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
+from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.kernels.elementwise import reference
 from minisgl.models import registry
-from minisgl.models.adopted import attend, known
+from minisgl.models.adopted import attend, known, own_rows
 from minisgl.models.adopted import load as load_blueprint
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.adopted.attend import Call, Recorder
@@ -84,6 +84,33 @@ def test_ranks_and_stages_give_the_same_tokens(architecture: str, folder: Path) 
         check(case, alone=False, tp=2, page_size=4, max_prefill_length=7)
     if config.divides.one_stage is None:
         check(case, alone=False, pp=2, page_size=4, max_prefill_length=7)
+
+
+BY_REQUEST_IN_CI: list[tuple[str, dict[str, Any]]] = [
+    ("Gemma3ForCausalLM", {"padded": 4}),  # with windows
+    ("MixtralForCausalLM", {"ep": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"), [(name, {}) for name in TESTED] if ALL else BY_REQUEST_IN_CI
+)
+def test_ranks_that_divide_requests_give_the_same_tokens(
+    architecture: str, options: dict[str, Any], folder: Path
+) -> None:
+    case = case_of(architecture, folder)
+    config = read_model_config(case.folder, model_impl="adopted")
+    assert isinstance(config, AdoptedConfig)
+    if config.divides.one_rank is None and not config.found.has_position_table:
+        given = {"tp": 2, "dp_attention": True, "page_size": 4, "max_prefill_length": 7}
+        check(case, alone=False, **given, **options)
+
+
+def test_requests_are_not_divided_where_a_table_has_the_positions(folder: Path) -> None:
+    """For its rows are added to those of all ranks."""
+    config = read_model_config(write_checkpoint("GPT2LMHeadModel", folder / "gpt2"))
+    with pytest.raises(ConfigError, match=r"^--dp-attention: in this model rows of a table"):
+        config.by_request()
 
 
 @pytest.mark.parametrize("architecture", TESTED_TOWERS)
@@ -265,6 +292,29 @@ def test_the_proof_of_ranks_finds_mistakes(
     monkeypatch.setattr(*mistake)
     with pytest.raises(UnsupportedModelError, match="cannot be divided over ranks"):
         prove_parts(model, config, found, way, ranks=True, stages=False)
+
+
+def test_the_proof_of_ranks_that_divide_requests_finds_mistakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of one rank for those of the other, and a rank without its own."""
+    config, model = full_config("LlamaForCausalLM"), model_class("LlamaForCausalLM")
+    found = discover(model, config)
+    _, way = prove(model, config, found)
+    parts: dict[str, Any] = {"ranks": True, "stages": False, "by_request": True}
+    prove_parts(model, config, found, way, **parts)
+    whole = own_rows.gathered
+
+    def swapped(own: torch.Tensor, shares: Sequence[int], ranks: Any) -> torch.Tensor:
+        return torch.cat(whole(own, shares, ranks).split([*shares])[::-1])
+
+    def without(own: torch.Tensor, shares: Sequence[int], ranks: Any) -> torch.Tensor:
+        return whole(own if ranks.rank else torch.zeros_like(own), shares, ranks)
+
+    for mistake in (swapped, without):
+        monkeypatch.setattr(own_rows, "gathered", mistake)
+        with pytest.raises(UnsupportedModelError, match="cannot be divided over ranks"):
+            prove_parts(model, config, found, way, **parts)
 
 
 def test_the_proof_of_stages_finds_rows_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,14 +52,19 @@ def assemble(
     layers: range,
     experts_by_rank: bool = False,
     expert_copies: Sequence[Copies] = (),
+    by_request: bool = False,
 ) -> AdoptedModel:
     """Put minisgl's modules into a skeleton, and make room for its other weights.
 
     facts: of the whole model. comm and layers: of the stage. experts_by_rank, expert_copies: as in
-    ModelConfig, of the stage. Raises UnsupportedModelError if it cannot be a stage.
+    ModelConfig, of the stage. by_request: whether ranks divide the requests in attention, where
+    each then has all heads. Raises UnsupportedModelError if it cannot be a stage.
     """
     is_first, is_last = layers.start == 0, layers.stop == len(found.layers)
+    by_request = by_request and comm.size > 1
     division = division_of(model, found) if comm.size > 1 else WHOLE
+    if by_request:
+        division = division.outside(found.modules)
     body, heads = body_of(model), Heads(facts.max_seq_len)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -110,6 +115,7 @@ def assemble(
         stages=stages,
         tied=(names[head], names[embedding]) if is_tied else None,
         comm=comm,
+        by_request=by_request,
     )
 
 

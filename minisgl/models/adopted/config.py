@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from minisgl.config import KVScales, ModelFacts, Quantized, QuantScheme
+from minisgl.errors import ConfigError
 from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.division import Divisibility
 from minisgl.models.adopted.known import Known
@@ -24,10 +25,18 @@ class AdoptedConfig(ModelConfig):
     divides: Divisibility
     has_towers: bool  # beside the text part, which alone runs
     transformers: str  # its version
+    attends_by_request: bool = False  # ranks divide the requests in attention
+
+    def by_request(self) -> Self:
+        """As in ModelConfig. Whether its code allows it, only its proof tells."""
+        if self.found.has_position_table:
+            reason = "in this model rows of a table are added to all rows, by their positions"
+            raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
+        return replace(self, attends_by_request=True)
 
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""
-        return facts_of(
+        facts = facts_of(
             self.found,
             self.dtype,
             self.vocab_size,
@@ -37,6 +46,7 @@ class AdoptedConfig(ModelConfig):
             scheme=self.quantization,
             kv_scales=self.kv_scales,
         )
+        return replace(facts, divides_heads=False) if self.attends_by_request else facts
 
 
 def facts_of(

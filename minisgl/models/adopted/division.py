@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -54,6 +54,13 @@ class Division:
     parameters: frozenset[str]  # of the others, those that are split in their first dimension
     experts: frozenset[str]  # the modules of experts, whose inner dimension is split
     why_not: str | None = None  # the model cannot be divided; None: it can
+
+    def outside(self, modules: Sequence[str]) -> Division:
+        """The same, with what is in these modules whole."""
+        inside = tuple(f"{name}." for name in modules)
+        kinds = {name: kind for name, kind in self.kinds.items() if not name.startswith(inside)}
+        parameters = frozenset(name for name in self.parameters if not name.startswith(inside))
+        return replace(self, kinds=kinds, parameters=parameters)
 
 
 WHOLE = Division({}, frozenset(), frozenset())

@@ -47,6 +47,7 @@ class Blueprint:
                 ranks=ranks,
                 stages=stages,
                 experts_by_rank=config.experts_by_rank,
+                by_request=config.attends_by_request,
             )
         dtype = str(self.dtype).removeprefix("torch.")
         return assemble(
@@ -61,6 +62,7 @@ class Blueprint:
             layers=layers,
             experts_by_rank=config.experts_by_rank,
             expert_copies=config.expert_copies if config.experts_by_rank else (),
+            by_request=config.attends_by_request,
         )
 
     def names(self) -> Names:

@@ -23,6 +23,7 @@ from minisgl.models.adopted.discover import Discovered, inputs
 from minisgl.models.adopted.heads import Heads
 from minisgl.models.adopted.modules import NormOf
 from minisgl.models.adopted.names import joined_maps
+from minisgl.models.adopted.own_rows import OwnRows
 from minisgl.models.adopted.rows import computed, rows_of
 from minisgl.models.adopted.stages import OtherStages
 from minisgl.models.adopted.swap import PACKED
@@ -58,12 +59,14 @@ class AdoptedModel:
         stages: OtherStages | None,
         tied: tuple[str, str] | None,
         comm: Communicator,
+        by_request: bool,
     ) -> None:
         """model: of a class of transformers with a causal head, with minisgl's modules in it; body:
         the part of it that its head follows. facts: of the whole model, of all ranks. layers: of
         this stage. products: of the modules. split: the parameters of which a rank has a part, in
         their first dimension. stages: what stands for the layers of others, if there are some.
-        tied: the names of a head that is the embedding, and of this. comm: of the stage."""
+        tied: the names of a head that is the embedding, and of this. comm: of the stage.
+        by_request: whether its ranks divide the requests in attention."""
         self.module = model
         self._body = body
         self._layers, self._stages, self._products = layers, stages, products
@@ -79,6 +82,9 @@ class AdoptedModel:
             heads,
         )
         take_seats(model, self._seat)
+        if by_request:
+            for module in modules.values():
+                module.forward = OwnRows(module.forward, self._seat, comm)
         freeze_rope(model)
         self._head = _Head(model, body)
         weight = next(iter(products[0].weights.values())) if products else _NO_TABLE

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,11 @@ def prove_parts(
     ranks: bool,
     stages: bool,
     experts_by_rank: bool = False,
+    by_request: bool = False,
 ) -> None:
     """Raise UnsupportedModelError if the numbers change where a model is divided over ranks, or
-    over stages. experts_by_rank: as in ModelConfig."""
+    over stages. experts_by_rank: as in ModelConfig. by_request: whether ranks divide the requests
+    in attention."""
     small = Small.of(architecture, config, found)
     if stages and len(small.found.layers) > 1:
         middle = len(small.found.layers) // 2
@@ -86,7 +88,11 @@ def prove_parts(
         _check_parts(small, "stages", lambda: small.logits(parts))
     if ranks:
         _check_parts(
-            small, "ranks", lambda: small.logits_of_ranks(way, experts_by_rank=experts_by_rank)
+            small,
+            "ranks",
+            lambda: small.logits_of_ranks(
+                way, experts_by_rank=experts_by_rank, by_request=by_request
+            ),
         )
 
 
@@ -149,6 +155,7 @@ class Small:
         comm: Communicator = SINGLE_RANK,
         layers: range | None = None,
         experts_by_rank: bool = False,
+        by_request: bool = False,
     ) -> AdoptedModel:
         """The copy with minisgl's modules in it, or the part of a rank or a stage."""
         device = torch.device("cpu")
@@ -162,6 +169,7 @@ class Small:
             max(_LENGTHS),
             divides=divisibility(model, self.found),
         )
+        facts = replace(facts, divides_heads=facts.divides_heads and not by_request)
         part = assemble(
             model,
             self.found,
@@ -173,6 +181,7 @@ class Small:
             comm=comm,
             layers=layers or range(len(self.found.layers)),
             experts_by_rank=experts_by_rank,
+            by_request=by_request,
         )
         prefix = f"{model.base_model_prefix}."
         _fill(
@@ -182,19 +191,22 @@ class Small:
         part.prepare()
         return part
 
-    def logits(self, stages: Sequence[AdoptedModel]) -> Tensor:
-        """The logits of all rows, in their order, as minisgl computes them."""
-        return _as_minisgl(stages, self.sequences)
+    def logits(self, stages: Sequence[AdoptedModel], rank: int | None = None) -> Tensor:
+        """The logits of all rows, in their order, as minisgl computes them. rank: that has the
+        sequence of its number alone."""
+        return _as_minisgl(stages, self.sequences, rank)
 
-    def logits_of_ranks(self, way: Way, *, experts_by_rank: bool) -> Tensor:
+    def logits_of_ranks(self, way: Way, *, experts_by_rank: bool, by_request: bool) -> Tensor:
         """The same of several ranks, a thread each."""
         meeting = _Meeting()
 
         def run(rank: int) -> Tensor:
             try:
                 comm = _ThreadRank(rank, meeting)
-                part = self.part(way, comm=comm, experts_by_rank=experts_by_rank)
-                return self.logits([part])
+                part = self.part(
+                    way, comm=comm, experts_by_rank=experts_by_rank, by_request=by_request
+                )
+                return self.logits([part], rank if by_request else None)
             except BaseException:
                 meeting.barrier.abort()
                 raise
@@ -252,12 +264,19 @@ class _ThreadRank(SingleRank):
         self._meeting = meeting
 
     def all_reduce(self, part: Tensor) -> Tensor:
+        return self._all(part).sum(0)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat([*self._all(part)], dim=-1)
+
+    def _all(self, part: Tensor) -> Tensor:
+        """What all ranks have."""
         meeting = self._meeting
         meeting.parts[self.rank] = part
         meeting.barrier.wait()
-        total = torch.stack(meeting.parts).sum(0)
+        parts = torch.stack(meeting.parts)
         meeting.barrier.wait()
-        return total
+        return parts
 
     def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
@@ -317,8 +336,11 @@ def _as_transformers(
 
 
 @torch.no_grad()
-def _as_minisgl(stages: Sequence[AdoptedModel], sequences: list[Tensor]) -> Tensor:
-    """The same logits, in the same order, of steps that mix chunks and decode rows."""
+def _as_minisgl(
+    stages: Sequence[AdoptedModel], sequences: list[Tensor], rank: int | None
+) -> Tensor:
+    """The same logits, in the same order, of steps that mix chunks and decode rows. rank: that
+    attends for the sequence of its number alone; None: for all."""
     num_pages = -(-max(_LENGTHS) // _PAGE_SIZE)
     # Scattered pages, the first of which is scratch.
     order = torch.randperm(
@@ -331,6 +353,9 @@ def _as_minisgl(stages: Sequence[AdoptedModel], sequences: list[Tensor]) -> Tens
     logits: list[Tensor] = []
     for counts in _CHUNKS:
         batch = _batch(sequences, pages, done, counts)
+        if rank is not None:  # the rows are in the order of the sequences, and of the ranks
+            own = _batch([sequences[rank]], pages[rank, None], [done[rank]], [counts[rank]])
+            batch = replace(own, token_ids=batch.token_ids, shares=counts)
         rows: Tensor | None = None
         for stage, its_states in zip(stages, states, strict=True):
             rows = stage(batch, its_states, attention, rows)
@@ -375,22 +400,23 @@ def _states(model: AdoptedModel, num_pages: int) -> list[LayerState]:
 
 
 def _batch(
-    sequences: list[Tensor], pages: Tensor, done: list[int], counts: tuple[int, ...]
+    sequences: list[Tensor], pages: Tensor, done: list[int], counts: Sequence[int]
 ) -> ForwardBatch:
     """The next `counts` tokens of each sequence. One token is a decode row."""
     decodes = [index for index, count in enumerate(counts) if count == 1]
     chunks = [index for index, count in enumerate(counts) if count > 1]
     rows = _rows(done, counts)
-    which = torch.tensor([index for index, _ in rows])
-    positions = torch.tensor([position for _, position in rows])
+    which = torch.tensor([index for index, _ in rows], dtype=torch.int64)
+    positions = torch.tensor([position for _, position in rows], dtype=torch.int64)
+    ids = [int(sequences[index][position]) for index, position in rows]
     slots = pages[which, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
     lengths = [done[index] + 1 for index in decodes]
     prefill = PrefillBatch.of(
         pages[chunks], [done[index] for index in chunks], [counts[index] for index in chunks]
     )
-    chunk_slots = torch.tensor(chunks)
+    chunk_slots = torch.tensor(chunks, dtype=torch.int64)
     return ForwardBatch(
-        token_ids=torch.stack([sequences[index][position] for index, position in rows]),
+        token_ids=torch.tensor(ids, dtype=torch.int64),
         positions=positions,
         slot_mapping=slots,
         decodes=DecodeBatch(
@@ -398,6 +424,7 @@ def _batch(
         ),
         chunks=prefill,
         slots=BatchSlots(
-            torch.tensor(decodes), Segments(chunk_slots, chunk_slots, prefill.row_starts)
+            torch.tensor(decodes, dtype=torch.int64),
+            Segments(chunk_slots, chunk_slots, prefill.row_starts),
         ),
     )

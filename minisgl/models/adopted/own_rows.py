@@ -1,0 +1,37 @@
+"""Attention that ranks divide by requests, in a model of transformers: see layers/by_request.py.
+
+The modules around attention see the rows of all ranks. A module that attends is called with those
+of its rank, whose positions alone the model is told, and its outputs are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from minisgl.distributed.communicator import Communicator
+from minisgl.layers.by_request import gathered
+from minisgl.models.adopted.attend import Seat
+from minisgl.models.adopted.rows import computed, rows_of
+
+
+class OwnRows:
+    """The forward of a module that attends, for the rows of all ranks."""
+
+    def __init__(self, forward: Callable[..., Any], seat: Seat, ranks: Communicator) -> None:
+        """forward: for the rows of this rank."""
+        self._forward, self._seat, self._ranks = forward, seat, ranks
+
+    def __call__(self, *args: Any, **given: Any) -> tuple[Tensor, None]:
+        """Returns the output, and no weights of attention."""
+        hidden, others = (args[0], args[1:]) if args else (given.pop("hidden_states"), ())
+        assert self._seat.step is not None
+        rows, shares = computed(rows_of(hidden)), self._seat.step.batch.shares
+        first = sum(shares[: self._ranks.rank])
+        own = rows[first : first + shares[self._ranks.rank]]
+        if len(own):
+            output, *_ = self._forward(own.unsqueeze(0), *others, **given)
+            own = computed(rows_of(output))
+        return gathered(own, shares, self._ranks).unsqueeze(0), None
