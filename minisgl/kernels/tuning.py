@@ -208,7 +208,7 @@ class DeviceTuning:
     few_weights: int = 48 << 10  # elements of W in the registers of such a program at most
     # Rows up to which an expert that every row takes is one more of the others, which saves two
     # launches. With more, it has many more pairs than each of them. Not measured yet.
-    shared_expert_rows: int = 32
+    shared_expert_rows: int = 16
     # By the pairs that an expert has, if they spread evenly.
     many_tiles: tuple[tuple[float, ManyTiles], ...] = (
         (8, ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3))),

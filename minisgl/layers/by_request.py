@@ -4,11 +4,15 @@ Of the rows of a step, those of a rank follow one another, in the order of the r
 the same on all ranks. A rank takes its part of it, lets the layer's attention add to it as if it
 was alone, and the ranks gather the parts. So attention itself, and what it keeps, knows nothing of
 other ranks.
+
+Few rows are gathered as a sum of rows that are zeros on all ranks but one. That is exact, and takes
+one exchange, which computes the next norm as well, where a gathering takes three kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,8 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
+
+FEW_ROWS = 128  # of all ranks, that are gathered as a sum
 
 
 def mixed(
@@ -27,10 +33,15 @@ def mixed(
     if not step.batch.shares:
         added: Residual = mixer(residual, norm, step)
         return added
+    shares = step.batch.shares
     own = own_rows(joined(residual, norm), step, ranks)
     if len(own):
         own = joined(mixer(Residual(own), norm, step), norm)
-    return Residual(gathered(own, step.batch.shares, ranks))
+    if sum(shares) > FEW_ROWS:
+        return Residual(gathered(own, shares, ranks))
+    summand = placed(own, shares, ranks)
+    summed = partial(ranks.all_reduce_norm, summand)
+    return Residual(torch.zeros_like(summand), pending=summed)
 
 
 def mixed_apart(
@@ -44,7 +55,7 @@ def mixed_apart(
     output = own = own_rows(rows, step, ranks)
     if len(own):
         output, _ = mixer(Residual(own), norm, step)
-    return gathered(output, step.batch.shares, ranks), rows
+    return of_all(output, step.batch.shares, ranks), rows
 
 
 def own_rows(rows: Tensor, step: Step, ranks: Communicator) -> Tensor:
@@ -54,8 +65,23 @@ def own_rows(rows: Tensor, step: Step, ranks: Communicator) -> Tensor:
     return rows[first : first + shares[ranks.rank]]
 
 
+def of_all(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """The rows of all ranks, [sum(shares), size], of which rank r has shares[r]."""
+    if sum(shares) > FEW_ROWS:
+        return gathered(own, shares, ranks)
+    return ranks.all_reduce(placed(own, shares, ranks))
+
+
+def placed(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """The rows of this rank in their places among those of all, which are zeros."""
+    rows = own.new_zeros((sum(shares), own.shape[1]))
+    first = sum(shares[: ranks.rank])
+    rows[first : first + len(own)] = own
+    return rows
+
+
 def gathered(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
-    """The rows of all ranks, [sum(shares), size], of which rank r has shares[r].
+    """As `of_all`, for any number of rows.
 
     Parts are gathered as if all were as long as the longest; what fills them up is dropped.
     """

@@ -151,8 +151,23 @@ def _keep_own(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor
     return rows
 
 
-whole = by_request.gathered
-MISTAKES = (_swap_ranks, _keep_filler, _add_filler, _keep_own)
+def _misplace(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """The rows of this rank are where the next row should be."""
+    return zeros_and_own(own, shares, ranks).roll(1, 0)
+
+
+def _fill_with_own(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:
+    """Where there should be zeros there are rows."""
+    rows = zeros_and_own(own, shares, ranks)
+    return rows + rows.flip(0)
+
+
+whole, zeros_and_own = by_request.gathered, by_request.placed
+MISTAKES = (
+    *(("gathered", mistake) for mistake in (_swap_ranks, _keep_filler, _add_filler, _keep_own)),
+    ("placed", _misplace),
+    ("placed", _fill_with_own),
+)
 
 
 def changes_tokens(**options: Any) -> bool:
@@ -161,10 +176,12 @@ def changes_tokens(**options: Any) -> bool:
     return sum(ids != run.token_ids for ids, run in zip(found, case.runs * 2, strict=True)) > 1
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_change_tokens(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 makes them, whose tokens count."""
-    monkeypatch.setattr(by_request, "gathered", mistake)
+@pytest.mark.parametrize(("function", "mistake"), MISTAKES)
+def test_mistakes_change_tokens(
+    function: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 makes them, whose tokens count: with the rows of all prompts, or with few."""
+    monkeypatch.setattr(by_request, function, mistake)
     assert changes_tokens()
 
 

@@ -101,5 +101,8 @@ def check_values_of_latents(
     out = values_of_latents(attended_there, maps_there[:, sizes.nope_dim :], tiles=tiles)
     to_values = maps[:, sizes.nope_dim :]
     exact = torch.einsum("rhk,hnk->rhn", attended.double(), to_values.double())
-    assert_rounded_alike(out, exact.to(dtype))
-    assert_rounded_alike(latents.values_of_latents(attended, to_values), exact.to(dtype))
+    for got in (out, latents.values_of_latents(attended, to_values)):
+        if dtype == torch.float32:  # sums of `rank` products, in any order
+            torch.testing.assert_close(got.cpu(), exact.float(), rtol=2e-5, atol=2e-5)
+        else:
+            assert_rounded_alike(got, exact.to(dtype))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.layers.by_request import gathered
+from minisgl.layers.by_request import of_all
 from minisgl.models.adopted.attend import Seat
 from minisgl.models.adopted.rows import computed, rows_of
 
@@ -34,4 +34,4 @@ class OwnRows:
         if len(own):
             output, *_ = self._forward(own.unsqueeze(0), *others, **given)
             own = computed(rows_of(output))
-        return gathered(own, shares, self._ranks).unsqueeze(0), None
+        return of_all(own, shares, self._ranks).unsqueeze(0), None
