@@ -227,9 +227,10 @@ def with_layout(config: EngineConfig, model: ModelFacts, device: DeviceFacts) ->
     sizes = [config.tp] if config.tp > 1 else range(most, 1, -1)
     advised = (_advice(config, model, device, size) for size in sizes)
     advice = next((each for each in advised if each is not None), None)
-    best = Layout(config.tp) if advice is None else advice.best
-    dp = best.dp_attention
-    return replace(config, parallel="given", tp=best.tp, ep=best.ep, dp_attention=dp)
+    if advice is None:
+        return replace(config, parallel="given")
+    best = advice.best
+    return replace(config, parallel="given", tp=best.tp, ep=best.ep, dp_attention=best.dp_attention)
 
 
 def _advice(
@@ -237,6 +238,8 @@ def _advice(
 ) -> Advice | None:
     """Of the layouts of so many ranks; None if none of them can be started."""
     if config.dp_attention:  # to compare it with ranks that divide heads
+        if not model.divides_requests:
+            return None
         model = replace(model, divides_heads=True)
     given = (
         Layout(num_ranks),

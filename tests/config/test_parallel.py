@@ -427,6 +427,8 @@ def test_what_was_given_is_compared_with_ranks_that_divide_heads(tmp_path: Path)
     ]
     given = {"tp": 4, "dp_attention": True}
     assert taken_by_auto(apart, 8, **given) == Layout(4, dp_attention=True)
+    adopted = facts_of("Gemma-3-12B", tmp_path)
+    assert taken_by_auto(adopted, 8, **given) == Layout(4, dp_attention=True)
 
 
 def test_an_engine_divides_the_requests_if_auto_says_so(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def test_greedy_tokens_equal_those_of_transformers(name: str) -> None:
     check_with_aborts(short_case_of(name), **ON_GPU)
 
 
+def test_tokens_of_an_adopted_model_equal_those_of_transformers() -> None:
+    check_with_aborts(short_case_of("qwen3"), model_impl="adopted", **ON_GPU)
+
+
 @pytest.mark.parametrize("disable_pynccl", [False, True])
 @pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
 def test_mixed_rows_get_the_outputs_of_the_cpu(
