@@ -41,8 +41,8 @@ def read_counts(file: str, experts: ExpertFacts) -> list[list[int]]:
     sizes = {len(layer) for layer in layers}
     if len(layers) != experts.num_layers or sizes != {experts.num_experts}:
         reason = (
-            f"it is of another model: this one has {experts.num_layers} layers with "
-            f"{experts.num_experts} experts each"
+            f"it is of another model, or of one stage of --pp: this model has "
+            f"{experts.num_layers} layers with {experts.num_experts} experts each"
         )
         raise ConfigError(OPTION, file, f"{reason}; {FROM}")
     if not any(map(any, layers)):

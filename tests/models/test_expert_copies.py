@@ -28,7 +28,7 @@ MIXTURE = replace(MODEL, intermediate_size=0, experts=EXPERTS)
         ("", "it cannot be read: .*; allowed: what GET /expert_counts of a server with --ep"),
         ('{"layers": [[1, 2, 3, -4], [0, 0, 0, 0]]}', r"cannot be read: .*>= 0.*layers\[0\]\[3\]"),
         ('{"layers": [[1, 2, 3, 4.5], [0, 0, 0, 0]]}', "cannot be read: .*int"),
-        ('{"layers": [[1, 2, 3, 4]]}', "another model: this one has 2 layers with 4 experts each"),
+        ('{"layers": [[1, 2, 3, 4]]}', "--pp: this model has 2 layers with 4 experts each"),
         ('{"layers": [[1, 2, 3], [1, 2, 3, 4]]}', "another model"),
         ('{"layers": [[0, 0, 0, 0], [0, 0, 0, 0]]}', "no expert has taken a token yet"),
     ],
