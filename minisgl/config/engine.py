@@ -331,7 +331,11 @@ class EngineConfig:
                 refuse(self, "expert_counts", f"{reason}; allowed: with --redundant-experts")
             return
         reason = ""
-        if not self.ep:
+        if self.parallel == "auto":
+            reason = (
+                "--parallel auto gives no copies; allowed: 0, or with --ep and --parallel given"
+            )
+        elif not self.ep:
             reason = "copies are of whole experts; allowed: 0, or with --ep"
         elif self.pp > 1:
             reason = "the tokens of experts are counted on one stage; allowed: 0, or with --pp 1"

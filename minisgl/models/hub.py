@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minisgl.errors import CheckpointError, ModelNotFoundError
 from minisgl.models.config_reader import CONFIG_FILE, read_json
+from minisgl.paths import path_of
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
@@ -30,8 +31,8 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
     """The folder of model `name`: '' is the bundled demo model, else a folder or a Hub id.
 
     A Hub id is downloaded into the Hub's cache, with a progress bar, unless it is cached already;
-    with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError, or
-    DownloadError for a failure that may be temporary.
+    with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError,
+    ConfigError as `path_of` does, or DownloadError for a failure that may be temporary.
     """
     if not name:
         if not (DEMO_FOLDER / CONFIG_FILE).is_file():
@@ -39,7 +40,7 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
                 "The bundled demo model is missing from this installation; name one with --model."
             )
         return DEMO_FOLDER
-    folder = Path(name).expanduser()
+    folder = path_of("--model", name)
     if folder.is_dir():
         if load_format != "dummy" or not (folder / CONFIG_FILE).is_file():
             _check_format(folder)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from minisgl.errors import ConfigError, InvalidRequestError
+from minisgl.paths import path_of
 from minisgl.text.rendering import render
 from minisgl.text.tokenizer import Tokenizer
 
@@ -15,7 +14,7 @@ QUESTION = ({"role": "user", "content": "Hello!"},)
 
 def read_template(file: str) -> str:
     """The Jinja template in a file. Raises ConfigError."""
-    path = Path(file).expanduser()
+    path = path_of(OPTION, file)
     if not path.is_file():
         raise ConfigError(OPTION, file, "there is no such file; allowed: a file in Jinja")
     try:

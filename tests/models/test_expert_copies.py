@@ -13,7 +13,7 @@ from support.parity import case_of
 from support.resolving import MODEL, resolved
 
 from minisgl.config import EngineConfig, ExpertFacts
-from minisgl.engine.expert_counts import read_counts, with_copies
+from minisgl.engine.expert_counts import MAX_BYTES, read_counts, with_copies
 from minisgl.engine.startup import _prepare
 from minisgl.errors import ConfigError
 from minisgl.models.registry import read_model_config
@@ -28,7 +28,7 @@ MIXTURE = replace(MODEL, intermediate_size=0, experts=EXPERTS)
         ("", "it cannot be read: .*; allowed: what GET /expert_counts of a server with --ep"),
         ('{"layers": [[1, 2, 3, -4], [0, 0, 0, 0]]}', r"cannot be read: .*>= 0.*layers\[0\]\[3\]"),
         ('{"layers": [[1, 2, 3, 4.5], [0, 0, 0, 0]]}', "cannot be read: .*int"),
-        ('{"layers": [[1, 2, 3, 4]]}', "another model: this one has 2 layers with 4 experts each"),
+        ('{"layers": [[1, 2, 3, 4]]}', "--pp: this model has 2 layers with 4 experts each"),
         ('{"layers": [[1, 2, 3], [1, 2, 3, 4]]}', "another model"),
         ('{"layers": [[0, 0, 0, 0], [0, 0, 0, 0]]}', "no expert has taken a token yet"),
     ],
@@ -42,6 +42,25 @@ def test_a_file_that_says_nothing_of_the_experts_is_refused(
     file.write_text(content)
     with pytest.raises(ConfigError, match=f"--expert-counts .*{reason}"):
         read_counts(str(file), EXPERTS)
+
+
+def test_a_file_of_more_than_the_counts_of_any_model_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "counts.json"
+    with file.open("wb") as written:
+        written.truncate(MAX_BYTES + 1)
+    with pytest.raises(ConfigError, match=r"--expert-counts .*: it has more than 16 MiB; allowed:"):
+        read_counts(str(file), EXPERTS)
+
+
+def test_counts_may_be_larger_than_floats(tmp_path: Path) -> None:
+    folder, file = case_of("moe-5").folder, tmp_path / "counts.json"
+    config = read_model_config(folder)
+    experts = config.facts().experts
+    assert experts is not None
+    file.write_text(json.dumps({"layers": [[10**400, 10**400, 0, 0, 0]] * experts.num_layers}))
+    options = EngineConfig(tp=2, ep=True, redundant_experts=2, expert_counts=str(file))
+    _, [note] = with_copies(config, options)
+    assert "has 75.0% of its tokens, 100.0% without copies" in note
 
 
 def test_an_engine_is_prepared_with_copies(tmp_path: Path) -> None:
@@ -72,6 +91,7 @@ def test_the_log_says_what_copies_bring(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ({"ep": False}, "--redundant-experts 2: copies are of whole experts; allowed: 0, or with"),
+        ({"ep": False, "parallel": "auto"}, "no copies; .* with --ep and --parallel given"),
         ({"pp": 2}, "counted on one stage; allowed: 0, or with --pp 1"),
         ({"expert_counts": None}, "with --expert-counts FILE, which `curl ADDRESS/expert_counts`"),
         ({"page_size": 5}, "allowed: 0, or an even --page-size"),

@@ -34,6 +34,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.models.target import Target
 from minisgl.models.targets import Destinations, Names, checkpoint_stacks, checkpoint_targets
 from minisgl.models.transformer import CausalLM
+from minisgl.paths import path_of
 from minisgl.shards import whole
 
 NGRAM, MTP = "ngram", "mtp"  # what --speculative takes beside a folder or an id
@@ -88,7 +89,7 @@ def find_network(
         return None
     if name == MTP:
         return read_mtp(folder, target, num_ranks)
-    found = Path(name).expanduser()
+    found = path_of("--speculative", name)
     if not found.is_dir():
         found = locate_model(name, load_format=load_format)
     return read_network(found, target, num_ranks)
@@ -204,7 +205,8 @@ def load_network(
     if files and not stored:
         prefix = "mtp" if config.stored_layer is None else f"model.layers.{config.stored_layer}"
         raise CheckpointError(
-            f"{folder} holds no layers that draft tokens: no tensor is {prefix}.*."
+            f"{folder} holds no layers that draft tokens: no tensor is {prefix}.*. Take a "
+            f"checkpoint with them, or another --speculative, such as {NGRAM}."
         )
     scheme = config.quantization
     if files and not any(sign in name for name in stored for sign in _SIGNS):

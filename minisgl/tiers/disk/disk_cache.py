@@ -10,6 +10,7 @@ from pathlib import Path
 
 from minisgl.config import LayerSpec, ResolvedConfig, page_bytes
 from minisgl.errors import ConfigError
+from minisgl.paths import path_of
 from minisgl.tiers.disk.page_files import PageFiles
 
 
@@ -47,4 +48,4 @@ def open_store(
 
 
 def _folder(config: ResolvedConfig) -> Path:
-    return Path(config.disk_cache).expanduser()
+    return path_of("--disk-cache", config.disk_cache)
