@@ -194,7 +194,10 @@ def test_ctrl_c_at_the_very_end_of_a_load_closes_the_engine(
     with pytest.raises(KeyboardInterrupt):
         LLM(device="cpu", num_pages=100)
     left = {*threading.enumerate()} - before
-    assert not [thread.name for thread in left if thread.name.startswith("minisgl")]
+    for thread in left:
+        if thread.name.startswith("minisgl"):  # it may have done its last work a moment ago
+            thread.join(60)
+            assert not thread.is_alive(), thread.name
 
 
 def test_iterators_of_prompts_are_accepted_and_bytes_are_refused(llm: LLM) -> None:

@@ -302,7 +302,7 @@ def test_the_proof_of_ranks_that_divide_requests_finds_mistakes(
     _, way = prove(model, config, found)
     parts: dict[str, Any] = {"ranks": True, "stages": False, "by_request": True}
     prove_parts(model, config, found, way, **parts)
-    whole = own_rows.gathered
+    whole = own_rows.of_all
 
     def swapped(own: torch.Tensor, shares: Sequence[int], ranks: Any) -> torch.Tensor:
         return torch.cat(whole(own, shares, ranks).split([*shares])[::-1])
@@ -311,7 +311,7 @@ def test_the_proof_of_ranks_that_divide_requests_finds_mistakes(
         return whole(own if ranks.rank else torch.zeros_like(own), shares, ranks)
 
     for mistake in (swapped, without):
-        monkeypatch.setattr(own_rows, "gathered", mistake)
+        monkeypatch.setattr(own_rows, "of_all", mistake)
         with pytest.raises(UnsupportedModelError, match="cannot be divided over ranks"):
             prove_parts(model, config, found, way, **parts)
 
