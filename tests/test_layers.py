@@ -17,7 +17,7 @@ from support.folders import ROOT
 ROWS = (
     (
         *("errors", "events", "matcher", "parameters", "request", "shards", "expert_copies"),
-        *("config", "keys", "progress", "printable", "subprocesses"),
+        *("config", "paths", "keys", "progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),

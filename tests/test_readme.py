@@ -64,7 +64,7 @@ def test_the_front_page_counts_the_architectures_as_they_are() -> None:
 
 def test_the_front_page_names_the_gpus_on_which_checks_have_run() -> None:
     tried = README.partition("### What was tried\n")[2].partition("\n## ")[0]
-    named = set(re.findall(r"^\| (NVIDIA \w+):", tried, re.MULTILINE))
+    named = set(re.findall(r"^\| (NVIDIA [\w ]+):", tried, re.MULTILINE))
     runs = [(name, run) for check in read_checks(LIST) for name, run in check.runs.items()]
     assert named == {name for name, run in runs if run.verdict in SHOWN}
 
