@@ -45,7 +45,8 @@ MAX_PIPELINED = 32  # requests that wait for the answer to an earlier one on the
 # microseconds, however small it is.
 MAX_SMALL_CHUNKS = 4096
 MEAN_CHUNK_BYTES = 64
-# Read of a body after the answer to its request; if more comes, the connection is closed.
+# Read of a body after the answer to its request. If more is to come, or nobody knows how much, the
+# connection is closed, and the answer says so.
 MAX_UNREAD_BYTES = 64 << 10
 # The parser is fed in pieces of this size, which bounds what it collects between two checks.
 PIECE_BYTES = 16 << 10
@@ -164,7 +165,6 @@ class ServerConnection(HttpToolsProtocol):
         self._num_body_bytes = 0  # in this window
         self._num_content_bytes = 0  # of the body so far
         self._num_chunks = 0
-        self._num_unread = 0  # bytes of the body that came after the answer
         self._num_unparsed = 0  # bytes in the parser that it has not reported yet
         self._num_untaken = 0  # bytes that the client's system had not taken a second ago
         self._has_taken = False  # within this second, so much that more may be written
@@ -225,12 +225,6 @@ class ServerConnection(HttpToolsProtocol):
             if fault is not None:
                 self._refuse(fault)
                 return
-            # Not before it was fed: it may have the end of this body, and the next request.
-            if self._phase is Phase.BODY and self.cycle.response_complete:
-                self._num_unread += len(piece)
-                if self._num_unread > MAX_UNREAD_BYTES:
-                    self.linger()
-                    return
 
     # -- called by the parser ---------------------------------------------------------------------
 
@@ -263,7 +257,7 @@ class ServerConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._all.new.pop(self, None)
         self._all.idle.pop(self, None)
-        self._num_body_bytes = self._num_content_bytes = self._num_chunks = self._num_unread = 0
+        self._num_body_bytes = self._num_content_bytes = self._num_chunks = 0
         self._enter(Phase.BODY)
 
     def on_chunk_header(self) -> None:
@@ -374,7 +368,15 @@ class ServerConnection(HttpToolsProtocol):
         self._answering = cycle
         if cycle.scope["http_version"] < "1.1":
             app = _ended_by_closing(app, cycle)
+        app = _closing_if_unread(app, self, cycle)
         super()._start_asgi_task(cycle, app)
+
+    def leaves_unread(self, cycle: RequestResponseCycle) -> bool:
+        """Whether more may come of the body of a request than is read after its answer."""
+        if self._phase is not Phase.BODY or cycle is not self.cycle:
+            return False
+        length = dict(cycle.scope["headers"]).get(b"content-length")
+        return length is None or int(length) - self._num_content_bytes > MAX_UNREAD_BYTES
 
     def _may_probe(self) -> bool:
         """Whether the protocol allows an interim answer here, and TLS to stay open one way."""
@@ -487,6 +489,25 @@ def _ended_by_closing(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
         async def send_piece(message: Message) -> None:
             cycle.chunked_encoding = False
             cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_piece)
+
+    return answer
+
+
+def _closing_if_unread(
+    app: ASGIApp, connection: ServerConnection, cycle: RequestResponseCycle
+) -> ASGIApp:
+    """`app` with answers that say so where the connection closes because of what is left unread:
+    else a client might send its next request before it sees that."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_piece(message: Message) -> None:
+            if message["type"] == "http.response.start" and connection.leaves_unread(cycle):
+                cycle.transport = LingeringTransport(connection)
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
             await send(message)
 
         await app(scope, receive, send_piece)
