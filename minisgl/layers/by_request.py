@@ -33,15 +33,10 @@ def mixed(
     if not step.batch.shares:
         added: Residual = mixer(residual, norm, step)
         return added
-    shares = step.batch.shares
     own = own_rows(joined(residual, norm), step, ranks)
     if len(own):
         own = joined(mixer(Residual(own), norm, step), norm)
-    if sum(shares) > FEW_ROWS:
-        return Residual(gathered(own, shares, ranks))
-    summand = placed(own, shares, ranks)
-    summed = partial(ranks.all_reduce_norm, summand)
-    return Residual(torch.zeros_like(summand), pending=summed)
+    return stream_of_all(own, step.batch.shares, ranks)
 
 
 def mixed_apart(
@@ -63,6 +58,15 @@ def own_rows(rows: Tensor, step: Step, ranks: Communicator) -> Tensor:
     shares = step.batch.shares
     first = sum(shares[: ranks.rank])
     return rows[first : first + shares[ranks.rank]]
+
+
+def stream_of_all(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Residual:
+    """As `of_all`; the rows are those of the stream, and a norm of it follows."""
+    if sum(shares) > FEW_ROWS:
+        return Residual(gathered(own, shares, ranks))
+    summand = placed(own, shares, ranks)
+    summed = partial(ranks.all_reduce_norm, summand)
+    return Residual(torch.zeros_like(summand), pending=summed)
 
 
 def of_all(own: Tensor, shares: Sequence[int], ranks: Communicator) -> Tensor:

@@ -19,7 +19,7 @@ from minisgl.drafting.networks.products import prepare_products, share_products
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels.residual import Residual, joined, norm
 from minisgl.layers.attention import SelfAttention
-from minisgl.layers.by_request import gathered, own_rows
+from minisgl.layers.by_request import own_rows, stream_of_all
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
@@ -165,7 +165,7 @@ class _Layer(nn.Module):
         if len(rows):
             residual = attention.attend(attention.qkv_proj(x), rows, step)
             rows = joined(residual, self.post_attention_layernorm)
-        return Residual(gathered(rows, shares, ranks))
+        return stream_of_all(rows, shares, ranks)
 
 
 class Eagle3(nn.Module):

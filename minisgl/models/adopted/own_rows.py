@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.layers.by_request import of_all
+from minisgl.layers.by_request import of_all, own_rows
 from minisgl.models.adopted.attend import Seat
 from minisgl.models.adopted.rows import computed, rows_of
 
@@ -27,11 +27,10 @@ class OwnRows:
     def __call__(self, *args: Any, **given: Any) -> tuple[Tensor, None]:
         """Returns the output, and no weights of attention."""
         hidden, others = (args[0], args[1:]) if args else (given.pop("hidden_states"), ())
-        assert self._seat.step is not None
-        rows, shares = computed(rows_of(hidden)), self._seat.step.batch.shares
-        first = sum(shares[: self._ranks.rank])
-        own = rows[first : first + shares[self._ranks.rank]]
+        step = self._seat.step
+        assert step is not None
+        own = own_rows(computed(rows_of(hidden)), step, self._ranks)
         if len(own):
             output, *_ = self._forward(own.unsqueeze(0), *others, **given)
             own = computed(rows_of(output))
-        return of_all(own, shares, self._ranks).unsqueeze(0), None
+        return of_all(own, step.batch.shares, self._ranks).unsqueeze(0), None
