@@ -188,7 +188,7 @@ def _read_slot(
 
 @triton.jit
 def _copy_pages(row_pages, row_pages_stride, row, pages, first, num_pages, block: tl.constexpr):
-    """Columns `first` to `num_pages` of a slot's table,."""
+    """Columns `first` to `num_pages` of a slot's table."""
     copy = row_pages + row.to(tl.int64) * row_pages_stride
     for start in range(first, num_pages, block):
         column = start + tl.arange(0, block)
