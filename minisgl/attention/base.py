@@ -103,6 +103,14 @@ class ForwardBatch:
     marks: Tensor | None = None  # as ExpertTally takes them
     windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
 
+    def __post_init__(self) -> None:
+        # Kernels read the numbers of rows and slots one after the other, whatever their stride; the
+        # references would take any.
+        numbers = (self.token_ids, self.positions, self.slot_mapping, self.decodes.lengths)
+        numbers += (self.slots.decodes, *self.slots.segments, self.slots.num_kept, self.marks)
+        numbers += (self.chunks.row_starts, self.chunks.ends)
+        assert all(each is None or each.is_contiguous() for each in numbers)
+
     def of(self, kv: PagedKV) -> ForwardBatch:
         """The rows with their pages in the KV cache of a layer."""
         return self.windowed or self if kv.windowed else self
