@@ -330,6 +330,15 @@ def test_checks_that_do_not_fit_are_left_for_another_call(
 
 
 @pytest.mark.usefixtures("on_h200")
+def test_jobs_run_side_by_side(tmp_path: Path) -> None:
+    meets = "import os, time\nopen('{0}', 'w')\nwhile not os.path.exists('{1}'): time.sleep(0.01)"
+    here, there = tmp_path / "here", tmp_path / "there"
+    checks = [check_of("a", meets.format(here, there)), check_of("b", meets.format(there, here))]
+    assert run_list(tmp_path, checks, "--jobs", "2") == 0
+    assert all(check.runs for check in read_checks(tmp_path / "list.json"))
+
+
+@pytest.mark.usefixtures("on_h200")
 def test_only_named_checks_run(tmp_path: Path) -> None:
     checks = [check_of("tests-a"), check_of("tests-b"), check_of("other")]
     assert run_list(tmp_path, checks, "--only", "tests-*") == 0
