@@ -328,7 +328,7 @@ def load_reference(folder: Path) -> PreTrainedModel:
     )
     for module in model.modules():
         if hasattr(module, "limit"):  # of gpt-oss; transformers 5.17 takes 7.0, whatever it is
-            module.limit = model.config.swiglu_limit
+            module.limit = getattr(model.config, "swiglu_limit", module.limit)
     return model
 
 
