@@ -21,11 +21,22 @@ import gpu_checks
 import pytest
 import typer
 from dummy_config import DRAFTERS, MODELS, QUANTIZATIONS
-from gpu_checks import LIST, SHOWN, Check, Figure, Machine, Run, read_checks, write_checks
+from gpu_checks import (
+    LIST,
+    SHOWN,
+    Check,
+    Figure,
+    Machine,
+    Run,
+    generation,
+    read_checks,
+    write_checks,
+)
 from support.folders import ROOT
 
 from minisgl.attention.backends import BACKENDS
 from minisgl.config import best_first
+from minisgl.kernels.hardware import kernels_have_run
 from minisgl_cli.main import app
 
 H200 = Machine(
@@ -194,6 +205,17 @@ def test_auto_takes_no_attention_that_has_not_run_on_hopper(phase: str) -> None:
     before = order[: order.index("torch")]
     assert before and all(has_shown(f"attention/{files[name]}.py", "9") for name in before)
     assert not has_shown("attention/flash_backend.py", "9"), "then fa may come before torch"
+
+
+def test_where_our_kernels_are_preferred_no_test_has_failed_last() -> None:
+    failed = [
+        (check.name, gpu)
+        for check in CHECKS
+        for gpu, run in check.runs.items()
+        if check.name.startswith("tests-") and run.verdict == "failed"
+        if kernels_have_run((int(generation(run)), 0))
+    ]
+    assert failed == [], "mend them, or let hardware.py take that generation back"
 
 
 def test_where_auto_prefers_our_kernels_one_check_has_shown_each() -> None:
