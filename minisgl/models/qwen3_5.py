@@ -32,7 +32,7 @@ DRAFTER = "mtp"
 _FIELDS = DECODER_FIELDS | field_names(
     """attention_bias attn_output_gate full_attention_interval
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads mamba_ssm_dtype
+    linear_num_value_heads mamba_ssm_dtype output_gate_type
     decoder_sparse_step mlp_only_layers moe_intermediate_size shared_expert_intermediate_size
     num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef
     mtp_num_hidden_layers mtp_use_dedicated_embeddings"""
@@ -78,6 +78,10 @@ def read_config(whole: Fields) -> HybridConfig:
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: mamba_ssm_dtype {fields.values['mamba_ssm_dtype']!r} is not "
             "supported; states are kept in float32."
+        )
+    if (gate := fields.values.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise UnsupportedModelError(
+            f"{fields.where}: output_gate_type {gate!r} is not supported; allowed: silu or swish"
         )
     head_dim, attention_bias = fields.count("head_dim", 256), fields.flag("attention_bias", False)
     experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")

@@ -80,6 +80,8 @@ def _convert(path: Path, named: dict[str, Any]) -> Tokenizer:
         text = values.get("content", f"<|reserved_token_{token_id}|>")
         special = values.get("special", True)
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=special)])
+        if tokenizer.token_to_id(text) != token_id:
+            raise CheckpointError(f"tokenizer_config.json: the token {text!r} has another id, too")
     return tokenizer
 
 

@@ -304,14 +304,15 @@ class Tokenizer:
 
 
 def _read(folder: Path) -> Any:
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig  # imports torch
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast  # imports torch
 
     path = folder / "config.json"
     kind = json.loads(path.read_bytes()).get("model_type") if path.is_file() else None
+    if kind not in CONFIG_MAPPING and (folder / "tokenizer.json").is_file():
+        # transformers has no class for it, and may be unable to read its config.json.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return AutoTokenizer.from_pretrained(
         folder,
-        # That of a model that is unknown to transformers may be none that it can read.
-        config=None if kind in CONFIG_MAPPING else PreTrainedConfig(),
         local_files_only=True,
         trust_remote_code=False,  # the default prompts on the terminal
     )

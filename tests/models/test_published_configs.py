@@ -150,8 +150,11 @@ def test_the_field_of_the_rope_counts_before_that_of_the_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("gate", ["swish", "silu"])
-def test_a_text_part_is_read_beside_a_tower_or_alone(tmp_path: Path, gate: str) -> None:
+def test_a_text_part_is_read_beside_a_tower_or_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gate: str
+) -> None:
     whole = read(tmp_path, QWEN3_6 | {"text_config": QWEN3_6_TEXT | {"output_gate_type": gate}})
+    assert not caplog.records
     assert whole.notes == ("the text part of the model; left out: vision",)
     # Pruned copies are saved as text parts under the name of the whole.
     alone = read(tmp_path, QWEN3_6_TEXT | {"architectures": QWEN3_6["architectures"]})
@@ -170,9 +173,10 @@ def test_fields_of_the_whole_and_of_the_part_are_looked_up_by_their_own_classes(
     warned = [each.getMessage() for each in caplog.records]
     assert [line.split(" (")[0] for line in warned] == [
         "config.json: the field tower_of_tomorrow",
-        "config.json: text_config: the field output_gate_type",
         "config.json: text_config: the field field_of_tomorrow",
     ]
+    with pytest.raises(UnsupportedModelError, match=r"output_gate_type 'sigmoid'.*silu or swish"):
+        read(tmp_path, QWEN3_6 | {"text_config": text | {"output_gate_type": "sigmoid"}})
     with pytest.raises(UnsupportedModelError, match="text_config: the field per_layer_config"):
         read(tmp_path, QWEN3_6 | {"text_config": text | {"per_layer_config": {"0": {}}}})
 

@@ -60,18 +60,17 @@ def save(folder: Path, ids: dict[bytes, int], **config: Any) -> Path:
         for index, name in enumerate(NAMED)
         if name
     }
-    config = {
-        "added_tokens_decoder": added,
-        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-        "tokenizer_class": "TikTokenTokenizer",
-    } | config
+    tokens = {"added_tokens_decoder": added, "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    config = tokens | KIMI_CODE | config
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(KIMI_K2))
     return folder
 
 
+KIMI_CODE = {
+    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    "tokenizer_class": "TikTokenTokenizer",
+}
 # transformers does not know it, and cannot read a rope_scaling without its class.
 KIMI_K2 = {
     "model_type": "kimi_k2",
@@ -133,6 +132,11 @@ def test_added_tokens_have_their_names_and_the_others_are_reserved(kimi: Tokeniz
         ({b"a": 0, b"b": 2}, {}, "ids from 0 on"),
         ({b"a": 0, b"a" * 1025: 1}, {}, "up to 1024 bytes"),
         ({}, {}, "cannot be read"),
+        (
+            {b"a": 0},
+            {"added_tokens_decoder": {"2": {"content": "a"}}},
+            "the token 'a' has another id, too",
+        ),
     ],
 )
 def test_what_is_no_tokenizer_of_kimi_is_refused_in_a_sentence(
@@ -142,11 +146,14 @@ def test_what_is_no_tokenizer_of_kimi_is_refused_in_a_sentence(
         Tokenizer.load(save(tmp_path, ids, **config))
 
 
-def test_a_model_type_that_transformers_does_not_know_is_no_obstacle(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [{}, KIMI_CODE], ids=["plain", "own-code"])
+def test_a_model_type_that_transformers_does_not_know_is_no_obstacle(
+    tmp_path: Path, own: dict[str, Any]
+) -> None:
     byte_level_backend().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps(KIMI_K2))
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"} | own)
     )
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode(TEXTS[1]) == byte_level_backend().encode(TEXTS[1]).ids
