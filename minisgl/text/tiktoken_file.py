@@ -88,7 +88,8 @@ def _convert(path: Path, named: dict[str, Any]) -> Tokenizer:
 def _ids_by_token(path: Path) -> dict[bytes, int]:
     lines = (line.split() for line in path.read_bytes().splitlines() if line)
     found = {base64.b64decode(token, validate=True): int(token_id) for token, token_id in lines}
-    if max(map(len, found)) > _MAX_BYTES or {*found.values()} != {*range(len(found))}:
+    is_whole = bool(found) and {*found.values()} == {*range(len(found))}
+    if not is_whole or max(map(len, found)) > _MAX_BYTES:
         raise CheckpointError(
             f"{path}: tokens must have up to {_MAX_BYTES} bytes, and the ids from 0 on"
         )
