@@ -1,5 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and models built alike: Moonlight and
-Kimi-K2 by the name of V3, and GLM-4.7-Flash."""
+Kimi-K2 by the name of V3, the text part of Kimi-K2.5 to 2.7, and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from minisgl.layers.linear import Linear
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
+# As published, and as transformers writes it.
+KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 
 # Those of losses and of where experts are have no effect.
 _FIELDS = DECODER_FIELDS | field_names(
@@ -41,6 +44,7 @@ _FIELDS = DECODER_FIELDS | field_names(
 )
 _GREEDY, _IN_GROUPS, _BY_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
 _ROUTER_BIAS = "e_score_correction_bias"
+_TOWER = ("vision_tower.", "mm_projector.")
 LEFT_OUT = "layers that draft tokens, left out: "
 # What a layer that drafts has beside the others, as the drafter calls it; None: it is the model's.
 _OF_DRAFTER = {
@@ -67,7 +71,7 @@ _V3_DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {  # of others: V3's
     V2: {
         "q_lora_rank": 1536,
         "v_head_dim": 128,
@@ -78,7 +82,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1407,
         "routed_scaling_factor": 1.0,
     },
-    V3: _V3_DEFAULTS,
     GLM: _V3_DEFAULTS
     | {
         "q_lora_rank": 768,
@@ -139,10 +142,11 @@ class LatentConfig(NativeConfig):
         return dataclasses.replace(facts, quantized=others)
 
 
-def read_config(given: Fields) -> LatentConfig:
+def read_config(whole: Fields) -> LatentConfig:
     """Raises as `read_decoder` does."""
-    architecture = str(given.values["architectures"][0])
-    defaults = _DEFAULTS[architecture]
+    architecture = str(whole.values["architectures"][0])
+    given, of_whole = text_part(whole)
+    defaults = _DEFAULTS.get(architecture, _V3_DEFAULTS)
     # Of these null says something else than nothing.
     kept = {
         name: value
@@ -164,7 +168,7 @@ def read_config(given: Fields) -> LatentConfig:
     plain = {**fields.values, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
     experts = _read_experts(fields)
     read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
-    num_drafting, notes = _num_drafting(fields), read.notes
+    num_drafting, notes = _num_drafting(fields), read.notes + of_whole
     if num_drafting:
         notes += (f"{LEFT_OUT}{num_drafting}",)
     return LatentConfig(
@@ -176,16 +180,20 @@ def read_config(given: Fields) -> LatentConfig:
     )
 
 
-def name_of(stored_name: str) -> str:
-    """What a tensor of a checkpoint is called in the model."""
-    return stored_name.removeprefix("model.").replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
+def name_of(stored_name: str) -> str | None:
+    """What a tensor of a checkpoint is called in the model; None for that of a tower."""
+    name = stored_name.removeprefix("model.")
+    if name.startswith(_TOWER):
+        return None
+    name = name.removeprefix("language_model.").removeprefix("model.")
+    return name.replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
 
 
 def name_in_drafter(stored_name: str, layer: int) -> str | None:
     """What a tensor of a checkpoint is called in the drafter, whose layer has this number; None for
     those of the model."""
     prefix, name = f"layers.{layer}.", name_of(stored_name)
-    if not name.startswith(prefix):
+    if name is None or not name.startswith(prefix):
         return None
     module, _, kind = name.removeprefix(prefix).rpartition(".")
     if module not in _OF_DRAFTER:

@@ -44,7 +44,7 @@ class Family:
 
 FAMILIES = {
     **dict.fromkeys(
-        (deepseek.V2, deepseek.V3, deepseek.GLM),
+        (deepseek.V2, deepseek.V3, deepseek.GLM, *deepseek.KIMI),
         Family(deepseek.read_config, deepseek.LatentForCausalLM, deepseek.name_of),
     ),
     **dict.fromkeys(

@@ -22,8 +22,9 @@ from minisgl.errors import (
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
 from minisgl.text.longest_token import longest_token
 from minisgl.text.rendering import SPELLINGS, Call, render
+from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TIKTOKEN_FILE)
 # The arguments of `apply_chat_template` that callers may set; other options become variables of the
 # template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
@@ -96,14 +97,8 @@ class Tokenizer:
         """
         if not cls.found_in(folder):
             raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json).")
-        from transformers import AutoTokenizer  # takes a second and imports torch
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,  # the default prompts on the terminal
-            )
+            tokenizer = read_tiktoken(folder) if is_only_form(folder) else _read(folder)
         except Exception as error:  # broken files raise many types
             reason = str(error)
             if "trust_remote_code" in reason:
@@ -306,6 +301,21 @@ class Tokenizer:
         """The chat template, all of them where there are several; "" for none."""
         template = self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _read(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast  # imports torch
+
+    path = folder / "config.json"
+    kind = json.loads(path.read_bytes()).get("model_type") if path.is_file() else None
+    if kind not in CONFIG_MAPPING and (folder / "tokenizer.json").is_file():
+        # transformers has no class for it, and may be unable to read its config.json.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,  # the default prompts on the terminal
+    )
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:

@@ -419,7 +419,7 @@ def test_transformers_writes_global_heads_layer_by_layer(tmp_path: Path) -> None
         ({"rope_parameters": {}}, CheckpointError, "has no sliding_attention"),
         ({"hidden_activation": "relu"}, UnsupportedModelError, "hidden_activation 'relu'"),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "tokens attend to earlier"),
-        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused(
