@@ -128,6 +128,11 @@ def ask(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def attach(page: Page, name: str, content: bytes) -> None:
+    file: Any = {"name": name, "mimeType": "text/plain", "buffer": content}
+    page.locator("#attachments").set_input_files(file)
+
+
 def answered(page: Page, count: int = 1) -> None:
     """Wait until there are `count` complete answers."""
     expect(page.locator(".answer")).to_have_count(count)
@@ -526,6 +531,39 @@ def test_text_files_go_with_a_question(page: Page, engine: PageEngine, tmp_path:
     expect(page.locator(".question > div:first-child")).to_have_text("What is it?")
     page.get_by_title("Edit").click()
     expect(page.locator("#attached")).to_contain_text("notes.md")
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "latin-1", "cp1252"]
+)
+def test_text_files_are_read_in_the_encodings_that_editors_write(
+    encoding: str, page: Page, engine: PageEngine
+) -> None:
+    text = "Grüße aus Köln,\r\n\tà bientôt.\r\n"
+    attach(page, "notes.txt", text.encode(encoding))
+    expect(page.locator("#attached")).to_contain_text(f"notes.txt · {len(text)} characters")
+    is_guess = encoding in ("latin-1", "cp1252")
+    expect(page.locator("#banner")).to_contain_text("read as Latin-1" if is_guess else "")
+    ask(page, "What is it?")
+    answered(page)
+    assert text.strip() in engine.texts[-1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR",
+        b"\x7fELF\x02\x01\x01\x00" + bytes(8) + b"\x03\x00>\x00",
+        b"\xff\xd8\xff\xe0\x10JFIF\x01",
+        b"\xff\xfe\x00\xd8a\x00",  # a surrogate alone
+        "x".encode("utf-32"),
+    ],
+    ids=["png", "elf", "jpeg", "surrogate", "utf-32"],
+)
+def test_what_is_no_text_is_not_attached(content: bytes, page: Page) -> None:
+    attach(page, "other.bin", content)
+    expect(page.locator("#banner")).to_contain_text("other.bin is no text")
+    expect(page.locator("#attached")).to_be_hidden()
 
 
 def test_all_conversations_have_menus_and_travel_together(
