@@ -123,6 +123,11 @@ def page(chromium: Browser, server: Served[PageEngine], engine: PageEngine) -> I
         yield found
 
 
+QUESTION = [{"role": "user", "content": "Unheard"}]
+PART = {"role": "assistant", "content": "An ans"}
+NOTHING = {"role": "assistant", "content": ""}
+
+
 def ask(page: Page, text: str) -> None:
     page.get_by_label("Your message").fill(text)
     page.keyboard.press("Enter")
@@ -912,6 +917,26 @@ def test_a_refused_request_says_why_and_can_be_tried_again(page: Page, engine: P
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".body .text")).to_have_text("Hello!")
+
+
+def test_what_a_notice_offers_can_be_read_on_a_phone(
+    chromium: Browser, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    with opened(chromium, server.url, viewport={"width": 390, "height": 800}) as page:
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        store(page, chat_of(1, messages=[{"role": "user", "content": "Unheard"}]))
+        store(page, chat_of(1, id="cut", messages=[*QUESTION, {**PART, "ended": "length"}]))
+        store(page, chat_of(1, id="wrong", messages=[*QUESTION, {**NOTHING, "error": "x " * 300}]))
+        for name, button in (("long", "Try again"), ("cut", "Continue"), ("wrong", "Try again")):
+            page.goto(f"{server.url}/#/chat/{name}")
+            page.reload()
+            found = page.locator(".notice").get_by_role("button", name=button)
+            lines = found.evaluate(
+                "each => { const range = new Range(); range.selectNodeContents(each);"
+                " return range.getClientRects().length; }"
+            )
+            assert lines == 1
+            assert found.evaluate("each => each.getBoundingClientRect().right") < 390
 
 
 def test_the_second_view_draws_the_metrics_while_they_change(
