@@ -32,12 +32,7 @@ function* blocks(lines, depth = 0) {
 			for (at++; at < lines.length && !ends(lines[at]); at++);
 			const code = lines.slice(first + 1, at).map(line => line + "\n").join(""), isOpen = at === lines.length;
 			if (!isOpen) at++;
-			const build = () => {
-				const view = new CodeView(language);
-				view.set(code);
-				return view.element;
-			};
-			yield block(build, { language, ends, isOpen });
+			yield block(() => fenced(language, code, isOpen), { language, ends, isOpen });
 		} else if ((found = FORMULA_LINE.exec(line))) { // up to its end, or to an empty line
 			let isOver = line.slice(found[0].length).includes(FORMULA_ENDS[found[1]]);
 			const text = take(next => {
@@ -74,6 +69,15 @@ function* blocks(lines, depth = 0) {
 			yield block(open => withText(make("p"), text.join("\n").trim(), open));
 		}
 	}
+}
+
+/** A block between fences: code, or a formula. */
+function fenced(language, code, isOpen) {
+	const formula = language === "math" && !isOpen && formulaOf(code, true);
+	if (formula) return formula;
+	const view = new CodeView(language);
+	view.set(code);
+	return view.element;
 }
 
 function withBlocks(parent, lines, open, depth) {
@@ -196,7 +200,7 @@ class MarkdownView {
 		if (last.isOpen && rest[begun - 1] === "\n") {
 			this.#append(found.slice(0, -1));
 			this.code = new CodeView(last.language);
-			this.fenceEnds = last.ends;
+			this.fence = last;
 			this.codeStart = this.start += begun;
 			this.element.append(this.code.element);
 			this.#continueCode(text, done);
@@ -228,8 +232,10 @@ class MarkdownView {
 	#continueCode(text, done) {
 		for (let newline; (newline = text.indexOf("\n", this.start)) >= 0 || done;) {
 			const end = newline < 0 ? text.length : newline;
-			if (end - this.start < 200 && this.fenceEnds(text.slice(this.start, end))) {
-				this.code.set(text.slice(this.codeStart, this.start));
+			if (end - this.start < 200 && this.fence.ends(text.slice(this.start, end))) {
+				const code = text.slice(this.codeStart, this.start);
+				if (this.fence.language === "math") this.code.element.replaceWith(fenced("math", code));
+				else this.code.set(code);
 				this.code = null;
 				this.start = end + 1;
 				return;
