@@ -14,16 +14,18 @@ FORMULA = re.compile(
     r"""
     \\\( .*? (\\\) | \Z)
     | \\\[ .*? (\\\] | \Z)
+    | \\begin\{(?P<name>[a-zA-Z]+\*?)\} .*? (\\end\{(?P=name)\} | \Z)
     | \$\$ .*? ((?<!\\)\$\$ | \Z)
     | (?<![^\W_]) \$ (?! [\s$] | \d[\d.,]*\s+[^\W\d_]{2} ) .{1,500}? (?<![\s\\]) \$ (?!\d)
     """,
     re.DOTALL | re.VERBOSE,
 )
-ENDS = {"$$": "$$", "\\[": "\\]"}  # of formulas that begin a block
+BLOCK = re.compile(r"\$\$|\\\[|\\begin\{[a-zA-Z]+\*?\}")
 
 
 def with_formulas(parser: MarkdownIt) -> None:
-    """A plugin for `parser`: LaTeX in `$…$`, `$$…$$`, `\\(…\\)` and `\\[…\\]` is text."""
+    """A plugin for `parser`: LaTeX in `$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]` and environments
+    is text."""
     parser.inline.ruler.before("escape", "formula", _formula)
     ends = {"alt": ["paragraph", "reference", "blockquote", "list"]}
     parser.block.ruler.before("table", "formula", _formula_lines, ends)
@@ -43,14 +45,15 @@ def _formula_lines(state: StateBlock, start_line: int, end_line: int, silent: bo
     """A paragraph that begins with a formula: up to its end, or to an empty line. A line of it is
     neither an item of a list nor a quote, whatever it begins with."""
     begin = state.bMarks[start_line] + state.tShift[start_line]
-    mark = state.src[begin : begin + 2]
-    if mark not in ENDS or state.is_code_block(start_line):
+    found = BLOCK.match(state.src, begin, state.eMarks[start_line])
+    if found is None or state.is_code_block(start_line):
         return False
     if silent:
         return True
-    next_line, rest = start_line + 1, begin + 2
+    end = found[0].replace("[", "]").replace("begin", "end", 1)
+    next_line, rest = start_line + 1, found.end()
     while (
-        ENDS[mark] not in state.src[rest : state.eMarks[next_line - 1]]
+        end not in state.src[rest : state.eMarks[next_line - 1]]
         and next_line < end_line
         and not state.isEmpty(next_line)
         and state.sCount[next_line] >= state.blkIndent

@@ -34,10 +34,11 @@ function* blocks(lines, depth = 0) {
 			if (!isOpen) at++;
 			yield block(() => fenced(language, code, isOpen), { language, ends, isOpen });
 		} else if ((found = FORMULA_LINE.exec(line))) { // up to its end, or to an empty line
-			let isOver = line.slice(found[0].length).includes(FORMULA_ENDS[found[1]]);
+			const close = formulaEnd(found[1]);
+			let isOver = line.slice(found[0].length).includes(close);
 			const text = take(next => {
 				if (isOver || !next.trim()) return false;
-				isOver = next.includes(FORMULA_ENDS[found[1]]);
+				isOver = next.includes(close);
 				return true;
 			});
 			yield block(open => withText(make("p"), text.join("\n").trim(), open));
@@ -110,7 +111,7 @@ function tableOf([head, delimiters, ...rows]) {
 	return make("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, table);
 }
 
-const SPECIAL = /\${1,2}|\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
+const SPECIAL = /\${1,2}|\\begin\{[a-zA-Z]+\*?\}|\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
 const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\( *<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?: +"[^"]*")? *\)/y;
 const ADDRESS = /https?:\/\/[^\s<>"]*[^\s<>".,:;!?)\]'*_~]/y;
 const SAFE = /^(https?:\/\/|mailto:)/i;
@@ -138,9 +139,9 @@ function withText(parent, text, open = false, depth = 0) {
 		const [run] = found, start = found.index, opening = run[0];
 		let node, end;
 		at = start + run.length;
-		const formula = run in FORMULA_ENDS && depth < DEEP ? formulaAt(text, start, run) : null;
+		const formula = formulaEnd(run) && depth < DEEP ? formulaAt(text, start, run) : null;
 		if (formula) ({ node, end: at } = formula);
-		else if (opening === "\\") plain += run[1];
+		else if (opening === "\\") plain += formulaEnd(run) ? run : run[1];
 		else if (opening === "\n") node = make("br");
 		else if (opening === "`") {
 			end = endOf(run, at);

@@ -6,11 +6,19 @@
 
 const MAX_FORMULA = 4000, MAX_NESTED = 100; // characters, levels of elements
 
-/** `\begin` of an environment. With `alignat`, a number in the formula would say how much memory it takes. */
+/** `\begin` of an environment, as tokens from the last to the first. */
 function environment(gullet) {
-	const [letters] = gullet.consumeArgs(1), name = letters.map(({ text }) => text).reverse().join("");
-	if (!/^(?!align\w*at)[a-zA-Z]+\*?$/.test(name)) throw new Error(`refused: ${name}`);
-	return { tokens: [{ text: "}" }, ...letters, { text: "{" }, { text: "\\begin", noexpand: true }], numArgs: 0 };
+	const group = letters => [{ text: "}" }, ...letters, { text: "{" }];
+	const spelled = letters => letters.map(({ text }) => text).reverse().join("");
+	const [letters] = gullet.consumeArgs(1), name = spelled(letters);
+	if (!/^[a-zA-Z]+\*?$/.test(name)) throw new Error(`refused: ${name}`);
+	const tokens = [...group(letters), { text: "\\begin", noexpand: true }];
+	if (/^align\w*at/.test(name)) { // Its argument says how much memory it takes.
+		const [columns] = gullet.consumeArgs(1);
+		if (!/^\d$/.test(spelled(columns))) throw new Error(`refused: ${name} of many columns`);
+		tokens.unshift(...group(columns));
+	}
+	return { tokens, numArgs: 0 };
 }
 
 // What would change the meaning of others, take time exponential in its nesting, or set the attribute `style`.
@@ -21,6 +29,10 @@ const MACROS = {
 	"\\cancelto": "\\cancel{#2}^{#1}",
 	"\\pmb": "\\boldsymbol",
 	"\\prescript": "{}^{#1}_{#2}{#3}",
+	// Unknown to Temml.
+	"\\mbox": "\\text",
+	"\\mathds": "\\mathbb",
+	"\\mathbbm": "\\mathbb",
 	// Nothing refers to a formula; identifiers and links are the page's own.
 	"\\label": "\\@firstoftwo{}",
 	"\\ref": "\\text{#1}",
@@ -53,17 +65,20 @@ function formulaOf(source, isDisplay) {
 }
 
 const FORMULA_ENDS = { "$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]" };
-const FORMULA_LINE = /^ {0,3}(\$\$|\\\[)/; // begins a block
+const FORMULA_LINE = /^ {0,3}(\$\$|\\\[|\\begin\{[a-zA-Z]+\*?\})/; // begins a block
+
+/** What ends the formula that `run` begins; undefined if it begins none. */
+const formulaEnd = run => run.startsWith("\\begin{") ? run.replace("begin", "end") : FORMULA_ENDS[run];
 
 /** The formula that begins in `text` at `start` with `run`: its node, and where it ends; or null. */
 function formulaAt(text, start, run) {
-	const from = start + run.length, close = FORMULA_ENDS[run];
+	const from = start + run.length, close = formulaEnd(run);
 	if (run === "$" && (/[\p{L}\p{N}]/u.test(text[start - 1] ?? "") || !/\S/.test(text[from] ?? ""))) return null;
 	for (let end = text.indexOf(close, from); end >= 0 && end - from <= MAX_FORMULA; end = text.indexOf(close, end + 1)) {
 		// A dollar ends a formula neither behind a blank, nor in front of a digit: there it is money.
 		if (text[end - 1] === "\\" && close[0] === "$") continue;
 		if (run === "$" && (/\s/.test(text[end - 1]) || /\d/.test(text[end + 1] ?? ""))) continue;
-		const source = text.slice(from, end);
+		const source = run in FORMULA_ENDS ? text.slice(from, end) : text.slice(start, end + close.length);
 		const isMoney = run === "$" && /^\d[\d.,]*\s+(?!\\)\p{L}{2}/u.test(source);
 		const node = isMoney ? null : formulaOf(source, close !== "$" && run !== "\\(");
 		end += close.length;

@@ -268,6 +268,8 @@ def test_an_answer_is_markdown_without_frames() -> None:
         r"$$ \{ x_1 \} $$",
         "\\[\nx\n- y_1\n+ *z*\n  = 1. \\\\\n> 2\n# 3\n\\]",
         "$$\n\\begin{aligned}\na_1 &= `b` \\\\\n===\n\\end{aligned}\n$$",
+        "\\begin{align*}\na_1 &= *b* \\\\\n- c\n\\end{align*}",
+        r"\begin{matrix} a_1 \\ *b* \end{matrix}",
         r"\(a_1 + \sqrt{b_1",  # it was cut
         "\\[\na_1 \\\\",
     ],
