@@ -27,8 +27,8 @@ def with_formulas(parser: MarkdownIt) -> None:
     """A plugin for `parser`: LaTeX in `$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]` and environments
     is text."""
     parser.inline.ruler.before("escape", "formula", _formula)
-    ends = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    parser.block.ruler.before("table", "formula", _formula_lines, ends)
+    others = ["paragraph", "reference", "blockquote", "list"]  # which a formula ends
+    parser.block.ruler.before("table", "formula", _formula_lines, {"alt": others})
 
 
 def _formula(state: StateInline, silent: bool) -> bool:
