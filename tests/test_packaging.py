@@ -63,9 +63,14 @@ def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]
     assert {name for name in wheel_names if ".dist-info/" not in name} == modules
 
 
-def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
-    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+def test_the_wheel_contains_the_licences(wheel_names: set[str]) -> None:
+    """That of minisgl, and those of what others have written in it."""
+    for licence, says in (
+        ("LICENSE", "Version 2.0, January 2004"),
+        ("minisgl/assets/temml/LICENSE", "The MIT License"),
+    ):
+        assert any(name.endswith(f".dist-info/licenses/{licence}") for name in wheel_names)
+        assert says in (ROOT / licence).read_text()
 
 
 def test_the_description_on_an_index_has_no_link_into_the_repository(wheel: Path) -> None:
