@@ -198,7 +198,8 @@ MARKUP = st.sampled_from(
      "<|call|>", "<|return|>", "<|chan", "<|channel|>final<|message|>", "<tool", "</th", "é", "👍",
      "\\ud800", "\\ud8", "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "<invoke",
      ' name="f">', '<parameter name="a">', '" string="true">', "</invoke>", "</minimax:tool_call>",
-     "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "<｜DSML｜parameter", "</｜DSML｜parameter>",
+     "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "<｜DSML｜parameter",
+     "</｜DSML｜parameter>",
      "</｜DSML｜invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "=a>",
      "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_start|>", "<|tool_calls_"]
 )  # fmt: skip
