@@ -256,26 +256,32 @@ class _Calls:
     def _argument(self) -> Reading[str]:
         """Read a parameter whose tag has been read; returns what ends its value."""
         key = yield from (self._key_between_tags() if self._value else self._key_in_tag())
-        put, parts = self._emitter.arguments, list[str]()
+        put = self._emitter.arguments
         if not key.name or key.name in self._given:
+            parts: list[str] = []
             end = yield from self._text(parts.append)
             closing = end if end == self._end_parameter else ""
             self._leave(f"{self._parameter}{key.written}{''.join(parts)}{closing}")
             return end
         put(f"{', ' if self._given else ''}{json.dumps(key.name, ensure_ascii=False)}: ")
         self._given.add(key.name)
-        breaks_lines = self._tags.breaks_lines
-        if key.types == {"string"}:
+        if key.types != {"string"}:
+            return (yield from self._typed_value(key.types))
+        put('"')
+        end = yield from self._text(
+            lambda text: put(escaped(text)), breaks_lines=self._tags.breaks_lines
+        )
+        if end or self._reader.natural:
             put('"')
-            end = yield from self._text(lambda text: put(escaped(text)), breaks_lines=breaks_lines)
-            if end or self._reader.natural:
-                put('"')
-            return end
+        return end
 
-        is_json = bool(key.types) and "string" not in key.types
+    def _typed_value(self, types: frozenset[str]) -> Reading[str]:
+        """Read a value that is emitted when it is whole; returns what ends it."""
+        parts: list[str] = []
         quotes = _Quotes()
+        is_json = bool(types) and "string" not in types
 
-        def put_json(text: str) -> None:
+        def put(text: str) -> None:
             parts.append(text)
             quotes.go_over(text)
 
@@ -291,11 +297,11 @@ class _Calls:
             if quotes.open:
                 return False
             is_short = sum(map(len, parts)) <= MAX_TRIED_CHARS
-            return (is_short and is_of(value(), key.types)) or None
+            return (is_short and is_of(value(), types)) or None
 
-        end = yield from self._text(put_json, is_whole, breaks_lines=breaks_lines)
+        end = yield from self._text(put, is_whole, breaks_lines=self._tags.breaks_lines)
         if end or self._reader.natural:
-            put(value_json(value(), key.types))
+            self._emitter.arguments(value_json(value(), types))
         return end
 
     # -- names -------------------------------------------------------------------------------------
