@@ -545,6 +545,9 @@ def test_logprobs_are_those_of_the_content(
 ) -> None:
     found = ask(server, client, "Let me see.\n" + CALL, logprobs=True)
     assert "".join(found.logprobs) == "Let me see." == found.content
+    found = ask(server, client, f"Let me see.\n{CALL}\nDone.", logprobs=True)
+    assert found.content == "Let me see.\n\nDone."
+    assert "".join(found.logprobs) == "Let me see.Done."
     assert ask(server, client, CALL, logprobs=True).logprobs == []
 
 
