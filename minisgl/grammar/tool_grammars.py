@@ -23,17 +23,13 @@ from minisgl.grammar.source import (
     source_of,
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
-from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
-from minisgl.text.parsing.gemma_format import CALL as GEMMA_CALL
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS, ArgumentStyle, CallSpelling
 from minisgl.text.parsing.gemma_format import QUOTE
-from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
-from minisgl.text.parsing.named_formats import CALLS
 from minisgl.text.parsing.python_format import is_key
-from minisgl.text.parsing.xml_format import FUNCTION, types_of
+from minisgl.text.parsing.xml_format import types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS, GEMMA_CALL)
 PLAIN_KEY = re.compile(r"[^<>{}\[\]:,\"\s\/]+")
 SCALAR = r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null"
 ANY_TEXT = r"/(.|\n)*/"
@@ -81,8 +77,10 @@ def tool_calls(
         )
         for index, tool in enumerate(tools)
     ]
+    number = "/:[0-9]+/" if spelling.numbered else ""
+    middle = grammar.text(spelling.middle)
     bodies = [  # of each call, what follows its head
-        grammar.rule(f"call_{index}", grammar.text(name + spelling.middle), ends[index])
+        grammar.rule(f"call_{index}", string(name), number, middle, ends[index])
         for index, name in enumerate(names)
     ]
     any_call = grammar.rule("any_call", " | ".join(bodies))
@@ -147,8 +145,10 @@ def _named(name: str, lark: str) -> dict[str, str]:
 
 def _optional_calls(grammar: _Grammar, opening: str, beginning: str, calls: str) -> None:
     """Add the start of a grammar in which a text may stand for the calls, or before them."""
-    if opening in grammar.marker_ids:
-        grammar.rule("start", f"{ANY_TEXT} ({grammar.text(beginning)} {calls})?")
+    if marker := grammar.first_marker(opening):
+        before, _, rest = beginning.partition(marker)
+        text = f"/(.|\\n)*{re.escape(before)}/" if before else ANY_TEXT
+        grammar.rule("start", f"{ANY_TEXT} | {text} {grammar.text(marker + rest)} {calls}")
     else:  # the text goes as far as the opening
         rest = grammar.text(beginning.removeprefix(opening))
         grammar.rule("opened[lazy]", f"{ANY_TEXT} {grammar.text(opening)}")
@@ -196,7 +196,7 @@ class _Grammar:
 
     def __init__(self, spelling: CallSpelling, marker_ids: Mapping[str, int]) -> None:
         self.style = spelling.arguments
-        self.tags = spelling.tags
+        self.tags, self.json_tag = spelling.tags, spelling.json_tag or spelling.tags[1]
         self.marker_ids = marker_ids
         self._rules: list[str] = []
         self._nested: list[dict[str, str]] = []  # grammars of their own
@@ -209,6 +209,11 @@ class _Grammar:
     def text(self, text: str) -> str:
         """An expression for a text with markers in it; "" for none."""
         return marked(text, self.marker_ids)
+
+    def first_marker(self, text: str) -> str:
+        """The first marker in a text; "" for none."""
+        places = {text.find(marker): marker for marker in self.marker_ids if marker in text}
+        return places[min(places)] if places else ""
 
     def nest(self, name: str, lark: str) -> str:
         """Add a grammar of its own; returns an expression for it."""
@@ -272,7 +277,8 @@ class _Arguments:
         before_key, before_value = map(self._grammar.text, self._grammar.tags[:2])
         for index, key in enumerate(self._properties):
             name = f"{self._name}_{index}"
-            head = f"{before_key} {string(key)} {before_value}"
+            tag = self._grammar.json_tag if self._is_json(key) else self._grammar.tags[1]
+            head = f"{before_key} {string(key)} {self._grammar.text(tag)}"
             rule = self._grammar.rule(name, head, self._tagged_value(name, key))
             parts.append(rule if key in self._required else f"{rule}?")
         if not self._properties and self._root.get("additionalProperties") is not False:
@@ -287,8 +293,7 @@ class _Arguments:
             return f"{self._grammar.nest(f'{name}_input', tool.lark)} {end}"
         if tool.regex is not None:
             return f"{inline_regex(tool.regex)} {end}"
-        types = types_of(self._root, key)
-        if (types or tool.strict) and "string" not in types:
+        if self._is_json(key):
             return f"{self._schema_of(key, {})} {end}"
         constants = _constants(schema)
         if constants:
@@ -305,10 +310,20 @@ class _Arguments:
             )
         return self._raw_text(f"{name}_value", _text_regex(schema))
 
+    def _is_json(self, key: str) -> bool:
+        """Whether a value is written as JSON; others are texts."""
+        tool, types = self._tool, types_of(self._root, key)
+        is_text = tool.lark is not None or tool.regex is not None or "string" in types
+        return not is_text and bool(types or tool.strict)
+
     def _raw_text(self, name: str, regex: str) -> str:
         end = self._grammar.tags[2]
-        if end.startswith(tuple(self._grammar.marker_ids)):  # which no text has in it
-            return self._grammar.rule(name, regex, self._grammar.text(end))
+        if marker := self._grammar.first_marker(end):  # which no text has in it
+            before = end[: end.index(marker)]
+            if before:
+                self._grammar.rule(name.upper(), regex, string(before))
+                regex = name.upper()
+            return self._grammar.rule(name, regex, self._grammar.text(end.removeprefix(before)))
         self._grammar.rule(f"{name}[suffix={string(end)}]", regex)
         return name
 

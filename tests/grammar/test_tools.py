@@ -33,6 +33,9 @@ MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
 MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
 MARKERS |= {text: 430 + index for index, text in enumerate(formats.GLM45.markers[2:])}
+OTHERS = ("seed_oss", "minimax_m2", "deepseek_v32", "kimi_k2", "lfm2")
+OF_OTHERS = (text for form in formats.CALL_FORMATS if form.name in OTHERS for text in form.markers)
+MARKERS |= {text: 450 + index for index, text in enumerate(OF_OTHERS)}
 WEATHER = Tool(
     name="get-weather",
     parameters={
@@ -86,7 +89,66 @@ GLM47_WEATHER = (
     "<arg_key>now</arg_key><arg_value>true</arg_value></tool_call>"
 )
 GLM47_CLOCK = "<tool_call>clock</tool_call>"
+SEED_WEATHER = (
+    "<seed:tool_call>\n<function=get-weather>\n<parameter=city>a<b>\n</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+)
+SEED_CLOCK = "<seed:tool_call>\n<function=clock>\n</function>\n</seed:tool_call>"
+MINIMAX_WEATHER = (
+    '<invoke name="get-weather">\n<parameter name="city">a<b>\n</parameter>\n'
+    '<parameter name="now">true</parameter>\n</invoke>\n'
+)
+MINIMAX_CLOCK = '<invoke name="clock">\n</invoke>\n'
+DSML_WEATHER = (
+    '<｜DSML｜invoke name="get-weather">\n'
+    '<｜DSML｜parameter name="city" string="true">a<b>\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
+DSML_CLOCK = '<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n'
+KIMI_WEATHER = (
+    "<|tool_call_begin|>functions.get-weather:0<|tool_call_argument_begin|>"
+    '{"city": "x", "days": 3}<|tool_call_end|>'
+)
+KIMI_CLOCK = "<|tool_call_begin|>functions.clock:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+def around(name: str, *calls: str) -> str:
+    """Calls with what the format has around them."""
+    [spelling] = [form.spelling for form in formats.CALL_FORMATS if form.name == name]
+    return spelling.begin + "".join(calls) + spelling.end
+
+
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
+    "seed_oss": (
+        formats.SEED_OSS.spelling,
+        SEED_WEATHER,
+        SEED_CLOCK,
+        f"{SEED_CLOCK}\n{SEED_WEATHER}",
+    ),
+    "minimax_m2": (
+        formats.MINIMAX_M2.spelling,
+        around("minimax_m2", MINIMAX_WEATHER),
+        around("minimax_m2", MINIMAX_CLOCK),
+        around("minimax_m2", MINIMAX_CLOCK, MINIMAX_WEATHER),
+    ),
+    "deepseek_v32": (
+        formats.DEEPSEEK_V32.spelling,
+        around("deepseek_v32", DSML_WEATHER),
+        around("deepseek_v32", DSML_CLOCK),
+        around("deepseek_v32", DSML_CLOCK, DSML_WEATHER),
+    ),
+    "kimi_k2": (
+        formats.KIMI_K2.spelling,
+        around("kimi_k2", KIMI_WEATHER),
+        around("kimi_k2", KIMI_CLOCK),
+        around("kimi_k2", KIMI_CLOCK, KIMI_WEATHER),
+    ),
+    "lfm2": (
+        formats.LFM2.spelling,
+        '<|tool_call_start|>[get-weather(city="x\\n", days=3, now=True)]<|tool_call_end|>',
+        "<|tool_call_start|>[clock()]<|tool_call_end|>",
+        '<|tool_call_start|>[clock(), get-weather(city="x", now=False)]<|tool_call_end|>',
+    ),
     "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
     "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
     "llama3_json": (LLAMA3_JSON, LLAMA_WEATHER, LLAMA_CLOCK, f"{LLAMA_CLOCK}; {LLAMA_WEATHER}"),

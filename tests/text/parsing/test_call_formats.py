@@ -232,8 +232,8 @@ def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
         ("\n".join([xml_call(("text", "a")), xml_call()]), "", ['{"text": "a"}', "{}"]),
         (
             xml_call(("text", "a"), ("whole", "1"), ("text", "b")),
-            "",
-            ['{"text": "a", "whole": 1, "text": "b"}'],
+            "<parameter=text>\nb\n</parameter>",
+            ['{"text": "a", "whole": 1}'],
         ),
         # The tag around is forgotten, in front or behind.
         ("<function=f>\n<parameter=text>\na\n</parameter>\n</function>", "", ['{"text": "a"}']),

@@ -61,9 +61,44 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
         ),
         ("{{ tools }}<|tool_call>call:<|channel>thought", formats.GEMMA4, formats.THOUGHT),
         ("{{ tools }}<tool_call>{{ n }}<arg_key></arg_key><arg_value>", formats.GLM47, None),
+        (
+            "{{ tools }}{{ '<seed:tool_call>' }}<function=x><parameter=y></parameter><seed:think>",
+            formats.SEED_OSS,
+            formats.SEED_THINK,
+        ),
+        (
+            "{{ tools }}{{ '<minimax:tool_call>' }}<invoke name='x'><think>",
+            formats.MINIMAX_M2,
+            formats.THINK,
+        ),
+        (
+            "{% set dsml_token = '｜DSML｜' %}{{ tools }}<{{ dsml_token }}function_calls></think>",
+            formats.DEEPSEEK_V32,
+            formats.THINK,
+        ),
+        ("{{ tools }}<|tool_calls_section_begin|>functions.", formats.KIMI_K2, None),
+        ("{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}", formats.KIMI_K2, None),
+        ("{{ tools }}{{ '<|tool_call_start|>[' }}", formats.LFM2, None),
+        ('{{ "List of tools: <|tool_list_start|>[" + tools }}', formats.LFM2, None),
+        # Templates that leave the tools out, and calls as well.
+        (
+            "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' }}",
+            formats.DEEPSEEK_V3,
+            None,
+        ),
+        (
+            "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + f['name'] + '<｜tool▁sep｜>' }}",
+            formats.DEEPSEEK_V31,
+            None,
+        ),
+        (
+            'an AI assistant named SmolLM{% if m.role == "tool" %}<think></think>',
+            formats.HERMES,
+            formats.THINK,
+        ),
         # Formats of other families, which are not read.
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
-        ("{{ tools }}<seed:tool_call><tool_call><function=x><parameter=y>", None, None),
+        ("{{ tools }}<｜DSML｜tool_calls><｜DSML｜invoke>", None, None),
         ('{{ tools }}{"tool_name": name, "parameters": values}', None, None),
         ("<tool_call> is not offered", None, None),
         ("{{ tools }} in words of its own", None, None),
@@ -78,6 +113,28 @@ def test_auto_goes_by_the_chat_template(
 ) -> None:
     form = choose_format(with_template(template))
     assert (form.calls, form.reasoning) == (calls, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("token", "name"),
+    [
+        ("<tool_call>", "hermes"),
+        ("<arg_key>", "glm47"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|tool_call_start|>", "lfm2"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<seed:tool_call>", "seed_oss"),
+        ("｜DSML｜", "deepseek_v32"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ],
+)
+def test_where_a_template_has_nothing_to_do_with_tools_the_vocabulary_tells(
+    token: str, name: str
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    calls = choose_format(with_template(template, token)).calls
+    assert calls is not None and calls.name == name
+    assert choose_format(with_template("{{ tools }} in words of its own", token)).calls is None
 
 
 def test_mistral_writes_args_where_the_vocabulary_has_them() -> None:
