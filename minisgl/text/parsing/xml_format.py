@@ -81,21 +81,21 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
             case {"$ref": str(reference)}:
                 if reference not in followed:
                     followed.add(reference)
-                    waiting.append(_resolved(schema, reference))
+                    waiting.append(resolved(schema, reference))
             case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
                 waiting += options
             case {"enum": [*values]}:
-                types.update(*map(_types_of_constant, values))
+                types.update(*map(types_of_constant, values))
             case {"const": value}:
-                types.update(_types_of_constant(value))
+                types.update(types_of_constant(value))
     return frozenset(types)
 
 
-def _types_of_constant(value: object) -> tuple[str, ...]:
+def types_of_constant(value: object) -> tuple[str, ...]:
     return ("string",) if isinstance(value, str) else _types_of_value(value)
 
 
-def _resolved(root: Mapping[str, Any], reference: str) -> object:
+def resolved(root: Mapping[str, Any], reference: str) -> object:
     """What a reference into the same schema names, None where there is nothing."""
     place: object = root
     for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
