@@ -39,7 +39,12 @@ def _found(pattern: str) -> Iterator[str]:
     anchors = {found[0] for found in ANCHOR.finditer(pattern)}
     for begins in (True, False) if "^" in anchors else (False,):
         for ends in (True, False) if "$" in anchors else (False,):
-            void = {anchor for anchor, is_met in (("^", begins), ("$", ends)) if not is_met}
-            regex = ANCHOR.sub(lambda found, void=void: NOTHING if found[0] in void else found[0], pattern)
+            void = {} if begins else {"^": NOTHING}
+            void |= {} if ends else {"$": NOTHING}
+            regex = _replaced(pattern, void)
             before, after = "" if begins else ANYTHING, "" if ends else ANYTHING
             yield inline_regex(f"{before}(?:{regex}){after}")
+
+
+def _replaced(pattern: str, anchors: Mapping[str, str]) -> str:
+    return ANCHOR.sub(lambda found: anchors.get(found[0], found[0]), pattern)

@@ -57,9 +57,9 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, An
                     merged[key][name] = {"allOf": [some[name], more[name]]}
             case "type", _, _:
                 merged[key] = sorted(types_in(one) & types_in(other))
-            case ("minimum" | "minLength" | "minItems"), a, b:
+            case (("minimum" | "minLength" | "minItems"), a, b):
                 merged[key] = max(a, b)
-            case ("maximum" | "maxLength" | "maxItems"), a, b:
+            case (("maximum" | "maxLength" | "maxItems"), a, b):
                 merged[key] = min(a, b)
     return merged
 

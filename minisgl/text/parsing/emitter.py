@@ -24,9 +24,9 @@ class Emitter:
     """Collects the events of one answer.
 
     Line breaks after the opening of a block and on both sides of its closing are markup, and so
-    are blanks around calls. GAP is between texts of one kind that a call, or a block, comes between.
-    The last MAX_HELD_CHARS blanks at the end of a text are held back until it is known what follows;
-    at the end of the answer they are text.
+    are blanks around calls. Texts of one kind that markup comes between have GAP between them.
+    The last MAX_HELD_CHARS blanks at the end of a text are held back until it is known what
+    follows; at the end of the answer they are text.
     """
 
     def __init__(self, spellings: Mapping[str, str]) -> None:

@@ -28,7 +28,8 @@ CLOSINGS = {"{": "}", "[": "]"}
 TYPES = {"{": "object", "[": "array"}
 QUOTES = ('"', "'")
 PLAIN_KEY = re.compile(r"[\w.$\-]+")
-VALUE_BEGINS = re.compile(r"[\d\-\[\]{\"']")
+WORD = re.compile(r"[\w.+\-]+")
+SCALAR = re.compile(r"-?\d[\d.eE+\-]*|true|false|null|True|False|None")
 WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -165,9 +166,7 @@ class _Arguments:
         if char:
             put(level.separator)
         level.separator = ", "
-        schemas = [
-            each for schema in level.inner(key) for each in alternatives(self._root, schema)
-        ]
+        schemas = [each for schema in level.inner(key) for each in alternatives(self._root, schema)]
         types = known_types(schemas)
         is_text = not types or "string" in types
         if (yield from reader.skip(self._quote)):
@@ -250,7 +249,11 @@ class _Arguments:
             return True
         level = self._levels[depth - 1]
         if level.closing == "]":
-            return not is_quoted or char == self._quote[0] or bool(VALUE_BEGINS.match(char))
+            if not is_quoted or char in (self._quote[0], *CLOSINGS, *QUOTES, "]"):
+                return True
+            word = yield from reader.match(WORD)
+            behind = yield from reader.peek()
+            return bool(SCALAR.fullmatch(word)) and (not behind or behind in ",]")
         if char == "}":
             return True
         key, found = yield from self._key()
