@@ -12,12 +12,16 @@ from typing import Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.lark import Grammar, Member, string
-from minisgl.grammar.plain_texts import NOTHING, text_of
+from minisgl.grammar.plain_texts import NOTHING, limits, text_of
 from minisgl.grammar.schema import escaped
 from minisgl.grammar.source import inline_schema, literal, schema_options
-from minisgl.text.parsing.alternatives import alternatives, constants, types_in
+from minisgl.text.parsing.alternatives import (
+    alternatives,
+    constants,
+    types_in,
+    types_of_constant,
+)
 from minisgl.text.parsing.gemma_format import QUOTE
-from minisgl.text.parsing.xml_format import types_of_constant
 
 PLAIN_KEY = re.compile(r"[^<>{}\[\]:=,\"'\s\/]+")
 SCALARS = ("boolean", "integer", "null", "number")
@@ -28,7 +32,7 @@ UNKNOWN = {
     **dict.fromkeys(("prefixItems", "additionalItems", "contains", "uniqueItems"), "array"),
     **dict.fromkeys(("patternProperties", "propertyNames", "dependentRequired"), "object"),
     **dict.fromkeys(("minProperties", "maxProperties", "dependentSchemas"), "object"),
-    **dict.fromkeys(("not", "if", "unevaluatedProperties", "unevaluatedItems"), ""),
+    **dict.fromkeys(("allOf", "not", "if", "unevaluatedProperties", "unevaluatedItems"), ""),
 }
 
 
@@ -97,17 +101,21 @@ class GemmaValues:
         items = schema.get("items")
         items = {} if items is None or isinstance(items, list) else items
         item = self._value(items, f"{place}/items")
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least, most = limits(schema, "Items")
+        if most is not None and most < least:
+            return f"/{NOTHING}/"
         if most == 0:
             return ""
-        bounds = f"{max(least - 1, 0)},{'' if most is None else int(most) - 1}"
+        bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
         more = "" if most == 1 else f'("," {item}){{{bounds}}}'
         return f"{item} {more}" if least else f"({item} {more})?"
 
     def _members(self, schema: Mapping[str, Any], place: str) -> str:
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        properties, required = schema.get("properties"), schema.get("required")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = required if isinstance(required, list) else []
         others = schema.get("additionalProperties", not properties)
-        properties = {**{key: {} for key in required}, **properties}
+        properties = {**{key: {} for key in required if isinstance(key, str)}, **properties}
         members = []
         for key in sorted(properties, key=str.lower):
             inner = f"{place}/properties/{escaped(key)}"

@@ -16,9 +16,9 @@ ANCHOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[\^$]", re.S)
 
 def text_of(schema: Mapping[str, Any]) -> str:
     """A Lark expression, of a terminal, for the texts of a string: its pattern and its lengths."""
-    least, most = (_length(schema.get(f"{bound}Length")) for bound in ("min", "max"))
-    lengths = f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/"
-    has_length = least or most is not None
+    least, most = limits(schema, "Length")
+    lengths = f"/(.|\\n){{{least},{'' if most is None else most}}}/"
+    has_length = least > 0 or most is not None
     pattern = schema.get("pattern")
     if not isinstance(pattern, str):
         return lengths if has_length else ANY_TEXT
@@ -26,8 +26,14 @@ def text_of(schema: Mapping[str, Any]) -> str:
     return f"({found}) & {lengths}" if has_length else found
 
 
-def _length(value: object) -> int | None:
-    return int(value) if isinstance(value, int | float) else None
+def limits(schema: Mapping[str, Any], what: str) -> tuple[int, int | None]:
+    """The least and the most of `what`, which may be written as 2.0; None: any number."""
+    least, most = schema.get(f"min{what}"), schema.get(f"max{what}")
+    number = int | float
+    return (
+        int(least) if isinstance(least, number) else 0,
+        int(most) if isinstance(most, number) else None,
+    )
 
 
 def _found(pattern: str) -> Iterator[str]:

@@ -215,7 +215,10 @@ class _Arguments:
             ArgumentStyle.QUOTED: self._quoted,
             ArgumentStyle.PYTHON: self._python,
         }[spelling.arguments]
-        self.rule = write()
+        try:
+            self.rule = write()
+        except RecursionError as error:
+            raise InvalidRequestError(tool.field, "is nested too deeply.") from error
 
     def _json(self) -> str:
         schema = inline_schema(self._root, schema_options(strict=self._tool.strict))
@@ -261,10 +264,11 @@ class _Arguments:
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 yield string(text)
         elif "string" in types_in(schema):
-            if self._tool.strict and "format" in schema:
+            keyword = next((each for each in ("format", "allOf", "not") if each in schema), "")
+            if self._tool.strict and keyword:
                 raise InvalidRequestError(
                     self._tool.field,
-                    f"at /properties/{escaped(key)}/format: cannot be enforced, for the model "
+                    f"at /properties/{escaped(key)}/{keyword}: cannot be enforced, for the model "
                     "writes strings in calls as plain text; leave it out, or do without strict.",
                 )
             yield text_of(schema)

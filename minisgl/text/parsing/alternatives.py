@@ -3,80 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from minisgl.text.parsing.xml_format import resolved, types_of_constant
-
+Schema: TypeAlias = Mapping[str, Any]
 TYPES = ("string", "array", "object", "number", "integer", "boolean", "null")
+NUMBERS = ("integer", "number")
 COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+MAX_PARTS = 200  # of a schema, that are looked at
+# Stands for what is not made one schema: the alternative allows more than it should.
+UNCOMBINED: Schema = {"allOf": True}
 
 
-def alternatives(root: Mapping[str, Any], schema: object) -> list[Mapping[str, Any]]:
+def alternatives(root: Schema, schema: object) -> list[Schema]:
     """The alternatives of `schema`, a part of `root`. A reference to itself is left out."""
-    return [*_alternatives(root, schema, frozenset())]
+    return _Search(root).alternatives(schema, frozenset())
 
 
-def _alternatives(
-    root: Mapping[str, Any], schema: object, followed: frozenset[str]
-) -> list[Mapping[str, Any]]:
-    if not isinstance(schema, Mapping):
-        return [] if schema is False else [{}]
-    found = [{key: value for key, value in schema.items() if key not in COMBINED}]
-    match schema.get("$ref"):
-        case str(reference) if reference in followed:
-            return []
-        case str(reference):
-            followed |= {reference}
-            target = root if reference == "#" else resolved(root, reference)
-            found = _both(found, _alternatives(root, target, followed))
-    for part in schema.get("allOf") or ():
-        found = _both(found, _alternatives(root, part, followed))
-    for options in filter(None, map(schema.get, ("anyOf", "oneOf"))):
-        either = [each for part in options for each in _alternatives(root, part, followed)]
-        found = _both(found, either)
-    return found
+class _Search:
+    """Looks for the alternatives of one schema, which may have been written to have too many."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._num_left = MAX_PARTS
+
+    def alternatives(self, schema: object, followed: frozenset[str]) -> list[Schema]:
+        if not isinstance(schema, Mapping):
+            return [] if schema is False else [{}]
+        found: list[Schema] = [{key: schema[key] for key in schema if key not in COMBINED}]
+        self._num_left -= 1
+        if self._num_left <= 0 or len(followed) > MAX_PARTS:
+            return [UNCOMBINED]
+        match schema.get("$ref"):
+            case str(reference) if reference in followed:
+                return []
+            case str(reference):
+                target = self._root if reference == "#" else _resolved(self._root, reference)
+                found = _both(found, self.alternatives(target, followed | {reference}))
+        for part in _parts(schema, "allOf"):
+            found = _both(found, self.alternatives(part, followed))
+        for keyword in ("anyOf", "oneOf"):
+            if parts := _parts(schema, keyword):
+                either = [each for part in parts for each in self.alternatives(part, followed)]
+                found = _both(found, either)
+        return found
 
 
-def _both(
-    some: list[Mapping[str, Any]], others: list[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
+def _parts(schema: Schema, keyword: str) -> Sequence[object]:
+    parts = schema.get(keyword)
+    return parts if isinstance(parts, list | tuple) else ()
+
+
+def _both(some: list[Schema], others: list[Schema]) -> list[Schema]:
     """The alternatives of two schemas that hold both."""
+    if len(some) * len(others) > MAX_PARTS:
+        return [UNCOMBINED]
     pairs = ((one, other) for one in some for other in others)
     return [_merged(one, other) for one, other in pairs if types_in(one) & types_in(other)]
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+def _merged(one: Schema, other: Schema) -> Schema:
     merged = {**one, **other}
     for key in one.keys() & other.keys():
         match key, one[key], other[key]:
             case "required", [*some], [*more]:
                 merged[key] = [*some, *more]
             case "properties", {**some}, {**more}:
-                merged[key] = some | more
-                for name in some.keys() & more.keys():
-                    merged[key][name] = {"allOf": [some[name], more[name]]}
+                both = {name: {"allOf": [some[name], more[name]]} for name in some if name in more}
+                merged[key] = some | more | both
             case "type", _, _:
                 merged[key] = sorted(types_in(one) & types_in(other))
-            case (("minimum" | "minLength" | "minItems"), a, b):
+            case "enum", [*some], [*more]:
+                merged[key] = [value for value in some if value in more]
+            case (
+                ("minimum" | "minLength" | "minItems"),
+                int() | float() as a,
+                int() | float() as b,
+            ):
                 merged[key] = max(a, b)
-            case (("maximum" | "maxLength" | "maxItems"), a, b):
+            case (
+                ("maximum" | "maxLength" | "maxItems"),
+                int() | float() as a,
+                int() | float() as b,
+            ):
                 merged[key] = min(a, b)
+            case "description" | "title" | "default" | "examples", _, _:
+                pass
+            case _, a, b if a != b:
+                merged |= UNCOMBINED
     return merged
 
 
-def types_in(schema: Mapping[str, Any]) -> set[str]:
+def types_in(schema: Schema) -> set[str]:
     """The types that a schema without combinations allows."""
-    match schema.get("type"):
-        case str(kind):
-            types = {kind}
-        case [*kinds]:
-            types = {*map(str, kinds)}
-        case _:
-            return {*TYPES}
-    return types | {"integer"} if "number" in types else types
+    said = schema.get("type")
+    types = {kind for kind in TYPES if kind == said or (isinstance(said, list) and kind in said)}
+    return types | {"integer"} if "number" in types else types or {*TYPES}
 
 
-def constants(schema: Mapping[str, Any]) -> list[Any]:
+def constants(schema: Schema) -> list[Any]:
     """The values that a schema without combinations lists; none where it lists none."""
     match schema:
         case {"const": value}:
@@ -87,14 +111,45 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
             return []
 
 
-def known_types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def known_types(schemas: Sequence[Schema]) -> frozenset[str]:
     """The types of the values of `schemas`; none where one of them does not say."""
     types: set[str] = set()
     for schema in schemas:
         if values := constants(schema):
             types.update(*map(types_of_constant, values))
-        elif "type" in schema:
-            types |= types_in(schema)
         else:
-            return frozenset()
-    return frozenset(types)
+            types |= types_in(schema)
+    return frozenset() if len(types) == len(TYPES) else frozenset(types)
+
+
+def types_of_constant(value: object) -> tuple[str, ...]:
+    """The types of a value that a schema lists."""
+    return ("string",) if isinstance(value, str) else types_of_value(value)
+
+
+def types_of_value(value: object) -> tuple[str, ...]:
+    """The types of a value that a model has written without the quotes of a string."""
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int():
+            return NUMBERS
+        case float():
+            return NUMBERS if value.is_integer() else ("number",)
+        case str():
+            return ()  # a plain string is written without quotes
+        case list() | tuple():
+            return ("array",)
+        case _:
+            return ("object",)
+
+
+def _resolved(root: Schema, reference: str) -> object:
+    """What a reference into the same schema names, None where there is nothing."""
+    place: object = root
+    for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return None if place is root else place
