@@ -62,6 +62,18 @@ class InvalidRequestError(CallerError):
         return f"{self.param}: {self.args[0]}"
 
 
+class ThreadError(InvalidRequestError):
+    """A request of the Messages API goes on with messages that only Anthropic's servers keep.
+
+    Its client sends all of them again when it reads this code.
+    """
+
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__("thread", "is not kept here: send the whole conversation in messages.")
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and answer do not fit into the longest sequence.
 

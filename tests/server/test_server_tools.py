@@ -607,7 +607,8 @@ def test_null_stands_for_a_field_that_is_not_given(
     assert found.made == [("clock", "{}")]
     assert ask(server, client, answer, tools=tools, tool_choice="required").calls
     result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]}
-    said = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": None}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     ask(server, client, "Yes.", messages=[*QUESTION, said, result, *QUESTION])
     assert "<tool_response>noon</tool_response>" in server.engine.texts[-1]
 

@@ -84,7 +84,7 @@ class Conversation:
     """A conversation under the chat template."""
 
     prompt_token_ids: list[int]
-    facts: TemplateFacts | None  # None: no tools are spoken of
+    facts: TemplateFacts | None  # None: neither tools nor instructions are spoken of
     tools: ToolUse | None
 
 
@@ -103,7 +103,7 @@ async def read_conversation(
     tools = tool_use(body.tools, body.tool_choice, parallel)
     facts = None
     options = template_options(body, reading)
-    if tools is not None or any(message.is_about_tools for message in body.messages or ()):
+    if tools is not None or any(message.needs_facts for message in body.messages or ()):
         facts = await engine.template_facts()
     if tools is not None:
         assert facts is not None

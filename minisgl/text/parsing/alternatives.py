@@ -8,15 +8,20 @@ from typing import Any, TypeAlias
 Schema: TypeAlias = Mapping[str, Any]
 TYPES = ("string", "array", "object", "number", "integer", "boolean", "null")
 NUMBERS = ("integer", "number")
-COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
-MAX_PARTS = 200  # of a schema, that are looked at
+LISTS = ("allOf", "anyOf", "oneOf")
+COMBINED = ("$ref", *LISTS)
+MAX_PARTS = 30_000  # of a schema, that are looked at; behind references fewer, as these multiply
+MAX_ALTERNATIVES = 200
 # Stands for what is not made one schema: the alternative allows more than it should.
 UNCOMBINED: Schema = {"allOf": True}
 
 
 def alternatives(root: Schema, schema: object) -> list[Schema]:
     """The alternatives of `schema`, a part of `root`. A reference to itself is left out."""
-    return _Search(root).alternatives(schema, frozenset())
+    try:
+        return _Search(root).alternatives(schema, frozenset())
+    except RecursionError:
+        return [UNCOMBINED]
 
 
 class _Search:
@@ -27,25 +32,31 @@ class _Search:
         self._num_left = MAX_PARTS
 
     def alternatives(self, schema: object, followed: frozenset[str]) -> list[Schema]:
-        if not isinstance(schema, Mapping):
-            return [] if schema is False else [{}]
-        found: list[Schema] = [{key: schema[key] for key in schema if key not in COMBINED}]
-        self._num_left -= 1
-        if self._num_left <= 0 or len(followed) > MAX_PARTS:
-            return [UNCOMBINED]
-        match schema.get("$ref"):
-            case str(reference) if reference in followed:
-                return []
-            case str(reference):
+        found: list[Schema] = [{}]
+        while isinstance(schema, Mapping):
+            own = {key: schema[key] for key in schema if key not in COMBINED}
+            found = _both(found, [own])
+            lists = [parts for keyword in LISTS if (parts := _parts(schema, keyword))]
+            reference = schema.get("$ref")
+            self._num_left -= 1 if reference is None else MAX_PARTS // MAX_ALTERNATIVES
+            if self._num_left <= 0:
+                return [UNCOMBINED]
+            if reference is None and len(lists) == 1 and len(lists[0]) == 1:
+                [[schema]] = lists
+                continue
+            if isinstance(reference, str):
+                if reference in followed:
+                    return []
                 target = self._root if reference == "#" else _resolved(self._root, reference)
                 found = _both(found, self.alternatives(target, followed | {reference}))
-        for part in _parts(schema, "allOf"):
-            found = _both(found, self.alternatives(part, followed))
-        for keyword in ("anyOf", "oneOf"):
-            if parts := _parts(schema, keyword):
-                either = [each for part in parts for each in self.alternatives(part, followed)]
-                found = _both(found, either)
-        return found
+            for part in _parts(schema, "allOf"):
+                found = _both(found, self.alternatives(part, followed))
+            for keyword in ("anyOf", "oneOf"):
+                if parts := _parts(schema, keyword):
+                    either = [each for part in parts for each in self.alternatives(part, followed)]
+                    found = _both(found, either)
+            return found
+        return [] if schema is False else found
 
 
 def _parts(schema: Schema, keyword: str) -> Sequence[object]:
@@ -55,7 +66,7 @@ def _parts(schema: Schema, keyword: str) -> Sequence[object]:
 
 def _both(some: list[Schema], others: list[Schema]) -> list[Schema]:
     """The alternatives of two schemas that hold both."""
-    if len(some) * len(others) > MAX_PARTS:
+    if len(some) * len(others) > MAX_ALTERNATIVES:
         return [UNCOMBINED]
     pairs = ((one, other) for one in some for other in others)
     return [_merged(one, other) for one, other in pairs if types_in(one) & types_in(other)]

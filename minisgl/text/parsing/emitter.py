@@ -55,7 +55,7 @@ class Emitter:
 
     def text(self, text: str) -> None:
         """Go on with the reasoning or the content."""
-        text = self._spelled(text).lstrip(self._dropped)
+        text = self.spelled(text).lstrip(self._dropped)
         if not text:
             return
         self._dropped = ""
@@ -87,11 +87,11 @@ class Emitter:
     def start_call(self, name: str) -> None:
         self._drop(BLANKS)
         self.is_reasoning = False  # a call ends a block that was left open
-        self._events.append(CallStart(self.num_calls, self._spelled(name)))
+        self._events.append(CallStart(self.num_calls, self.spelled(name)))
 
     def arguments(self, text: str) -> None:
         """Go on with the arguments of the call, which are text already or JSON."""
-        if text := self._spelled(text):
+        if text := self.spelled(text):
             self._events.append(CallArguments(self.num_calls, text))
 
     def end_call(self) -> None:
@@ -122,7 +122,8 @@ class Emitter:
         elif not self._is_muted:
             self._events.append(ContentText(text))
 
-    def _spelled(self, text: str) -> str:
+    def spelled(self, text: str) -> str:
+        """A text with the spellings of its marks."""
         if not self._spellings or text.isascii():
             return text
         return ANY_MARK.sub(lambda mark: self._spellings[mark[0]], text)

@@ -37,6 +37,7 @@ ATTRIBUTE = re.compile(r"""\bname\s*=\s*(?:(["'])(.*?)\1|([^\s"'=]+))""")
 IS_TEXT = re.compile(r'"\s+string="(true|false)"\s*$')
 AROUND_NAME = " \t:=\"'"
 MAX_TRIED_CHARS = 4096  # of a value: whether it is whole is tried at every closing in it
+QUOTE_OR_ESCAPE = re.compile(r'["\'\n]|\\(?:.|$)', re.DOTALL)
 NO_NAME = re.compile("[=\"']")
 
 
@@ -101,6 +102,28 @@ GLM = Tags(
     after_name="</arg_key>",
     value="<arg_value>",
 )
+
+
+class _Quotes:
+    """Whether a string is open at the end of a list or an object, as JSON or Python has it, whose
+    text comes in pieces."""
+
+    def __init__(self) -> None:
+        self.open = ""  # the quote
+        self._begun = self._escaped = False
+
+    def go_over(self, text: str) -> None:
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = text.startswith(("[", "{"))
+        if not self._begun:
+            return
+        for found in QUOTE_OR_ESCAPE.finditer("\\" * self._escaped + text):
+            self._escaped = found[0] == "\\"
+            if found[0] == self.open or found[0] == "\n":  # which is in no such string
+                self.open = ""
+            elif found[0] in "'\"" and not self.open:
+                self.open = found[0]
 
 
 def read_tagged(tags: Tags, calls: CallContext, opening: str) -> Reading[bool]:
@@ -249,16 +272,28 @@ class _Calls:
                 put('"')
             return end
 
+        is_json = bool(key.types) and "string" not in key.types
+        quotes = _Quotes()
+
+        def put_json(text: str) -> None:
+            parts.append(text)
+            quotes.go_over(text)
+
         def value() -> str:
             text = "".join(parts)
-            if key.types and "string" not in key.types:
+            if is_json:
                 text = text.strip().removeprefix(self._value)  # a tag that was written twice
-            return text
+            return self._emitter.spelled(text)
 
-        def is_whole() -> bool:
-            return sum(map(len, parts)) <= MAX_TRIED_CHARS and is_of(value(), key.types)
+        def is_whole() -> bool | None:
+            if not is_json:
+                return None
+            if quotes.open:
+                return False
+            is_short = sum(map(len, parts)) <= MAX_TRIED_CHARS
+            return (is_short and is_of(value(), key.types)) or None
 
-        end = yield from self._text(parts.append, is_whole, breaks_lines=breaks_lines)
+        end = yield from self._text(put_json, is_whole, breaks_lines=breaks_lines)
         if end or self._reader.natural:
             put(value_json(value(), key.types))
         return end
@@ -367,13 +402,17 @@ class _Calls:
     # -- values ------------------------------------------------------------------------------------
 
     def _text(
-        self, put: Put, is_whole: Callable[[], bool] = bool, *, breaks_lines: bool = False
+        self,
+        put: Put,
+        is_whole: Callable[[], bool | None] = lambda: None,
+        *,
+        breaks_lines: bool = False,
     ) -> Reading[str]:
         """Read the text of a value; returns the closing behind it, "" at the end of the answer.
 
         The tag of a parameter that is still to come shows that the closing before it is missing: it
-        is returned, and comes next again. is_whole: of what has been put, whether it is a value
-        that cannot go on.
+        is returned, and comes next again. is_whole: whether what has been put is a value that
+        cannot go on, or one that must; None if what follows decides.
         """
         reader = self._reader
         missing = [name for name in self._known if name not in self._given]
@@ -397,16 +436,17 @@ class _Calls:
         if breaks_lines:
             yield from reader.skip("\n")
         while found := (yield from reader.until(closings, put_all_but_line_break)):
-            if found in keys:
+            whole = is_whole()
+            if whole is False and not line_break:
+                pass  # a line break is in no value that is open
+            elif found in keys:
                 is_key = not in_line
                 if self._value:
                     is_key = bool(missing or not self._known) and (yield from self._is_key(missing))
                 if is_key:
                     reader.unread(found)
                     return self._parameter
-            elif (found == self._end_parameter and is_whole()) or (
-                yield from self._is_closing(found)
-            ):
+            elif (found == self._end_parameter and whole) or (yield from self._is_closing(found)):
                 if line_break and not breaks_lines:
                     put(line_break)
                 return found

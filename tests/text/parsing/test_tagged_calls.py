@@ -128,6 +128,29 @@ def test_a_value_that_is_no_string_ends_where_it_is_whole(name: str, key: str, v
         assert (json.loads(got[0]), content) == ({key: value, "name": "x"}, odd)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_ends_a_call_does_not_end_a_string_in_json(name: str) -> None:
+    end = FORMATS[name][1].rpartition("{}")[2].strip() + FORMATS[name][2]
+    things = [f'\\"{end}', end, '"' + end.replace("\n", "")]
+    answer = call(name, argument(name, "things", things), argument(name, "city", "x"))
+    got, content = read(name, answer)
+    assert (json.loads(got[0]), content) == ({"things": things, "city": "x"}, "")
+
+
+def test_a_quote_that_stays_open_ends_with_its_line() -> None:
+    name = "qwen3_coder"
+    got, content = read(name, call(name, argument(name, "things", '["x]'), GOOD[name]))
+    assert (json.loads(got[0]), content) == ({"things": '["x]', "days": 3}, "")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_python_values_may_have_tokens_in_them(name: str) -> None:
+    tag = FORMATS[name][2].rpartition("\n")[2]
+    written = argument(name, "things", [0]).replace("[0]", f"['{tag} x', None]")
+    got, content = read(name, call(name, written, GOOD[name]))
+    assert (json.loads(got[0]), content) == ({"things": [f"{tag} x", None], "days": 3}, "")
+
+
 # -- tags that are written wrongly -----------------------------------------------------------------
 
 
