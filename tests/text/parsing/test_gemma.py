@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.grammars import ByteMatcher
 from support.parsed_answers import GEMMA, PLAIN, Parsed, parse
 
@@ -207,3 +210,53 @@ def test_arguments_that_are_not_described_are_any() -> None:
     matcher = held({"type": "object"})
     for inside in ("", "a:1", f"a:{Q}x{Q},b:[]"):
         assert matcher.accepts(call("f", inside))
+
+
+LEAVES = st.sampled_from(
+    [
+        {},
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"type": "string", "pattern": "b|^a", "maxLength": 3},
+        {"type": "integer", "minimum": -3, "maximum": 12},
+        {"type": "boolean"},
+        {"enum": ["a", "b, c", 3, None]},
+        {"$ref": "#/$defs/p"},
+    ]
+)
+KEYS = st.sampled_from(["a", "b", "C", "user_id", "z-1"])
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda properties, required: {
+            "type": "object",
+            "properties": properties,
+            "required": [key for key in properties if key in required],
+        },
+        st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+        st.sets(KEYS),
+    )
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        objects(inner)
+        | st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner)
+        | st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner)
+    ),
+    max_leaves=6,
+)
+LIKELY = [*map(ord, 'abcxyz019,:{}[]"<| nulltrefs-.')]
+
+
+@settings(max_examples=30, deadline=None)
+@given(objects(SCHEMAS), st.randoms(use_true_random=False))
+def test_what_a_grammar_accepts_is_read_as_arguments_that_are_valid(
+    schema: dict[str, Any], rng: random.Random
+) -> None:
+    parameters = {**schema, "$defs": {"p": {"type": "string", "pattern": "^[xy]{1,2}$"}}}
+    answer = held(parameters).random_answer(rng, LIKELY)
+    [(_, arguments), *_] = parse(GEMMA, "gemma4", answer, tools={"f": parameters}).objects
+    jsonschema.validate(arguments, parameters)
