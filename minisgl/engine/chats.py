@@ -91,7 +91,9 @@ class Chats:
                 "out as well.",
             )
         token_ids = await engine.encode_chat(messages, **offered, **options)
-        is_open = engine.tokenizer is not None and form.opens_reasoning(engine.tokenizer, token_ids)
+        tokenizer = engine.tokenizer
+        is_open = tokenizer is not None and form.opens_reasoning(tokenizer, token_ids)
+        is_closed = tokenizer is not None and form.closes_reasoning(tokenizer, token_ids)
         parses_calls = bool(tools) and form.calls is not None
         return Prompt(
             token_ids=token_ids,
@@ -102,7 +104,7 @@ class Chats:
                 parse_calls=parses_calls,
                 skip_special_tokens=skip_special_tokens,
             ),
-            gate=await reasoning_gate(form, engine.encode, is_open=is_open),
+            gate=await reasoning_gate(form, engine.encode, is_open=is_open, is_closed=is_closed),
         )
 
 

@@ -344,6 +344,90 @@ def test_xml_strings_are_plain_and_other_values_are_json() -> None:
     assert xml_value({}, "anything at all")
 
 
+PATTERNS = (
+    *("^[a-z]+$", "^a|b$", "(^a|b)c", "a|^b", r"a\$", r"^\^a", "[$^]$", "b/c", "", "^$", r"\d{2}"),
+    *("(?:^|x)a(?:$|b)", "^(?:a|b)*$", "[^a]$"),
+)
+TEXTS = (
+    "",
+    "a",
+    "b",
+    "ab",
+    "xb",
+    "bx",
+    "ac",
+    "bc",
+    "xbc",
+    "a$",
+    "xa$y",
+    "^a",
+    "b/c",
+    "12",
+    "xa",
+    "$",
+)
+TAGGED = {
+    "glm45": "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>f<arg_key>v</arg_key><arg_value>{}</arg_value></tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=v>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "gemma4": '<|tool_call>call:f{{v:<|"|>{}<|"|>}}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("length", [{}, {"minLength": 1, "maxLength": 2}], ids=["any", "short"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("case", TAGGED)
+def test_a_pattern_is_searched_for_in_a_plain_text(
+    case: str, pattern: str, length: dict[str, int], as_tokens: bool
+) -> None:
+    form = form_of(PLAIN, case).calls
+    assert form is not None
+    markers = {text: 400 + index for index, text in enumerate(form.markers)} if as_tokens else {}
+    schema = {"type": "string", "pattern": pattern, **length}
+    # Beside another parameter, and through a reference.
+    parameters = {
+        "properties": {"o": {"$ref": "#/$defs/p"}, "v": {"$ref": "#/$defs/p"}},
+        "required": ["v"],
+        "$defs": {"p": schema},
+    }
+    tools = [Tool(name="f", parameters=parameters, strict=True), CLOCK]
+    matcher = ByteMatcher(tool_calls(tools, form.spelling, markers, required=True), markers)
+    for text in TEXTS:
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(text)
+        assert matcher.accepts(TAGGED[case].format(text)) is is_valid, text
+
+
+@pytest.mark.parametrize("case", [*TAGGED][:3])
+def test_a_text_with_a_pattern_or_null_is_held_to_both(case: str) -> None:
+    schema = {"anyOf": [{"type": "string", "pattern": "^a"}, {"type": "null"}, {"enum": ["x", 1]}]}
+    tool = Tool(name="f", parameters={"properties": {"v": schema}, "required": ["v"]}, strict=True)
+    form = form_of(PLAIN, case).calls
+    assert form is not None
+    matcher = ByteMatcher(tool_calls([tool], form.spelling, MARKERS, required=True), MARKERS)
+    found = {
+        text: matcher.accepts(TAGGED[case].format(text)) for text in ("ab", "null", "x", "1", "b")
+    }
+    assert found == {"ab": True, "null": True, "x": True, "1": True, "b": False}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "answer"),
+    [
+        (PYTHONIC, '[f(a="x", b=[1, true])]'),
+        (formats.GEMMA4.spelling, '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,true]}<tool_call|>'),
+        (GLM47, "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"),
+    ],
+)
+def test_arguments_that_no_schema_describes_are_any(spelling: CallSpelling, answer: str) -> None:
+    markers = MARKERS | {text: 450 + index for index, text in enumerate(formats.GEMMA4.markers)}
+    tool = Tool(name="f", parameters={"type": "object"})
+    assert ByteMatcher(tool_calls([tool], spelling, markers, required=True), markers).accepts(
+        answer
+    )
+
+
 CUSTOM = "<tool_call>\n<function=f>\n<parameter=input>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 

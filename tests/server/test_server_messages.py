@@ -149,6 +149,7 @@ CALLED = tool_use("get_weather", {"city": "Köln", "days": 2})
             [thinking("A city."), text("Let me see."), CALLED, tool_use("clock", {}), CALLED],
             "tool_use",
         ),
+        (f"I look.\n{CALL}\nDone.", [text("I look."), CALLED, text("Done.")], "tool_use"),
         # Letter for letter, whatever is in the texts of an input.
         (
             hermes("f", r'{"a":"mkdir {a,b \"\\ </b> \u00e9 é 👍🏽", "b": 12345678901234567890}'),

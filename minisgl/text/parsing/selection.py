@@ -164,26 +164,39 @@ class AnswerFormat:
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside of a reasoning block.
+        """Whether a prompt ends inside of a reasoning block."""
+        if self.reasoning is None:
+            return False
+        open = self.reasoning.open
+        if self.messages is not None:
+            return self._last_message(tokenizer, prompt_token_ids).startswith(open)
+        return self._last_marker(tokenizer, prompt_token_ids) == open
+
+    def closes_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends behind a reasoning block, as with thinking switched off."""
+        if self.reasoning is None or self.messages is not None:
+            return False
+        return self._last_marker(tokenizer, prompt_token_ids) == self.reasoning.close
+
+    def _last_marker(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> str:
+        """The marker of reasoning that a prompt has last; "" for none.
 
         Only what follows the last control token is looked at, which is the generation prompt and
         what the answer is to continue: earlier messages may have any text.
         """
-        if self.reasoning is None:
-            return False
+        assert self.reasoning is not None
         open, close = self.reasoning.open, self.reasoning.close
-        if self.messages is not None:
-            return self._last_message(tokenizer, prompt_token_ids).startswith(open)
         visible = tokenizer.byte_table(skip_special_tokens=True)
         markers = self.marker_ids.values()
         tail: list[bytes] = []
         for token_id in reversed(prompt_token_ids[-MAX_TAIL_TOKENS:]):
             if not visible[token_id] and token_id not in markers:
                 text = b"".join(reversed(tail)).decode("utf-8", "replace")
-                return text.rfind(open) > text.rfind(close)
+                last = max((open, close), key=text.rfind)
+                return last if last in text else ""
             tail.append(tokenizer.token_bytes(token_id))
         text = b"".join(reversed(tail)).decode("utf-8", "replace")
-        return text.rstrip().endswith(open)
+        return next((marker for marker in (open, close) if text.rstrip().endswith(marker)), "")
 
     def opens_text(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of the message that the user sees, which then goes on."""

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl.text.parsing.alternatives import alternatives, known_types, types_of_value
 from minisgl.text.parsing.python_format import python_as_json
-
-NUMBERS = ("integer", "number")
 
 
 def escaped(text: str) -> str:
@@ -32,7 +31,7 @@ def value_json(text: str, types: frozenset[str]) -> str:
         if not types & {"object", "array"} or (found := python_as_json(word)) is None:
             return json.dumps(text, ensure_ascii=False)
         word, value = found, json.loads(found)
-    if not types or types.intersection(_types_of_value(value)):
+    if not types or types.intersection(types_of_value(value)):
         return word
     return json.dumps(text, ensure_ascii=False)
 
@@ -48,57 +47,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _types_of_value(value: object) -> tuple[str, ...]:
-    match value:
-        case None:
-            return ("null",)
-        case bool():
-            return ("boolean",)
-        case int():
-            return NUMBERS
-        case float():
-            return NUMBERS if value.is_integer() else ("number",)
-        case str():
-            return ()  # a plain string is written without quotes
-        case list() | tuple():
-            return ("array",)
-        case _:
-            return ("object",)
-
-
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that the schema of a tool allows for a parameter; none if it does not say."""
     properties = schema.get("properties")
-    waiting = [properties.get(name)] if isinstance(properties, Mapping) else []
-    followed: set[str] = set()  # references, each once: some refer to themselves
-    types: set[str] = set()
-    while waiting:
-        match waiting.pop():
-            case {"type": str(kind)}:
-                types.add(kind)
-            case {"type": [*kinds]}:
-                types.update(kind for kind in kinds if isinstance(kind, str))
-            case {"$ref": str(reference)}:
-                if reference not in followed:
-                    followed.add(reference)
-                    waiting.append(_resolved(schema, reference))
-            case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
-                waiting += options
-            case {"enum": [*values]}:
-                types.update(*map(_types_of_constant, values))
-            case {"const": value}:
-                types.update(_types_of_constant(value))
-    return frozenset(types)
-
-
-def _types_of_constant(value: object) -> tuple[str, ...]:
-    return ("string",) if isinstance(value, str) else _types_of_value(value)
-
-
-def _resolved(root: Mapping[str, Any], reference: str) -> object:
-    """What a reference into the same schema names, None where there is nothing."""
-    place: object = root
-    for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
-        step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return None if place is root else place
+    if not isinstance(properties, Mapping) or name not in properties:
+        return frozenset()
+    return known_types(alternatives(schema, properties[name]))

@@ -179,28 +179,35 @@ def test_there_is_no_parser_where_there_is_nothing_to_parse() -> None:
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
 @pytest.mark.parametrize(
-    ("prompt", "opens"),
+    ("prompt", "opens", "closes"),
     [
-        ("<|im_start|>assistant\n", False),
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>assistant\n<think>\nHalf a thou", True),
-        ("<|im_start|>assistant\n<think>a</think>Half an ans", False),
+        ("<|im_start|>assistant\n", False, False),
+        ("<|im_start|>assistant\n<think>\n", True, False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, True),
+        ("<|im_start|>assistant\n</think>", False, True),
+        ("<|im_start|>assistant\n<think>\nHalf a thou", True, False),
+        ("<|im_start|>assistant\n<think>a</think>Half an ans", False, True),
         # What a user or an earlier answer says does not count.
-        ("<|im_start|>user\nWhat is <think>?<|im_end|><|im_start|>assistant\n", False),
-        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n<think>", True),
+        ("<|im_start|>user\nWhat is <think>?<|im_end|><|im_start|>assistant\n", False, False),
+        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n<think>", True, False),
+        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n", False, False),
         # Nothing tells the generation prompt from what is before it: only the end counts.
-        ("user: what is <think>?\nassistant:", False),
-        ("user: hello\nassistant: <think>\n", True),
-        ("", False),
+        ("user: what is <think>?\nassistant:", False, False),
+        ("user: what is </think>?\nassistant:", False, False),
+        ("user: hello\nassistant: <think>\n", True, False),
+        ("user: hello\nassistant: <think></think>\n", False, True),
+        ("", False, False),
     ],
 )
-def test_a_prompt_opens_reasoning_behind_its_last_control_token(
-    tokenizer: Tokenizer, prompt: str, opens: bool
+def test_a_prompt_opens_or_closes_reasoning_behind_its_last_control_token(
+    tokenizer: Tokenizer, prompt: str, opens: bool, closes: bool
 ) -> None:
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    assert form_of(tokenizer, "hermes", "think").opens_reasoning(tokenizer, ids) is opens
-    assert not form_of(tokenizer, "hermes").opens_reasoning(tokenizer, ids)
+    form = form_of(tokenizer, "hermes", "think")
+    assert form.opens_reasoning(tokenizer, ids) is opens
+    assert form.closes_reasoning(tokenizer, ids) is closes
+    form = form_of(tokenizer, "hermes")
+    assert not form.opens_reasoning(tokenizer, ids) and not form.closes_reasoning(tokenizer, ids)
 
 
 def test_tokens_of_magistral_open_reasoning_though_they_are_control_tokens() -> None:
