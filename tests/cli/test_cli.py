@@ -90,7 +90,7 @@ def test_an_invalid_value_is_refused_with_option_value_and_allowed_values(
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve"],
+    ["serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve", "verify"],
 )
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
     arguments = [*command.split(), "--help"]
@@ -250,7 +250,16 @@ def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
-    assert listed[-9:] == ["serve", "chat", "batch", "bench", *verbs, "version", "models"]
+    assert listed[-10:] == [
+        "serve",
+        "chat",
+        "batch",
+        "bench",
+        *verbs,
+        "verify",
+        "version",
+        "models",
+    ]
 
 
 def test_bench_without_a_subcommand_is_bench_offline() -> None:
@@ -265,7 +274,10 @@ def test_bench_without_a_subcommand_is_bench_offline() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("serve",), ("chat",), ("batch",), ("bench",), ("bench", "latency"), ("bench", "serve")],
+    [
+        *(("serve",), ("chat",), ("batch",), ("verify",)),
+        *(("bench",), ("bench", "latency"), ("bench", "serve")),
+    ],
 )
 def test_help_imports_no_heavy_package(command: tuple[str, ...]) -> None:
     program = (
