@@ -37,6 +37,7 @@ def serve(
     """
     engine = of_model(engine, named)
     set_up_logging()
+    logging.getLogger("minisgl.cli").info("minisgl is loading its libraries")
     if ray.ray:
         from minisgl.ray.command import run as run_on_ray
 
