@@ -190,6 +190,8 @@ class QueueFullError(MinisglError):
 class CheckpointError(MinisglError):
     """A checkpoint is incomplete or does not fit its own config."""
 
+    exit_code = 2
+
 
 class DownloadError(MinisglError):
     """A model could not be downloaded for the moment; another attempt may succeed."""

@@ -40,7 +40,8 @@ found_python() {
 }
 
 install() { # EXTRAS
-  say "Installing minisgl$1 into $venv; the first time this may take minutes."
+  say "Installing minisgl$1 into $venv. The first time this takes minutes: PyTorch alone is a"
+  say "download of 0.2 GB for a CPU, and of some 3 GB with its libraries for an NVIDIA GPU."
   # Building without isolation needs setuptools here, and no network once the packages are there.
   pip_install 'setuptools>=77' || die "Installing setuptools failed; see above."
   if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
@@ -61,9 +62,12 @@ link_packages() {
   ln -sfn "$root/cli" "$packages/minisgl_cli"
 }
 
-# Without the build's warnings, which are for packagers.
+# Shows each download with its size, and nothing else that goes well; without the build's warnings,
+# which are for packagers.
 pip_install() {
-  PYTHONWARNINGS=ignore "$python" -m pip install --quiet --disable-pip-version-check "$@"
+  PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1 "$python" -m pip install \
+    --progress-bar off --disable-pip-version-check "$@" |
+    sed -u -n -E 's/^ *(Downloading .*)/  \1/p; s/^Installing collected.*/  Installing what was downloaded/p' >&2
 }
 
 # What was installed last. The path is part of it: an editable install points at its checkout.

@@ -24,7 +24,7 @@ ROWS = (
     ("kernels", "device", "distributed", "attention", "layers", "models", "drafting"),
     ("tiers", "runner", "ranks"),
     ("engine", "llm"),
-    ("server", "bench"),
+    ("server", "bench", "verify"),
     ("router",),
     ("ray",),
     ("cli",),

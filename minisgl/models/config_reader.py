@@ -25,7 +25,11 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 # Bounds far beyond any model, which keep allocations that follow from a field reasonable.
 _LARGEST_COUNT = 2**31 - 1
-_LARGEST_COUNTS = {"num_hidden_layers": 10_000, "max_position_embeddings": MAX_SEQ_LEN}
+NUMBERS_OF_LAYERS = frozenset(("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+_LARGEST_COUNTS = {
+    **dict.fromkeys(NUMBERS_OF_LAYERS, 10_000),
+    "max_position_embeddings": MAX_SEQ_LEN,
+}
 _LARGEST = 1e30
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minisgl.errors import ModelNotFoundError, UnsupportedModelError
+from minisgl.errors import (
+    CheckpointError,
+    MinisglError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from minisgl.models import (
     deepseek,
     gemma4,
@@ -22,7 +27,7 @@ from minisgl.models import (
 )
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
 
@@ -124,10 +129,27 @@ def _adopted(fields: Fields, name: str, because: str | None = None) -> ModelConf
     # Imports the modeling code of transformers, which takes seconds.
     from minisgl.models.adopted.reader import read_adopted
 
-    config = read_adopted(fields, name)
+    _check_num_layers(fields)
+    try:
+        config = read_adopted(fields, name)
+    except MinisglError:
+        raise
+    except Exception as error:  # of whatever code
+        raise CheckpointError(
+            f"{CONFIG_FILE} makes no {name} in transformers: {type(error).__name__}: {error}"
+        ) from error
     if because is None:
         return config
     return replace(config, notes=(*config.notes, f"model: transformers' code, since {because}"))
+
+
+def _check_num_layers(fields: Fields) -> None:
+    """Raise CheckpointError for a number of layers for which transformers would make endless lists,
+    or none."""
+    parts = [fields.values, fields.values.get("text_config")]
+    for part in (Fields(part, CONFIG_FILE) for part in parts if isinstance(part, dict)):
+        for name in NUMBERS_OF_LAYERS & part.values.keys():
+            part.count(name)
 
 
 def _stacks_experts(config: ModelConfig) -> bool:

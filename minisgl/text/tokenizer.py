@@ -30,6 +30,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TIKTOKEN_F
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
 # Arguments of the library's rendering function, which template variables may not replace.
 OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask", SPELLINGS})
+# Far beyond any model: what a tokenizer and a template take of time and memory grows with these.
+MAX_ADDED_TOKENS = 1 << 16
+MAX_TEMPLATE_CHARS = 1 << 20
+# Files that list added tokens, and what each entry has.
+ADDED_TOKENS = {
+    "tokenizer.json": b'"single_word"',
+    "tokenizer_config.json": b'"single_word"',
+    "added_tokens.json": b":",
+}
 MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
 # Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
 # first, to detect one with too many tokens. A text shorter than this cannot have too many in any
@@ -97,6 +106,7 @@ class Tokenizer:
         """
         if not cls.found_in(folder):
             raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json).")
+        _check_added_tokens(folder)
         try:
             tokenizer = read_tiktoken(folder) if is_only_form(folder) else _read(folder)
         except Exception as error:  # broken files raise many types
@@ -108,7 +118,13 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
         if chat_template is not None:
             tokenizer.chat_template = chat_template
-        return cls(tokenizer, folder.name)
+        made = cls(tokenizer, folder.name)
+        if (num_chars := len(made.chat_template_text)) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(
+                f"The chat template in {folder} has {num_chars:,} characters; "
+                f"allowed: {MAX_TEMPLATE_CHARS:,}."
+            )
+        return made
 
     # -- to ids ------------------------------------------------------------------------------------
 
@@ -316,6 +332,17 @@ def _read(folder: Path) -> Any:
         local_files_only=True,
         trust_remote_code=False,  # the default prompts on the terminal
     )
+
+
+def _check_added_tokens(folder: Path) -> None:
+    """Raise CheckpointError where more tokens are added to the vocabulary than any model has."""
+    for name, sign in ADDED_TOKENS.items():
+        file = folder / name
+        num = file.read_bytes().count(sign) if file.is_file() else 0
+        if num > MAX_ADDED_TOKENS:
+            raise CheckpointError(
+                f"{file} adds {num:,} tokens to the vocabulary; allowed: {MAX_ADDED_TOKENS:,}."
+            )
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
