@@ -23,7 +23,9 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed
+from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -74,10 +76,35 @@ class DecoderLayer(nn.Module):
     def make_mlp(
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
-        """What follows the attention of layer `index`: called with the residual stream and the
-        norm of its input, it returns the stream with its output added."""
-        return GatedMLP(
-            config.hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
+        """What follows the attention of layer `index`, an MLP or experts: called with the residual
+        stream and the norm of its input, it returns the stream with its output added."""
+        hidden_size, experts = config.hidden_size, config.experts
+        if experts is None or index not in experts.layers:
+            size, bias = config.intermediate_size, config.mlp_bias
+            return GatedMLP(hidden_size, size, format, comm, bias=bias)
+        if experts.routing is None:
+            return SparseMoeBlock(
+                hidden_size,
+                format,
+                comm,
+                num_experts=experts.num_experts,
+                top_k=experts.num_chosen,
+                expert_size=experts.size,
+                normalize=experts.normalize,
+                by_rank=config.experts_by_rank,
+                copies=config.copies_in(index),
+            )
+        return GroupedMoeBlock(
+            hidden_size,
+            format,
+            comm,
+            routing=experts.routing,
+            num_experts=experts.num_experts,
+            expert_size=experts.size,
+            shared_size=experts.shared_size,
+            has_bias=experts.router_bias,
+            by_rank=config.experts_by_rank,
+            copies=config.copies_in(index),
         )
 
     def forward(self, residual: Residual, step: Step) -> Residual:
