@@ -34,7 +34,7 @@ from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
 from minisgl.models.adopted.modules import NormOf
 from minisgl.models.adopted.proof import Small, prove, prove_parts
-from minisgl.models.adopted.reader import model_class
+from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.adopted.stages import OtherStages
 from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
@@ -477,6 +477,25 @@ def test_what_does_not_run_is_refused_with_the_reason(
     made = config_folder(tmp_path, "GraniteForCausalLM", **values)
     with pytest.raises(error, match=message):
         load_engine(made, load_format="dummy", **options)
+
+
+IMPLEMENTATION = "kernels-community/flash-attn3"
+
+
+@pytest.mark.parametrize("value", [IMPLEMENTATION, {"": IMPLEMENTATION}, "flash_attention_2"])
+@pytest.mark.parametrize(
+    "name", ["attn_implementation", "_attn_implementation", "experts_implementation"]
+)
+def test_no_field_of_a_checkpoint_chooses_code(tmp_path: Path, name: str, value: Any) -> None:
+    made = config_folder(tmp_path, "MixtralForCausalLM", **{name: value})
+    config = read_model_config(made)
+    assert isinstance(config, AdoptedConfig)
+    read = transformers_config(config.values, config.architecture)
+    assert (read._attn_implementation, read._experts_implementation) == (None, None)
+    towers = {"model_type": "gemma3", "text_config": {name: value}, "vision_config": {name: value}}
+    with_towers = transformers_config(towers, "Gemma3ForConditionalGeneration")
+    for part in (with_towers, with_towers.text_config, with_towers.vision_config):
+        assert (part._attn_implementation, part._experts_implementation) == (None, None)
 
 
 def test_an_architecture_that_attends_in_chunks_is_refused_by_the_proof(tmp_path: Path) -> None:
