@@ -5,22 +5,23 @@ from __future__ import annotations
 # Each gives the tokens of transformers in tests/models/test_adopted.py.
 ADOPTED = frozenset(
     """
-    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BeamForCausalLM BioGptForCausalLM
-    BitNetForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
-    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
-    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
-    Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
-    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Jais2ForCausalLM Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
-    MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
-    MinistralForCausalLM MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
-    NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
-    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    VaultGemmaForCausalLM
+    AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM
+    AriaTextForCausalLM BeamForCausalLM BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM
+    Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Dots1ForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM
+    Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM
+    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSWAForCausalLM
+    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM
+    Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+    MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
+    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
+    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM
+    Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
     """.split()
 )
 
@@ -52,5 +53,4 @@ REFUSED = {
     "Llama4ForCausalLM": "it attends in chunks",
     "Llama4ForConditionalGeneration": "it attends in chunks",
     "PaliGemmaForConditionalGeneration": "the tokens of a prompt attend to later ones",
-    "PhimoeForCausalLM": "it computes something else here than in transformers",
 }
