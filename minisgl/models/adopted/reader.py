@@ -106,7 +106,7 @@ def _without_choice_of_code(value: Any) -> Any:
     return {
         name: _without_choice_of_code(part)
         for name, part in value.items()
-        if "_implementation" not in name
+        if "_implementation" not in str(name)
     }
 
 
