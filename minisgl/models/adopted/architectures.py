@@ -28,8 +28,9 @@ ADOPTED = frozenset(
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
-    DeepseekVLForConditionalGeneration Exaone4_5_ForConditionalGeneration
-    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration
+    AriaForConditionalGeneration DeepseekVLForConditionalGeneration
+    Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
+    Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
     LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
     LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
