@@ -21,7 +21,7 @@ from minisgl.models import (
     qwen3_5,
     qwen3_moe,
 )
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, RENAMED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
@@ -89,6 +89,7 @@ def read_model_config(
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    name = RENAMED.get(name, name)
     if name.endswith(_BARE) and _is_known(with_head := name.removesuffix(_BARE) + _WITH_HEAD):
         if needs_head:
             raise UnsupportedModelError(

@@ -479,6 +479,54 @@ def test_what_does_not_run_is_refused_with_the_reason(
         load_engine(made, load_format="dummy", **options)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            "BloomForCausalLM",
+            "of its 2 layers, 0 have .* attend in a way of their own",
+        ),
+        ("FalconForCausalLM", "its attention has implementations of its own"),
+        ("MegatronBertForCausalLM", "depends on numbers that it reads on the host"),
+        ("MptForCausalLM", "its code stops with AttributeError"),
+    ],
+)
+def test_code_that_does_not_run_is_refused_in_a_sentence(architecture: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^{architecture} .*{message}"):
+        discover(model_class(architecture), full_config(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("GraniteMoeHybridForCausalLM", "its layers keep a state"),
+        ("Mistral4ForCausalLM", "it attends over latents"),
+        ("GPTNeoForCausalLM", "its attention has implementations of its own"),
+        ("MiniMaxM3ForCausalLM", "its attention chooses the tokens that it reads"),
+    ],
+)
+def test_an_architecture_that_is_known_not_to_run_is_refused_by_name(
+    tmp_path: Path, architecture: str, reason: str
+) -> None:
+    """Before anything else of its config.json is read."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(UnsupportedModelError, match=f"^Architecture {architecture} .*{reason}"):
+        read_model_config(tmp_path)
+
+
+def test_experts_of_any_size_are_discovered() -> None:
+    """Of 72 bytes a row, which grouped products of bfloat16 do not take."""
+    config = full_config("Dots1ForCausalLM")
+    config.moe_intermediate_size = 36
+    found = discover(model_class("Dots1ForCausalLM"), config)
+    assert (72, config.hidden_size) in found.expert_sizes
+
+
+def test_an_architecture_is_known_by_its_published_name(tmp_path: Path) -> None:
+    made = config_folder(tmp_path, "PhimoeForCausalLM", architectures=["PhiMoEForCausalLM"])
+    assert read_model_config(made).architecture == "PhimoeForCausalLM"
+
+
 IMPLEMENTATION = "kernels-community/flash-attn3"
 
 

@@ -25,6 +25,9 @@ ADOPTED = frozenset(
     """.split()
 )
 
+# What published checkpoints call an architecture, and what transformers calls it.
+RENAMED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
@@ -40,13 +43,29 @@ TOWERS = frozenset(
 )
 
 _RECURRENT = "its layers keep a state instead of keys and values"
+_OWN_ATTENTION = "its attention has implementations of its own, and takes no other"
+_BIASES = "it attends with biases by distance (ALiBi)"
 _SPARSE = "its attention chooses the tokens that it reads"
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "MambaForCausalLM": _RECURRENT,
-    "Mamba2ForCausalLM": _RECURRENT,
-    "JambaForCausalLM": _RECURRENT,
+    **dict.fromkeys(
+        """
+        BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+        JambaForCausalLM KimiLinearForCausalLM MambaForCausalLM Mamba2ForCausalLM
+        MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM RecurrentGemmaForCausalLM
+        RwkvForCausalLM ZambaForCausalLM Zamba2ForCausalLM xLSTMForCausalLM
+        """.split(),
+        _RECURRENT,
+    ),
+    "BloomForCausalLM": _BIASES,
+    "MptForCausalLM": _BIASES,
+    "FalconForCausalLM": _OWN_ATTENTION,
+    "GPTNeoForCausalLM": _OWN_ATTENTION,
+    "MiniMaxM3ForCausalLM": _SPARSE,
+    "MiniMaxM3SparseForConditionalGeneration": _SPARSE,
+    "Mistral4ForCausalLM": "it attends over latents, with scores that are scaled by position",
+    "LongcatFlashForCausalLM": "its routing reads numbers on the host",
     "DiffLlamaForCausalLM": "its modules attend twice in a layer",
     "DogeForCausalLM": "it attends with a mask of its own",
     "Gemma3nForCausalLM": "its activations read numbers on the host",
