@@ -23,15 +23,13 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed
-from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import DenseFormat, WeightFormat
-from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
-from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig
 from minisgl.models.decoder import Taps
+from minisgl.models.experts import mlp_or_experts
 from minisgl.models.rope import Rotations
 from minisgl.shards import vocab_shard, whole
 
@@ -78,34 +76,7 @@ class DecoderLayer(nn.Module):
     ) -> nn.Module:
         """What follows the attention of layer `index`, an MLP or experts: called with the residual
         stream and the norm of its input, it returns the stream with its output added."""
-        hidden_size, experts = config.hidden_size, config.experts
-        if experts is None or index not in experts.layers:
-            size, bias = config.intermediate_size, config.mlp_bias
-            return GatedMLP(hidden_size, size, format, comm, bias=bias)
-        if experts.routing is None:
-            return SparseMoeBlock(
-                hidden_size,
-                format,
-                comm,
-                num_experts=experts.num_experts,
-                top_k=experts.num_chosen,
-                expert_size=experts.size,
-                normalize=experts.normalize,
-                by_rank=config.experts_by_rank,
-                copies=config.copies_in(index),
-            )
-        return GroupedMoeBlock(
-            hidden_size,
-            format,
-            comm,
-            routing=experts.routing,
-            num_experts=experts.num_experts,
-            expert_size=experts.size,
-            shared_size=experts.shared_size,
-            has_bias=experts.router_bias,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
-        )
+        return mlp_or_experts(config, index, format, comm)
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         mixer = self.get_submodule(self._mixer)
