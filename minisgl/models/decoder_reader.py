@@ -91,6 +91,11 @@ def read_decoder(
             f"{CONFIG_FILE}: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do "
             "not fit: heads must divide into KV heads and head_dim must be even."
         )
+    if experts is not None and experts.num_chosen > experts.num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {experts.num_chosen} experts for each token are more than the "
+            f"{experts.num_experts} that there are."
+        )
     _layer_kinds(fields)
     max_position = fields.count("max_position_embeddings")
     rope = read_rope(fields, max_position)

@@ -15,7 +15,6 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.latent_attention import (
     LatentAttention,
     LatentSizes,
@@ -105,7 +104,6 @@ class LatentConfig(NativeConfig):
 
     sizes: LatentSizes
     scale: float  # of scores
-    routing: GroupRouting
 
     def attention(self, layer: int) -> AttentionSpec:
         """As in NativeConfig: over latents."""
@@ -166,7 +164,7 @@ def read_config(whole: Fields) -> LatentConfig:
     if sizes.rope_dim % 2:
         raise fields.wrong("qk_rope_head_dim", "an even number")
     plain = {**fields.values, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
-    experts = _read_experts(fields)
+    experts = _read_experts(fields, architecture)
     read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
     num_drafting, notes = _num_drafting(fields), read.notes + of_whole
     if num_drafting:
@@ -176,7 +174,6 @@ def read_config(whole: Fields) -> LatentConfig:
         | {"notes": notes, "num_drafting_layers": num_drafting},
         sizes=sizes,
         scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * _of_context(fields, read.rope),
-        routing=_read_routing(fields, architecture, experts),
     )
 
 
@@ -229,26 +226,24 @@ def _of_context(fields: Fields, rope: RopeConfig) -> float:
     return float((0.1 * share * math.log(rope.factor) + 1) ** 2)
 
 
-def _read_experts(fields: Fields) -> ExpertsConfig:
+def _read_experts(fields: Fields, architecture: str) -> ExpertsConfig:
     num_layers = fields.count("num_hidden_layers")
     name = next(
         (name for name in ("num_local_experts", "num_experts") if fields.values.get(name)),
         "n_routed_experts",
     )
-    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
-        )
+    routing = _read_routing(fields, architecture, num_experts := fields.count(name))
     size, num_shared = fields.count("moe_intermediate_size"), 0
     if fields.values["n_shared_experts"]:
         num_shared = fields.count("n_shared_experts")
     return ExpertsConfig(
         num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_chosen=routing.top_k,
         size=size,
-        normalize=False,  # see LatentConfig.routing
+        normalize=routing.normalize,
         layers=_sparse_layers(fields, num_layers),
+        routing=routing,
+        router_bias=routing.sigmoid,
         shared_size=num_shared * size,
     )
 
@@ -268,7 +263,7 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
-def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> GroupRouting:
+def _read_routing(fields: Fields, architecture: str, num_experts: int) -> GroupRouting:
     is_v2 = architecture == V2
     method = str(fields.values.get("topk_method") or (_GREEDY if is_v2 else _BY_BIAS))
     methods = (_GREEDY, _IN_GROUPS) if is_v2 else (_BY_BIAS,)
@@ -282,19 +277,20 @@ def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> 
     normalize = fields.flag("norm_topk_prob", False)
     if is_v2 and normalize:
         raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")
+    num_chosen = fields.count("num_experts_per_tok")
     num_groups = num_kept = 1
     if method != _GREEDY:
         num_groups, num_kept = fields.count("n_group"), fields.count("topk_group")
     least = 1 if is_v2 else 2  # experts that a group is measured by
-    each, rest = divmod(experts.num_experts, num_groups)
-    if rest or each < least or num_kept > num_groups or num_kept * each < experts.num_chosen:
+    each, rest = divmod(num_experts, num_groups)
+    if rest or each < least or num_kept > num_groups or num_kept * each < num_chosen:
         raise CheckpointError(
-            f"{CONFIG_FILE}: {experts.num_experts} experts, n_group {num_groups}, topk_group "
-            f"{num_kept} and num_experts_per_tok {experts.num_chosen} do not fit: experts must "
+            f"{CONFIG_FILE}: {num_experts} experts, n_group {num_groups}, topk_group "
+            f"{num_kept} and num_experts_per_tok {num_chosen} do not fit: experts must "
             "divide into groups, of which those that are kept have as many as are chosen."
         )
     return GroupRouting(
-        top_k=experts.num_chosen,
+        top_k=num_chosen,
         normalize=normalize,
         sigmoid=not is_v2,
         factor=fields.number("routed_scaling_factor"),
@@ -312,26 +308,6 @@ class LatentDecoderLayer(DecoderLayer):
         assert isinstance(config, LatentConfig)
         return LatentAttention(
             config.hidden_size, index, config.attention(index), config.sizes, format, comm
-        )
-
-    def make_mlp(
-        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
-    ) -> nn.Module:
-        assert isinstance(config, LatentConfig) and config.experts is not None
-        experts = config.experts
-        if index not in experts.layers:
-            return super().make_mlp(config, index, format, comm)
-        return GroupedMoeBlock(
-            config.hidden_size,
-            format,
-            comm,
-            routing=config.routing,
-            num_experts=experts.num_experts,
-            expert_size=experts.size,
-            shared_size=experts.shared_size,
-            has_bias=config.routing.sigmoid,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
 
 

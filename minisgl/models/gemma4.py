@@ -270,14 +270,9 @@ def _read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
     """The MLP beside them is a shared expert."""
     if not fields.flag("enable_moe_block", False):
         return None
-    num_experts, num_chosen = fields.count("num_experts"), fields.count("top_k_experts")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{fields.where}: top_k_experts {num_chosen} is more than num_experts {num_experts}."
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count("num_experts"),
+        num_chosen=fields.count("top_k_experts"),
         size=fields.count("moe_intermediate_size"),
         normalize=True,
         layers=frozenset(range(num_layers)),

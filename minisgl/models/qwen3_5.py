@@ -172,15 +172,9 @@ def _read_experts(fields: Fields) -> ExpertsConfig | None:
         return None
     dense = frozenset(fields.whole_numbers("mlp_only_layers"))
     step = fields.count("decoder_sparse_step", 1)
-    num_experts, num_chosen = fields.count("num_experts"), fields.count("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than num_experts "
-            f"{num_experts}."
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count("num_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
         size=fields.count("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", True),
         layers=frozenset(

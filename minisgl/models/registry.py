@@ -18,6 +18,7 @@ from minisgl.models import (
     gemma4,
     gpt_oss,
     lfm2,
+    lfm2_moe,
     llama,
     mistral,
     qwen2,
@@ -25,7 +26,7 @@ from minisgl.models import (
     qwen3_5,
     qwen3_moe,
 )
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, RENAMED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
@@ -58,11 +59,12 @@ FAMILIES = {
     ),
     gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
     lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
+    lfm2_moe.ARCHITECTURE: Family(lfm2_moe.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     llama.ARCHITECTURE: Family(llama.read_config),
     mistral.ARCHITECTURE: Family(mistral.read_config),
     qwen2.ARCHITECTURE: Family(qwen2.read_config),
     qwen3.ARCHITECTURE: Family(qwen3.read_config),
-    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM),
+    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config),
     **dict.fromkeys(
         (qwen3_5.NEXT, *qwen3_5.TEXT, *qwen3_5.WITH_TOWER),
         Family(qwen3_5.read_config, qwen3_5.HybridForCausalLM, qwen3_5.name_of),
@@ -92,6 +94,7 @@ def read_model_config(
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    name = RENAMED.get(name, name)
     if name.endswith(_BARE) and _is_known(with_head := name.removesuffix(_BARE) + _WITH_HEAD):
         if needs_head:
             raise UnsupportedModelError(

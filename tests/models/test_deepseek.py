@@ -154,7 +154,14 @@ def test_latents_in_fp8_are_those_that_transformers_rounds(monkeypatch: pytest.M
 
 
 def _routing(**changes: Any) -> Callable[[LatentConfig], LatentConfig]:
-    return lambda config: dataclasses.replace(config, routing=config.routing._replace(**changes))
+    def routed(config: LatentConfig) -> LatentConfig:
+        assert config.experts is not None and config.experts.routing is not None
+        routing = config.experts.routing._replace(**changes)
+        return dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, routing=routing)
+        )
+
+    return routed
 
 
 def _without_mscale(config: LatentConfig) -> LatentConfig:
@@ -329,11 +336,12 @@ def test_the_published_configs_are_read(tmp_path: Path) -> None:
     assert lite.rope.attention_factor == 1
     assert lite.experts is not None and lite.experts.shared_size == 2 * 1408
     assert lite.experts.layers == frozenset(range(1, 27))
-    assert lite.routing == GroupRouting(6, normalize=False, sigmoid=False)
+    assert lite.experts.routing == GroupRouting(6, normalize=False, sigmoid=False)
     flash = read(tmp_path, "GLM-4.7-Flash")
     assert flash.architecture == GLM and flash.sizes.q_rank == 768 and flash.norm_eps == 1e-5
     assert flash.scale == 256**-0.5 and flash.num_drafting_layers == 1
-    assert flash.routing == GroupRouting(4, normalize=True, sigmoid=True, factor=1.8)
+    assert flash.experts is not None
+    assert flash.experts.routing == GroupRouting(4, normalize=True, sigmoid=True, factor=1.8)
     facts = flash.facts()
     assert facts.attention[0].extras() == (
         "values of another width",
@@ -366,7 +374,8 @@ def test_relatives_of_v3_are_read(tmp_path: Path) -> None:
         },
     }
     config = read(tmp_path, "GLM-4.7-Flash", **common, **v3)
-    assert (config.routing.num_groups, config.routing.num_kept) == (8, 4)
+    assert config.experts is not None and config.experts.routing is not None
+    assert (config.experts.routing.num_groups, config.experts.routing.num_kept) == (8, 4)
     assert config.scale == pytest.approx(256**-0.5 * 1.3688879**2, rel=1e-5)
     assert config.quantization is not None and config.quantization.strategy == "block"
     moonlight = {"q_lora_rank": None, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446}
@@ -461,7 +470,12 @@ def test_what_the_config_leaves_out_is_that_of_transformers(tmp_path: Path) -> N
         ("GLM-4.7-Flash", {"scoring_func": "softmax"}, UnsupportedModelError, "scoring_func"),
         ("GLM-4.7-Flash", {"per_layer_config": {"0": {}}}, UnsupportedModelError, "per_layer_con"),
         ("GLM-4.7-Flash", {"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary"),
-        ("GLM-4.7-Flash", {"num_experts_per_tok": 65}, CheckpointError, "65 is more than"),
+        (
+            "GLM-4.7-Flash",
+            {"num_experts_per_tok": 65},
+            CheckpointError,
+            "num_experts_per_tok 65 do not fit",
+        ),
         ("GLM-4.7-Flash", {"n_group": 3}, CheckpointError, "do not fit"),
         ("GLM-4.7-Flash", {"n_group": 32, "topk_group": 1}, CheckpointError, "do not fit"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, CheckpointError, "mlp_layer_types"),

@@ -413,7 +413,7 @@ def test_transformers_writes_global_heads_layer_by_layer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"top_k_experts": 129}, CheckpointError, "top_k_experts 129 is more than"),
+        ({"top_k_experts": 129}, CheckpointError, "129 experts for each token"),
         ({"num_global_key_value_heads": 3}, CheckpointError, "3 global KV heads"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "layer_types is"),
         ({"rope_parameters": {}}, CheckpointError, "has no sliding_attention"),

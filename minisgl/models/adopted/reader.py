@@ -97,11 +97,23 @@ def transformers_config(values: dict[str, Any], architecture: str) -> Any:
         values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
         values["model_type"] = kind
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
+        return CONFIG_MAPPING[kind].from_dict(_without_choice_of_code(values))
     except Exception as error:  # of whichever check of whichever class
         raise CheckpointError(
             f"{CONFIG_FILE} is not taken by transformers: {type(error).__name__}: {error}"
         ) from error
+
+
+def _without_choice_of_code(value: Any) -> Any:
+    """Without fields such as attn_implementation, of any part, by which transformers would choose
+    another attention or other experts, from a hub even."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_choice_of_code(part)
+        for name, part in value.items()
+        if "_implementation" not in str(name)
+    }
 
 
 def _limit(config: Any, *, has_table: bool) -> tuple[int, str | None]:
