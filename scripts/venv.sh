@@ -48,17 +48,7 @@ install() { # EXTRAS
       say "PyTorch's CPU build could not be installed; going on with the usual one."
   fi
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
-  link_packages
   fingerprint "$1" >"$venv/installed"
-}
-
-# An editable install alone comes after the folders of sys.path, where a checkout in the current
-# folder, itself called minisgl, would be taken for the package.
-link_packages() {
-  local packages
-  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  ln -sfn "$root/minisgl" "$packages/minisgl"
-  ln -sfn "$root/cli" "$packages/minisgl_cli"
 }
 
 # Without the build's warnings, which are for packagers.

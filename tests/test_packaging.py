@@ -28,21 +28,25 @@ def copied() -> set[str]:
     return {name.rstrip("/") for line in lines for name in line.split()}
 
 
+def build(kind: str, folder: Path) -> Path:
+    """A wheel, or an editable one, of a copy of the checkout in `folder`: setuptools leaves its
+    intermediate files beside the sources. The copy has what the image has."""
+    for name in copied():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            without = shutil.ignore_patterns("__pycache__", "README.md", "*.egg-info")
+            shutil.copytree(ROOT / name, folder / name, ignore=without, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, folder)
+    command = f"from setuptools import build_meta; build_meta.build_{kind}('.')"
+    subprocess.run([sys.executable, "-c", command], cwd=folder, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves its intermediate files beside the sources, and
-    from what the image has."""
-    source = tmp_path_factory.mktemp("source")
-    for name in copied():
-        if (ROOT / name).is_dir():
-            without = shutil.ignore_patterns("__pycache__", "README.md")
-            shutil.copytree(ROOT / name, source / name, ignore=without)
-        else:
-            shutil.copy(ROOT / name, source)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    [wheel] = source.glob("*.whl")
-    return wheel
+    return build("wheel", tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,29 @@ def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]
     }
     assert "minisgl/py.typed" in modules
     assert {name for name in wheel_names if ".dist-info/" not in name} == modules
+
+
+def test_a_script_beside_an_installed_checkout_finds_the_packages(tmp_path: Path) -> None:
+    """Python takes the folder of the checkout for a package too, which has nothing in it."""
+    wheel = build("editable", tmp_path / "minisgl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import site\n"
+        f"site.addsitedir({str(installed)!r})\n"
+        "from minisgl import RequestOutput, SamplingParams\n"
+        "import minisgl, minisgl_cli\n"
+        "print(minisgl.__file__, minisgl_cli.__file__, sep='\\n')\n"
+    )
+    # Without the packages of this Python, where minisgl is installed, too.
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(script)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = [Path(line).resolve() for line in done.stdout.splitlines()]
+    assert found == [tmp_path / "minisgl" / name / "__init__.py" for name in FOLDERS]
 
 
 def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
