@@ -253,7 +253,7 @@ class LLM:
         if not isinstance(template_kwargs, Mapping | None):
             raise InvalidRequestError("chat_template_kwargs", "must be a dict of variables.")
         for name in template_kwargs or ():
-            if name in (CHAT_NAMES | options.keys()):
+            if name in CHAT_NAMES | SAMPLING_NAMES | options.keys():
                 reason = f"{name} is an argument of its own, and cannot be given here."
                 raise InvalidRequestError("chat_template_kwargs", reason)
         variables.update(template_kwargs or {})
@@ -458,12 +458,9 @@ class LLM:
         if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
             asked = self._ask(sampling_params, response_format, tools, options, template_kwargs)
             return await self._submit(await self._read(items, asked), asked.params, cache_salt)
-        of_chats = {
-            "tools": tools or None,
-            "response_format": response_format,
-            "chat_template_kwargs": template_kwargs,
-        }
-        for name, value in of_chats.items():
+        of_chats = (tools or None, response_format, template_kwargs)
+        names = ("tools", "response_format", "chat_template_kwargs")
+        for name, value in zip(names, of_chats, strict=True):
             if value is not None:
                 raise InvalidRequestError(name, "is for conversations, not for prompts.")
         check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))

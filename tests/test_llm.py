@@ -338,6 +338,7 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"chat_template_kwargs": {"foo": 1}}, "foo: is no sampling parameter and no variable of"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools is an argument of"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is an argum"),
+        ({"chat_template_kwargs": {"top_k": 1}}, "chat_template_kwargs: top_k is an argument of"),
         ({"chat_template_kwargs": ["foo"]}, "chat_template_kwargs: must be a dict"),
         (
             {
