@@ -18,13 +18,13 @@ ensure_venv() { # [EXTRAS], such as "[test]"
 # packages as well (an active venv's too, which --system-site-packages would not give).
 make_venv() {
   local candidate base='' folders=''
-  for candidate in python python3 python3.12 python3.11; do
+  for candidate in python python3 python3.13 python3.12 python3.11; do
     command -v "$candidate" >/dev/null || continue
     folders=$("$candidate" "$root/scripts/probe_python.py" 2>/dev/null) || continue
     [ -n "$folders" ] && { base=$candidate; break; }
     base=${base:-$candidate}
   done
-  [ -n "$base" ] || die "minisgl needs Python 3.11 or 3.12 on the PATH ($(found_python))."
+  [ -n "$base" ] || die "minisgl needs Python 3.11 to 3.13 on the PATH ($(found_python))."
 
   say "Making $venv with $("$base" -V)."
   "$base" -m venv "$venv" || { rm -rf "$venv"; die "$base -m venv failed; see above."; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ FOLDERS = {"minisgl": "minisgl", "cli": "minisgl_cli"}  # in the checkout, and i
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 DOCKERFILE = (SCRIPTS / "Dockerfile").read_text()
+EXTRA_VENV = SCRIPTS / "tools" / "extra_venv.sh"  # has the Triton of each torch
 HINT = re.compile(r"pip install ([^`\n#]*)")
 
 
@@ -115,6 +117,35 @@ def test_the_image_is_sent_what_it_copies_and_nothing_else() -> None:
     assert {f"Programming Language :: Python :: {version}" for version in base} <= {
         *PYPROJECT["project"]["classifiers"]
     }
+
+
+def test_the_versions_of_python_and_torch_are_the_same_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = (re.fullmatch(r".*:: 3\.(\d+)", each) for each in PYPROJECT["project"]["classifiers"])
+    pythons = [int(each[1]) for each in found if each]
+    assert pythons == [*range(pythons[0], pythons[-1] + 1)]
+    assert PYPROJECT["project"]["requires-python"] == f">=3.{pythons[0]}"
+    [torch] = (each for each in PYPROJECT["project"]["dependencies"] if each.startswith("torch>"))
+    low, high = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups())  # type: ignore[union-attr]
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {', '.join(f'3.{each}' for each in pythons[:-1])} or 3.{pythons[-1]}." in readme
+    assert f"PyTorch (2.{low} to 2.{high - 1})" in readme
+    setup = (SCRIPTS / "venv.sh").read_text()
+    names = " ".join(f"python3.{each}" for each in reversed(pythons))
+    assert f"for candidate in python python3 {names};" in setup
+    assert f"Python 3.{pythons[0]} to 3.{pythons[-1]} on" in setup
+    jobs = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert all(f'"3.{each}"' in jobs for each in pythons)
+    assert all(f"2.{each}." in EXTRA_VENV.read_text() for each in range(low, high))
+    for minor in (pythons[0] - 1, *pythons, pythons[-1] + 1):
+        monkeypatch.setattr(sys, "version_info", (3, minor, 0, "final", 0))
+        is_refused = False
+        try:
+            runpy.run_path(str(SCRIPTS / "probe_python.py"))
+        except SystemExit:
+            is_refused = True
+        assert is_refused == (minor not in pythons)
 
 
 def test_the_install_section_lists_the_extras_of_users() -> None:
