@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 UNFORESEEN = "Something went wrong here."
 
@@ -244,3 +245,9 @@ def one_of(values: Iterable[object]) -> str:
     """'allowed: a, b or c', for messages."""
     *rest, last = [str(value) for value in values]
     return f"allowed: {', '.join(rest)} or {last}" if rest else f"allowed: {last}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that is none of `names`: those that are like it."""
+    near = get_close_matches(name, sorted(names), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else "."

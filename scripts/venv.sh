@@ -18,13 +18,13 @@ ensure_venv() { # [EXTRAS], such as "[test]"
 # packages as well (an active venv's too, which --system-site-packages would not give).
 make_venv() {
   local candidate base='' folders=''
-  for candidate in python python3 python3.12 python3.11; do
+  for candidate in python python3 python3.13 python3.12 python3.11; do
     command -v "$candidate" >/dev/null || continue
     folders=$("$candidate" "$root/scripts/probe_python.py" 2>/dev/null) || continue
     [ -n "$folders" ] && { base=$candidate; break; }
     base=${base:-$candidate}
   done
-  [ -n "$base" ] || die "minisgl needs Python 3.11 or 3.12 on the PATH ($(found_python))."
+  [ -n "$base" ] || die "minisgl needs Python 3.11 to 3.13 on the PATH ($(found_python))."
 
   say "Making $venv with $("$base" -V)."
   "$base" -m venv "$venv" || { rm -rf "$venv"; die "$base -m venv failed; see above."; }
@@ -49,17 +49,7 @@ install() { # EXTRAS
       say "PyTorch's CPU build could not be installed; going on with the usual one."
   fi
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
-  link_packages
   fingerprint "$1" >"$venv/installed"
-}
-
-# An editable install alone comes after the folders of sys.path, where a checkout in the current
-# folder, itself called minisgl, would be taken for the package.
-link_packages() {
-  local packages
-  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  ln -sfn "$root/minisgl" "$packages/minisgl"
-  ln -sfn "$root/cli" "$packages/minisgl_cli"
 }
 
 # Shows each download with its size, and nothing else that goes well; without the build's warnings,

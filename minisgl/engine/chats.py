@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from minisgl.engine.engine import AsyncEngine
-from minisgl.errors import InvalidRequestError, one_of
+from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
 from minisgl.text.history import ROLES
 from minisgl.text.parsing.answer import AnswerParser
@@ -26,7 +25,6 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
-_MAX_NEAR = 3
 
 
 def _no_parser() -> None:
@@ -58,7 +56,7 @@ class Chats:
         self._variables = template_names(template)
         self._form = choose_format(tokenizer) if tokenizer is not None else AnswerFormat(None, None)
 
-    def check_options(self, names: Sequence[str], others: Sequence[str]) -> None:
+    def check_options(self, names: Iterable[str], others: Iterable[str]) -> None:
         """Raise InvalidRequestError for the first name that would have no effect.
 
         others: the names that are allowed besides those of the template.
@@ -66,11 +64,8 @@ class Chats:
         allowed = {*RENDERING_OPTIONS, *others, *self._variables}
         for name in names:
             if name not in RENDERING_OPTIONS and name not in self._variables:
-                near = get_close_matches(name, sorted(allowed), n=_MAX_NEAR)
-                hint = f"; did you mean {' or '.join(near)}?" if near else "."
-                raise InvalidRequestError(
-                    name, f"is no sampling parameter and no variable of the chat template{hint}"
-                )
+                reason = "is no sampling parameter and no variable of the chat template"
+                raise InvalidRequestError(name, reason + did_you_mean(name, allowed))
 
     async def prompt(
         self,

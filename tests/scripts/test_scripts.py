@@ -79,7 +79,7 @@ def test_without_a_supported_python_the_setup_says_so(
     shutil.copytree(SCRIPTS, tmp_path / "scripts")  # beside which there is no .venv
     result = run(tools / "bash", tmp_path / "scripts" / "quickstart.sh", PATH=str(tools))
     assert result.returncode == 1
-    assert result.stderr == f"minisgl needs Python 3.11 or 3.12 on the PATH ({said}).\n"
+    assert result.stderr == f"minisgl needs Python 3.11 to 3.13 on the PATH ({said}).\n"
 
 
 def test_the_python_probe_accepts_this_python_and_finds_its_torch() -> None:
