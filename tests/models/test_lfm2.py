@@ -232,7 +232,6 @@ def test_the_published_config_of_experts_is_read(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 7}, "7 experts for each token are more than the 6 that there are"),
         ({"layer_types": None}, "layer_types is None, not a list"),
         ({"use_expert_bias": "yes"}, "use_expert_bias is 'yes', not true or false"),
-        ({"n_group": 2}, "the field n_group"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
