@@ -21,6 +21,7 @@ from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
 from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
+from .verify import verify
 from .version import version
 
 # Commands of other programs, and what they are called here.
@@ -73,6 +74,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(batch)
 app.command()(bench)
+app.command()(verify)
 app.command()(version)
 app.command()(models)
 app.command(REPLICA, hidden=True)(replica_process)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass, replace
 from types import GenericAlias, NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from minisgl.config import TYPE_NAMES, option_names
+from minisgl.config import TYPE_NAMES, EngineConfig, option_names
 from minisgl.errors import ConfigError
 
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+]
 # Headings of --help, from everyday options to those for several GPUs; others stand before these.
 LAST_GROUPS = ("Memory", "Scheduling", "Kernels", "Parallelism", "Replicas", "Ray")
 
@@ -54,6 +57,16 @@ def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     signature = inspect.Signature(parameters, return_annotation=int)
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
+
+
+def of_model(engine: EngineConfig, named: str) -> EngineConfig:
+    """The options with the model that a ModelArgument names, if it names one. Raises ConfigError
+    where --model names another."""
+    if named and engine.model not in ("", named):
+        raise ConfigError(
+            "--model", engine.model, f"without it the model is {named}; allowed: one of both"
+        )
+    return replace(engine, model=named or engine.model)
 
 
 def _rank(group: str) -> int:

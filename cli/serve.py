@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
-from typing import Annotated
-
-import typer
 
 from minisgl.config import EngineConfig
-from minisgl.errors import ConfigError
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 
 from .logs import set_up_logging
-from .options import takes_options
+from .options import ModelArgument, of_model, takes_options
 
 PROGRAM = (sys.executable, "-m", "minisgl")
 REPLICA, ROUTER = "replica-process", "router-process"
@@ -29,9 +24,7 @@ def serve(
     server: ServerConfig,
     router: RouterConfig,
     ray: RayConfig,
-    named: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
-    ] = "",
+    named: ModelArgument = "",
 ) -> int:
     """Serve a model over HTTP, with the API that OpenAI clients speak.
 
@@ -42,13 +35,9 @@ def serve(
       minisgl serve Qwen/Qwen3-8B --max-model-len 16384 --quantization fp8
       minisgl serve Qwen/Qwen3-8B --replicas 4          an engine on each of four GPUs
     """
-    if named:
-        if engine.model not in ("", named):
-            raise ConfigError(
-                "--model", engine.model, f"without it the model is {named}; allowed: one of both"
-            )
-        engine = replace(engine, model=named)
+    engine = of_model(engine, named)
     set_up_logging()
+    logging.getLogger("minisgl.cli").info("minisgl is loading its libraries")
     if ray.ray:
         from minisgl.ray.command import run as run_on_ray
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 UNFORESEEN = "Something went wrong here."
 
@@ -60,6 +61,18 @@ class InvalidRequestError(CallerError):
 
     def __str__(self) -> str:
         return f"{self.param}: {self.args[0]}"
+
+
+class ThreadError(InvalidRequestError):
+    """A request of the Messages API goes on with messages that only Anthropic's servers keep.
+
+    Its client sends all of them again when it reads this code.
+    """
+
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__("thread", "is not kept here: send the whole conversation in messages.")
 
 
 class ContextLengthError(InvalidRequestError):
@@ -178,6 +191,8 @@ class QueueFullError(MinisglError):
 class CheckpointError(MinisglError):
     """A checkpoint is incomplete or does not fit its own config."""
 
+    exit_code = 2
+
 
 class DownloadError(MinisglError):
     """A model could not be downloaded for the moment; another attempt may succeed."""
@@ -230,3 +245,9 @@ def one_of(values: Iterable[object]) -> str:
     """'allowed: a, b or c', for messages."""
     *rest, last = [str(value) for value in values]
     return f"allowed: {', '.join(rest)} or {last}" if rest else f"allowed: {last}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that is none of `names`: those that are like it."""
+    near = get_close_matches(name, sorted(names), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else "."

@@ -11,15 +11,14 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl.config import EngineConfig, EngineOptions, config_of, in_keywords
+from minisgl.config import EngineConfig, EngineOptions, Text, config_of, in_keywords
 from minisgl.engine import AsyncEngine
 from minisgl.engine.chats import Chats
 from minisgl.engine.chats import Prompt as ReadPrompt
@@ -28,8 +27,10 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
+from minisgl.parameters import check_names
 from minisgl.progress import LoadProgress
 from minisgl.request import (
+    NO_PARAMETER,
     OutputDelta,
     RequestOutput,
     SamplingParams,
@@ -37,6 +38,7 @@ from minisgl.request import (
     TokenLogprobs,
     ToolCall,
 )
+from minisgl.sampling_options import ChatOptions, SamplingOptions
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 
 # The caller waits for all answers anyway, so a bound would only refuse prompts.
@@ -48,9 +50,11 @@ Prompt = str | Iterable[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
-SAMPLING_NAMES = tuple(spec.name for spec in fields(SamplingParams))
-# The parameters of `LLM.chat` itself, for suggestions.
-CHAT_NAMES = ("sampling_params", "tools", "response_format", "n", "cache_salt")
+SAMPLING_NAMES = frozenset(SamplingOptions.__annotations__)
+# The parameters of `LLM.chat` itself.
+CHAT_NAMES = frozenset(
+    "messages sampling_params tools response_format chat_template_kwargs n cache_salt".split()
+)
 
 
 class LLM:
@@ -59,15 +63,16 @@ class LLM:
         with LLM("Qwen/Qwen3-0.6B", dtype="bfloat16") as llm:
             [output] = llm.generate(["The capital of France is"])
 
-    The options are the fields of EngineConfig. The engine runs on an event loop in a thread of its
-    own.
+    The options are the fields of EngineConfig, also by their other spellings on the command line.
+    The engine runs on an event loop in a thread of its own.
     """
 
-    def __init__(self, model: str = "", **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: Text = "", **options: Unpack[EngineOptions]) -> None:
         """Load the model; blocks until it is ready. Raises MinisglError."""
-        given = {"max_queued_requests": UNBOUNDED_QUEUE, **options, "model": model}
-        config = config_of(given)
+        given: dict[str, Any] = {**options} if model == "" else {"model": model, **options}
+        self._given = given
         self._closed = False
+        config = config_of({"max_queued_requests": UNBOUNDED_QUEUE, **given})
         self._process_id = os.getpid()
         self._waiting: set[threading.Thread] = set()  # threads that wait for an answer
         self._entry = threading.Lock()  # orders new waiters and the end
@@ -102,7 +107,7 @@ class LLM:
         n: int | None = None,
         cache_salt: str | None = None,
         progress: bool = True,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids); returns the outputs in their order.
 
@@ -111,12 +116,14 @@ class LLM:
         sampling_params. The outputs of SamplingParams(structured=StructuredOutput(...)) follow its
         constraint, and `parsed` is the value of a JSON one. Without max_tokens an output may fill
         the rest of the context. n: outputs for each prompt, which follow each other in the list; a
-        seed is that of the first. cache_salt: cached prefixes are shared only between calls with
-        the same salt. progress: draw a bar if stderr is a terminal. Raises MinisglError for the
-        first prompt that is refused or fails, after aborting the others.
+        seed is that of the first, and the others have the seeds that a server gives them.
+        cache_salt: cached prefixes are shared only between calls with the same salt. progress: draw
+        a bar if stderr is a terminal. Raises MinisglError for the first prompt that is refused or
+        fails, after aborting the others.
         """
         batch = _as_batch(prompts)
-        _check_sampling_names(sampling, ("n", "cache_salt", "progress", "sampling_params"))
+        others = ("n", "cache_salt", "progress", "sampling_params")
+        check_names(sampling, SAMPLING_NAMES, NO_PARAMETER, others)
         params = self._sampling(sampling_params, sampling, len(batch), "prompts")
         return self._wait_for(self._run(batch, params, n, cache_salt, progress))
 
@@ -128,9 +135,10 @@ class LLM:
         *,
         tools: Sequence[Any] | None = None,
         response_format: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: None = None,
         cache_salt: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
 
     @overload
@@ -141,9 +149,24 @@ class LLM:
         *,
         tools: Sequence[Any] | None = None,
         response_format: Any = None,
-        n: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        n: int,
         cache_salt: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        response_format: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        n: None = None,
+        cache_salt: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -153,9 +176,10 @@ class LLM:
         *,
         tools: Sequence[Any] | None = None,
         response_format: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: int | None = None,
         cache_salt: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
 
@@ -164,6 +188,7 @@ class LLM:
 
         options: fields of SamplingParams by name, which replace those of sampling_params, and
         variables of the chat template, such as `enable_thinking=False`; other names are refused.
+        chat_template_kwargs: more such variables, of names that type checkers do not know.
         tools: Python functions with annotations and a docstring, or OpenAI's form. The reply's
         `reasoning` and `tool_calls` are taken out of its `text` where the model's format is known.
         response_format: a JSON schema (a dict) or a pydantic model, which the reply follows. Its
@@ -171,7 +196,7 @@ class LLM:
         it checks more than a schema says; None where the reply was cut.
         """
         conversations, is_one = _as_conversations(messages)
-        asked = self._ask(sampling_params, response_format, tools, options)
+        asked = self._ask(sampling_params, response_format, tools, options, chat_template_kwargs)
         outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt))
         if hasattr(response_format, "model_validate"):
             for output in outputs:
@@ -186,8 +211,9 @@ class LLM:
         *,
         tools: Sequence[Any] | None = None,
         response_format: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[OutputDelta]:
         """Yield the answer to a prompt, or to a conversation as `chat` takes it, piece by piece.
 
@@ -199,7 +225,10 @@ class LLM:
         MinisglError with the first piece, or where the answer fails.
         """
         stream = self._wait_for(
-            self._open(prompt, sampling_params, response_format, tools, cache_salt, options)
+            self._open(
+                *(prompt, sampling_params, response_format, tools, cache_salt),
+                *(options, chat_template_kwargs),
+            )
         )
         try:
             while (piece := self._wait_for(_next(stream))) is not None:
@@ -216,12 +245,20 @@ class LLM:
         response_format: Any,
         tools: Sequence[Any] | None,
         options: Mapping[str, Any],
+        template_kwargs: Mapping[str, Any] | None,
     ) -> _Asked:
         """What the options of a conversation say. Raises InvalidRequestError."""
         sampling = {name: options[name] for name in options if name in SAMPLING_NAMES}
         variables = {name: options[name] for name in options if name not in SAMPLING_NAMES}
+        if not isinstance(template_kwargs, Mapping | None):
+            raise InvalidRequestError("chat_template_kwargs", "must be a dict of variables.")
+        for name in template_kwargs or ():
+            if name in CHAT_NAMES | SAMPLING_NAMES | options.keys():
+                reason = f"{name} is an argument of its own, and cannot be given here."
+                raise InvalidRequestError("chat_template_kwargs", reason)
+        variables.update(template_kwargs or {})
         if variables:
-            self._chats.check_options((*variables,), (*SAMPLING_NAMES, *CHAT_NAMES))
+            self._chats.check_options(variables, SAMPLING_NAMES | CHAT_NAMES)
         [params] = self._sampling(sampling_params, sampling, 1, "conversations")
         if response_format is not None:
             if params.structured is not None:
@@ -320,6 +357,10 @@ class LLM:
                 self._wait_for(self.engine.close())
                 self._stop_loop()
 
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self._given.items()]
+        return f"<{'closed ' * self._closed}LLM({', '.join(given)})>"
+
     def __enter__(self) -> LLM:
         return self
 
@@ -410,17 +451,19 @@ class LLM:
         tools: Sequence[Any] | None,
         cache_salt: str | None,
         options: Mapping[str, Any],
+        template_kwargs: Mapping[str, Any] | None,
     ) -> OutputStream:
         """Submit the request of `stream`."""
         items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
         if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
-            asked = self._ask(sampling_params, response_format, tools, options)
+            asked = self._ask(sampling_params, response_format, tools, options, template_kwargs)
             return await self._submit(await self._read(items, asked), asked.params, cache_salt)
-        if tools or response_format is not None:
-            raise InvalidRequestError(
-                "tools" if tools else "response_format", "is for conversations, not for prompts."
-            )
-        _check_sampling_names(options, ("cache_salt", "sampling_params"))
+        of_chats = (tools or None, response_format, template_kwargs)
+        names = ("tools", "response_format", "chat_template_kwargs")
+        for name, value in zip(names, of_chats, strict=True):
+            if value is not None:
+                raise InvalidRequestError(name, "is for conversations, not for prompts.")
+        check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
         [one, *others] = _as_batch(items) or [[]]
         if others:
             raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
@@ -464,7 +507,7 @@ class LLM:
         try:
             for prompt, prompt_params in zip(encoded, params, strict=True):
                 for choice in range(n or 1):
-                    own = _seeded(prompt_params, choice)
+                    own = prompt_params.for_choice(choice)
                     streams.append(await self._submit(prompt, own, cache_salt))
             with Progress(
                 *columns,
@@ -536,13 +579,6 @@ class _Asked:
     variables: Mapping[str, Any]  # of the chat template
 
 
-def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of one of several answers, each of which has its own seed."""
-    if not choice or params.seed is None:
-        return params
-    return replace(params, seed=params.seed + choice)
-
-
 def _reasoning_of(events: Sequence[Event]) -> str | None:
     return "".join(event.text for event in events if isinstance(event, ReasoningText)) or None
 
@@ -554,15 +590,6 @@ def _calls_of(events: Sequence[Event]) -> list[ToolCall]:
         if isinstance(event, CallArguments):
             arguments[event.index] += event.text
     return [ToolCall(name, text) for name, text in zip(names, arguments, strict=True)]
-
-
-def _check_sampling_names(named: Mapping[str, Any], others: Sequence[str]) -> None:
-    """Raise InvalidRequestError for the first name that is no sampling parameter."""
-    for name in named:
-        if name not in SAMPLING_NAMES:
-            near = get_close_matches(name, (*SAMPLING_NAMES, *others), n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise InvalidRequestError(name, f"is no sampling parameter{hint}")
 
 
 def _as_conversations(messages: Any) -> tuple[list[Messages], bool]:

@@ -9,12 +9,15 @@ sampler computes for a batch (runner/sampling_features.py).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Any, TypeVar
 
-from minisgl.errors import InvalidRequestError
+from minisgl.errors import InvalidRequestError, did_you_mean
+
+T = TypeVar("T")
 
 
 class Role(enum.Enum):
@@ -69,6 +72,33 @@ def parameters_of(declaring: Any) -> Mapping[str, Parameter]:
     """The parameters that a dataclass declares, by name and in its order."""
     declared = (spec for spec in fields(declaring) if spec.metadata)
     return {spec.name: Parameter(name=spec.name, **spec.metadata) for spec in declared}
+
+
+def check_names(
+    named: Mapping[str, Any], names: Collection[str], reason: str, others: Collection[str] = ()
+) -> None:
+    """Raise InvalidRequestError for the first key that is none of `names`; others: to suggest."""
+    for name in named:
+        if name not in names:
+            raise InvalidRequestError(name, reason + did_you_mean(name, {*names, *others}))
+
+
+def checks_names(reason: str) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass raise InvalidRequestError for keywords that are none of its fields."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        names = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def checked(self: T, *args: Any, **named: Any) -> None:
+            check_names(named, names, reason)
+            init(self, *args, **named)
+
+        cls.__init__ = checked  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
 
 
 def check_number(

@@ -6,13 +6,13 @@ import enum
 import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
-from minisgl.parameters import Role, check_number, number, parameters_of
+from minisgl.parameters import Role, check_number, checks_names, number, parameters_of
 
 if TYPE_CHECKING:  # imports numpy, which takes a while
     import numpy as np
@@ -34,8 +34,11 @@ MAX_BAD_WORDS_CHARS = 8192  # of all words: they are tokenized on the event loop
 MAX_CHOICES = 8192  # of a StructuredOutput
 MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
+MAX_SHOWN = 80  # characters of a text in the repr of its output
+NO_PARAMETER = "is no sampling parameter"
 
 
+@checks_names("is no field of a StructuredOutput")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
     """What the output must look like: exactly one constraint. Raises InvalidRequestError.
@@ -112,6 +115,7 @@ CONSTRAINT_TYPES: Mapping[str, tuple[Any, str]] = {
 }
 
 
+@checks_names(NO_PARAMETER)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request. Raises InvalidRequestError, naming the field.
@@ -232,6 +236,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
+
+    def for_choice(self, k: int) -> SamplingParams:
+        """The parameters of answer k to a prompt, which has a seed of its own. Answer 0 keeps this
+        one, so that n = 1 is the first of n = 2."""
+        if self.seed is None or k == 0:
+            return self
+        digest = hashlib.blake2b(f"{self.seed} {k}".encode(), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(digest, signed=True))
 
 
 PARAMETERS = parameters_of(SamplingParams)
@@ -488,7 +500,7 @@ class ToolCall:
     arguments: str  # JSON text, as the model wrote it; incomplete where the answer was cut
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RequestOutput:
     """A finished request, as `LLM.generate` and `LLM.chat` return it."""
 
@@ -507,6 +519,12 @@ class RequestOutput:
     # Of a conversation, whose text has neither; None and empty for a model without their formats.
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= MAX_SHOWN else self.text[:MAX_SHOWN] + "…"
+        calls = f", {len(self.tool_calls)} tool calls" if self.tool_calls else ""
+        tokens = f"{len(self.prompt_token_ids)} + {len(self.token_ids)} tokens"
+        return f"RequestOutput({text!r}, {self.finish_reason}, {tokens}{calls})"
 
 
 @dataclass(slots=True)

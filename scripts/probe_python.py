@@ -6,7 +6,7 @@ line for each folder of packages it lives with. Nothing is imported that takes t
 
 import sys
 
-if sys.version_info[:2] not in ((3, 11), (3, 12)):
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(1)
 
 import re

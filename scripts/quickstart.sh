@@ -21,5 +21,6 @@ ensure_venv
 if [ "$chat" ]; then
   exec "$python" -m minisgl chat "${options[@]}"
 else
-  exec "$python" "$root/scripts/ask.py" "${options[@]}"
+  "$python" "$root/scripts/ask.py" "${options[@]}"
+  echo "Next, to talk to it: . ${venv@Q}/bin/activate && minisgl chat ${options[*]@Q}"
 fi

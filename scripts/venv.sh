@@ -18,13 +18,13 @@ ensure_venv() { # [EXTRAS], such as "[test]"
 # packages as well (an active venv's too, which --system-site-packages would not give).
 make_venv() {
   local candidate base='' folders=''
-  for candidate in python python3 python3.12 python3.11; do
+  for candidate in python python3 python3.13 python3.12 python3.11; do
     command -v "$candidate" >/dev/null || continue
     folders=$("$candidate" "$root/scripts/probe_python.py" 2>/dev/null) || continue
     [ -n "$folders" ] && { base=$candidate; break; }
     base=${base:-$candidate}
   done
-  [ -n "$base" ] || die "minisgl needs Python 3.11 or 3.12 on the PATH ($(found_python))."
+  [ -n "$base" ] || die "minisgl needs Python 3.11 to 3.13 on the PATH ($(found_python))."
 
   say "Making $venv with $("$base" -V)."
   "$base" -m venv "$venv" || { rm -rf "$venv"; die "$base -m venv failed; see above."; }
@@ -40,7 +40,8 @@ found_python() {
 }
 
 install() { # EXTRAS
-  say "Installing minisgl$1 into $venv; the first time this may take minutes."
+  say "Installing minisgl$1 into $venv. The first time this takes minutes: PyTorch alone is a"
+  say "download of 0.2 GB for a CPU, and of some 3 GB with its libraries for an NVIDIA GPU."
   # Building without isolation needs setuptools here, and no network once the packages are there.
   pip_install 'setuptools>=77' || die "Installing setuptools failed; see above."
   if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
@@ -48,22 +49,15 @@ install() { # EXTRAS
       say "PyTorch's CPU build could not be installed; going on with the usual one."
   fi
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
-  link_packages
   fingerprint "$1" >"$venv/installed"
 }
 
-# An editable install alone comes after the folders of sys.path, where a checkout in the current
-# folder, itself called minisgl, would be taken for the package.
-link_packages() {
-  local packages
-  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  ln -sfn "$root/minisgl" "$packages/minisgl"
-  ln -sfn "$root/cli" "$packages/minisgl_cli"
-}
-
-# Without the build's warnings, which are for packagers.
+# Shows each download with its size, and nothing else that goes well; without the build's warnings,
+# which are for packagers.
 pip_install() {
-  PYTHONWARNINGS=ignore "$python" -m pip install --quiet --disable-pip-version-check "$@"
+  PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1 "$python" -m pip install \
+    --progress-bar off --disable-pip-version-check "$@" |
+    sed -u -n -E 's/^ *(Downloading .*)/  \1/p; s/^Installing collected.*/  Installing what was downloaded/p' >&2
 }
 
 # What was installed last. The path is part of it: an editable install points at its checkout.

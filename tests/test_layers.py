@@ -16,15 +16,15 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "matcher", "parameters", "request", "shards", "expert_copies"),
-        *("config", "paths", "keys", "progress", "printable", "subprocesses"),
+        *("errors", "events", "matcher", "parameters", "request", "sampling_options", "shards"),
+        *("expert_copies", "config", "paths", "keys", "progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),
     ("kernels", "device", "distributed", "attention", "layers", "models", "drafting"),
     ("tiers", "runner", "ranks"),
     ("engine", "llm"),
-    ("server", "bench"),
+    ("server", "bench", "verify"),
     ("router",),
     ("ray",),
     ("cli",),

@@ -7,15 +7,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
+from support.serving import demo_engine, served
 
 from minisgl import LLM, MinisglError, RequestOutput, SamplingParams, StructuredOutput
 from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
+from minisgl.models.hub import DEMO_FOLDER
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -304,6 +307,7 @@ def test_a_response_format_that_is_wrong_is_refused(llm: LLM) -> None:
 
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+ODD = [{"role": "user", "content": "Zebra, blue of them?"}]
 SUM = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
@@ -331,6 +335,18 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"tools": print}, "tools: must be a list of functions"),
         ({"stop": 5}, "stop: must be a list, not 5"),
         ({"sampling_params": 5}, "sampling_params: must be SamplingParams"),
+        ({"chat_template_kwargs": {"foo": 1}}, "foo: is no sampling parameter and no variable of"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools is an argument of"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is an argum"),
+        ({"chat_template_kwargs": {"top_k": 1}}, "chat_template_kwargs: top_k is an argument of"),
+        ({"chat_template_kwargs": ["foo"]}, "chat_template_kwargs: must be a dict"),
+        (
+            {
+                "add_generation_prompt": True,
+                "chat_template_kwargs": {"add_generation_prompt": True},
+            },
+            "chat_template_kwargs: add_generation_prompt is an argument of its own",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(llm: LLM, named: dict[str, Any], message: str) -> None:
@@ -355,7 +371,8 @@ def test_lists_of_conversations_and_n_answers_come_in_their_order(llm: LLM) -> N
     assert [output.token_ids for output in together] == [output.token_ids for output in single]
     sampled: dict[str, Any] = {"temperature": 2, "max_tokens": 8, "ignore_eos": True}
     pairs = llm.chat([CAPITAL, SUM], n=2, seed=5, **sampled)
-    alone = [llm.chat(each, seed=seed, **sampled) for each in (CAPITAL, SUM) for seed in (5, 6)]
+    seeds = [SamplingParams(seed=5).for_choice(k).seed for k in range(2)]
+    alone = [llm.chat(each, seed=seed, **sampled) for each in (CAPITAL, SUM) for seed in seeds]
     assert [output.token_ids for output in pairs] == [output.token_ids for output in alone]
     assert len({tuple(output.token_ids) for output in llm.generate("Hello", n=4, **sampled)}) > 1
     seeded = llm.generate("Hello", n=4, seed=3, **sampled)
@@ -363,6 +380,30 @@ def test_lists_of_conversations_and_n_answers_come_in_their_order(llm: LLM) -> N
     assert [o.token_ids for o in llm.chat(CAPITAL, n=1, seed=5, **sampled)] == [alone[0].token_ids]
     assert len(llm.generate(["a", "b"], n=3, max_tokens=1)) == 6
     assert llm.generate([], n=3) == []
+
+
+def test_a_server_gives_the_same_answers_to_a_seed(llm: LLM) -> None:
+    """Each of n choices, of prompts and of conversations."""
+    body = {"n": 3, "seed": 5, "temperature": 2, "max_tokens": 8, "ignore_eos": True}
+    with served(demo_engine) as server, server.http() as client:
+        for path, prompt, ask in (
+            ("completions", {"prompt": ["Hello", "What is"]}, llm.generate),
+            ("chat/completions", {"messages": ODD}, llm.chat),
+        ):
+            answer = client.post(f"/v1/{path}", json={**body, **prompt, "return_token_ids": True})
+            found = [choice["token_ids"] for choice in answer.json()["choices"]]
+            outputs = cast(Any, ask)(*prompt.values(), **body)
+            assert found == [output.token_ids for output in outputs]
+            assert len({*map(tuple, found)}) > 1, "the model is too sure of its answer"
+
+
+def test_an_llm_says_what_it_was_made_with(tmp_path: Path) -> None:
+    with LLM(device="cpu", num_pages=40, max_model_len=200) as llm:
+        assert repr(llm) == "<LLM(device='cpu', num_pages=40, max_model_len=200)>"
+    assert repr(llm) == "<closed LLM(device='cpu', num_pages=40, max_model_len=200)>"
+    with LLM(Path(DEMO_FOLDER), dtype=torch.float32, device="cpu", num_pages=40) as llm:
+        assert repr(llm).startswith(f"<LLM(model=PosixPath('{DEMO_FOLDER}'), dtype=torch.float32")
+        assert llm.generate("Hello", GREEDY)[0].token_ids
 
 
 def test_a_stream_has_the_pieces_of_the_whole_answer(llm: LLM) -> None:
@@ -380,6 +421,8 @@ def test_a_stream_has_the_pieces_of_the_whole_answer(llm: LLM) -> None:
             next(llm.stream(prompt))
     with pytest.raises(InvalidRequestError, match="tools: is for conversations"):
         next(llm.stream("Hello", tools=[len]))
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs: is for conversations"):
+        next(llm.stream("Hello", chat_template_kwargs={}))
 
 
 def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
@@ -430,7 +473,8 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.Monke
             lambda *args, **options: submit(*args, **{**options, "matcher": matcher.matcher()}),
         )
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
-        output = llm.chat(CAPITAL, tools=[get_weather], style="plain", **options)
+        variables = {"style": "plain"}
+        output = llm.chat(CAPITAL, tools=[get_weather], chat_template_kwargs=variables, **options)
         assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
         [call] = output.tool_calls
         assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
@@ -442,6 +486,8 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.Monke
             for event in piece.events
         ]
         assert any(getattr(event, "name", "") == "get_weather" for event in events)
+        named = llm.chat(CAPITAL, tools=[get_weather], **cast(Any, variables), **options)
+        assert named.prompt_token_ids == output.prompt_token_ids
         untold = llm.chat(CAPITAL, **options)  # calls are parsed where tools were offered
         assert untold.tool_calls == [] and "<tool_call>" in untold.text
         with pytest.raises(MinisglError, match=r"tools: .* cannot be described"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ FOLDERS = {"minisgl": "minisgl", "cli": "minisgl_cli"}  # in the checkout, and i
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 DOCKERFILE = (SCRIPTS / "Dockerfile").read_text()
+EXTRA_VENV = SCRIPTS / "tools" / "extra_venv.sh"  # has the Triton of each torch
 HINT = re.compile(r"pip install ([^`\n#]*)")
 
 
@@ -28,21 +30,25 @@ def copied() -> set[str]:
     return {name.rstrip("/") for line in lines for name in line.split()}
 
 
+def build(kind: str, folder: Path) -> Path:
+    """A wheel, or an editable one, of a copy of the checkout in `folder`: setuptools leaves its
+    intermediate files beside the sources. The copy has what the image has."""
+    for name in copied():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            without = shutil.ignore_patterns("__pycache__", "README.md", "*.egg-info")
+            shutil.copytree(ROOT / name, folder / name, ignore=without, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, folder)
+    command = f"from setuptools import build_meta; build_meta.build_{kind}('.')"
+    subprocess.run([sys.executable, "-c", command], cwd=folder, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves its intermediate files beside the sources, and
-    from what the image has."""
-    source = tmp_path_factory.mktemp("source")
-    for name in copied():
-        if (ROOT / name).is_dir():
-            without = shutil.ignore_patterns("__pycache__", "README.md")
-            shutil.copytree(ROOT / name, source / name, ignore=without)
-        else:
-            shutil.copy(ROOT / name, source)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    [wheel] = source.glob("*.whl")
-    return wheel
+    return build("wheel", tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,39 @@ def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]
     }
     assert "minisgl/py.typed" in modules
     assert {name for name in wheel_names if ".dist-info/" not in name} == modules
+
+
+def test_the_wheel_contains_the_licences(wheel_names: set[str]) -> None:
+    """That of minisgl, and those of what others have written in it."""
+    for licence, says in (
+        ("LICENSE", "Version 2.0, January 2004"),
+        ("minisgl/assets/temml/LICENSE", "The MIT License"),
+    ):
+        assert any(name.endswith(f".dist-info/licenses/{licence}") for name in wheel_names)
+        assert says in (ROOT / licence).read_text()
+
+
+def test_a_script_beside_an_installed_checkout_finds_the_packages(tmp_path: Path) -> None:
+    """Python takes the folder of the checkout for a package too, which has nothing in it."""
+    wheel = build("editable", tmp_path / "minisgl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import site\n"
+        f"site.addsitedir({str(installed)!r})\n"
+        "from minisgl import RequestOutput, SamplingParams\n"
+        "import minisgl, minisgl_cli\n"
+        "print(minisgl.__file__, minisgl_cli.__file__, sep='\\n')\n"
+    )
+    # Without the packages of this Python, where minisgl is installed, too.
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(script)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = [Path(line).resolve() for line in done.stdout.splitlines()]
+    assert found == [tmp_path / "minisgl" / name / "__init__.py" for name in FOLDERS]
 
 
 def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
@@ -88,6 +127,35 @@ def test_the_image_is_sent_what_it_copies_and_nothing_else() -> None:
     assert {f"Programming Language :: Python :: {version}" for version in base} <= {
         *PYPROJECT["project"]["classifiers"]
     }
+
+
+def test_the_versions_of_python_and_torch_are_the_same_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = (re.fullmatch(r".*:: 3\.(\d+)", each) for each in PYPROJECT["project"]["classifiers"])
+    pythons = [int(each[1]) for each in found if each]
+    assert pythons == [*range(pythons[0], pythons[-1] + 1)]
+    assert PYPROJECT["project"]["requires-python"] == f">=3.{pythons[0]}"
+    [torch] = (each for each in PYPROJECT["project"]["dependencies"] if each.startswith("torch>"))
+    low, high = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups())  # type: ignore[union-attr]
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {', '.join(f'3.{each}' for each in pythons[:-1])} or 3.{pythons[-1]}." in readme
+    assert f"PyTorch (2.{low} to 2.{high - 1})" in readme
+    setup = (SCRIPTS / "venv.sh").read_text()
+    names = " ".join(f"python3.{each}" for each in reversed(pythons))
+    assert f"for candidate in python python3 {names};" in setup
+    assert f"Python 3.{pythons[0]} to 3.{pythons[-1]} on" in setup
+    jobs = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert all(f'"3.{each}"' in jobs for each in pythons)
+    assert all(f"2.{each}." in EXTRA_VENV.read_text() for each in range(low, high))
+    for minor in (pythons[0] - 1, *pythons, pythons[-1] + 1):
+        monkeypatch.setattr(sys, "version_info", (3, minor, 0, "final", 0))
+        is_refused = False
+        try:
+            runpy.run_path(str(SCRIPTS / "probe_python.py"))
+        except SystemExit:
+            is_refused = True
+        assert is_refused == (minor not in pythons)
 
 
 def test_the_install_section_lists_the_extras_of_users() -> None:

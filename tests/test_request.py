@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import pickle
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from minisgl.errors import InvalidRequestError
-from minisgl.request import MAX_LOGIT_BIAS, SamplingParams, StructuredOutput
+from minisgl.request import (
+    MAX_LOGIT_BIAS,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    ToolCall,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +69,56 @@ def test_an_invalid_sampling_value_is_refused_by_name(field: str, value: Any) ->
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert str(caught.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "said"),
+    [
+        (
+            SamplingParams,
+            {"temprature": 1},
+            "temprature: is no sampling parameter; did you mean te",
+        ),
+        (SamplingParams, {"max_token": 8, "seed": 1}, "max_token: is no sampling parameter; did y"),
+        (SamplingParams, {"use_beam_search": True}, "use_beam_search: is no sampling parameter."),
+        (SamplingParams, {"guided_json": {}}, "guided_json: is no sampling parameter."),
+        (StructuredOutput, {"jsonschema": {}}, "jsonschema: is no field of a StructuredOutput; di"),
+        (partial(replace, SamplingParams()), {"top": 1}, "top: is no sampling parameter; did you"),
+    ],
+)
+def test_a_keyword_that_is_no_field_is_refused_by_name(
+    make: Any, named: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        make(**named)
+    assert str(refused.value).startswith(said)
+
+
+def test_sampling_params_are_a_dataclass_like_any_other() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"])
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    assert list(inspect.signature(SamplingParams).parameters) == [
+        each.name for each in fields(params)
+    ]
+
+
+def test_each_choice_has_its_own_seed() -> None:
+    params = SamplingParams(seed=7)
+    seeds = [params.for_choice(k).seed for k in range(128)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 128
+    assert seeds == [params.for_choice(k).seed for k in range(128)]
+    assert SamplingParams().for_choice(3).seed is None
+
+
+@pytest.mark.parametrize("text", ["Paris.", "a\nb\u2028c\r", "long " * 10_000, "🙂" * 500, ""])
+def test_the_repr_of_an_output_is_one_short_line(text: str) -> None:
+    calls = [ToolCall("f", "{}")]
+    output = RequestOutput([1] * 9000, [2] * 300, text, "stop", tool_calls=calls)
+    shown = repr(output)
+    assert shown.startswith(f"RequestOutput({text[:80]!r}"[:-1])
+    assert shown.endswith(", stop, 9000 + 300 tokens, 1 tool calls)")
+    assert len(shown) < 600 and len(shown.splitlines()) == 1
 
 
 def test_contradicting_sampling_fields_are_refused() -> None:

@@ -50,7 +50,8 @@ async def parser_and_matcher(
     if form.messages is not None:
         answer = headed(answer, form.messages.text, form.marker_ids)
     compiled = await engine.compile(answer)
-    gate = await reasoning_gate(form, engine.encode, is_open=opened)
+    closed = form.closes_reasoning(tokenizer, prompt)
+    gate = await reasoning_gate(form, engine.encode, is_open=opened, is_closed=closed)
     return {"parser": parser, "matcher": compiled.matcher(gate)}
 
 

@@ -103,6 +103,15 @@ class ForwardBatch:
     marks: Tensor | None = None  # as ExpertTally takes them
     windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
 
+    def __post_init__(self) -> None:
+        # Kernels read the numbers of rows and slots one after the other, whatever their stride; the
+        # references would take any.
+        numbers = [self.token_ids, self.positions, self.slot_mapping, self.decodes.lengths]
+        numbers += [self.chunks.row_starts, self.chunks.ends]
+        numbers += [self.slots.decodes, *self.slots.segments]
+        numbers += [each for each in (self.slots.num_kept, self.marks) if each is not None]
+        assert all(each.is_contiguous() for each in numbers)
+
     def of(self, kv: PagedKV) -> ForwardBatch:
         """The rows with their pages in the KV cache of a layer."""
         return self.windowed or self if kv.windowed else self

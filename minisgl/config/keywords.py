@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.options import option_names
 from minisgl.errors import ConfigError, one_of
 
+Text: TypeAlias = str | os.PathLike[str]
 OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
 # What people write elsewhere, beside the spellings of the command line.
 FAMILIAR = {"max_num_seqs": "max_running_requests", "mem_fraction_static": "memory_ratio"}
 
 
-class EngineOptions(TypedDict, total=False):
+class TorchDtype(Protocol):
+    """A dtype of torch, which is not imported here."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+    @property
+    def itemsize(self) -> int: ...
+
+
+class OtherSpellings(TypedDict, total=False):
+    """The spellings of options that no field of EngineConfig has."""
+
+    model_path: Text
+    max_model_len: int | None
+    tensor_parallel_size: int
+    tp_size: int
+    enable_dp_attention: bool
+    pipeline_parallel_size: int
+    pp_size: int
+    enable_expert_parallel: bool
+    gpu_memory_utilization: float
+    cache: Literal["radix", "naive"]
+    attention_backend: str
+
+
+class EngineOptions(OtherSpellings, total=False):
     """The fields of EngineConfig but the model, as keywords that editors complete."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | TorchDtype
     device: Literal["auto", "cuda", "cpu"]
     load_format: Literal["auto", "dummy"]
     quantization: Literal["fp8"] | None
     model_impl: Literal["auto", "native", "adopted"]
     task: Literal["auto", "generate", "embed", "rerank"]
     max_seq_len_override: int | None
-    chat_template: str | None
+    chat_template: Text | None
     tp: int
     dp_attention: bool
     pp: int
     ep: bool
     redundant_experts: int
-    expert_counts: str | None
+    expert_counts: Text | None
     parallel: Literal["given", "auto"]
     nnodes: int
     node_rank: int
     master_addr: str
     master_port: int
-    cluster_token_file: str
+    cluster_token_file: Text
     disable_pynccl: bool
     memory_ratio: float
     num_pages: int | None
@@ -49,7 +76,7 @@ class EngineOptions(TypedDict, total=False):
     dense_copies: Literal["auto", "always", "never"]
     host_cache: float
     state_cache: float | None
-    disk_cache: str | None
+    disk_cache: Text | None
     disk_cache_gb: float
     max_running_requests: int
     max_queued_requests: int
@@ -58,7 +85,7 @@ class EngineOptions(TypedDict, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
-    speculative: str | None
+    speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None
     attn: str
@@ -74,17 +101,24 @@ class KeywordError(ConfigError):
 
 
 SPECS = {spec.name: spec for spec in fields(EngineConfig)}
-# The fields by all their spellings on the command line.
+# The fields by all their spellings on the command line, and in Python.
 SPELLINGS = {spelling: name for name, spec in SPECS.items() for spelling in option_names(spec)}
+KEYWORDS = {spelling[2:].replace("-", "_"): name for spelling, name in SPELLINGS.items()}
 
 
 def config_of(options: Mapping[str, Any]) -> EngineConfig:
     """The configuration with these options. Raises KeywordError."""
-    for name, value in options.items():
-        if name not in SPECS:
-            raise KeywordError(name, value, _unknown(name))
+    given: dict[str, Any] = {}
+    for keyword, value in options.items():
+        name = KEYWORDS.get(keyword)
+        if name is None:
+            raise KeywordError(keyword, value, _unknown(keyword))
+        if name in given:
+            reason = f"it is another name of {name}, which has a value; allowed: one of them"
+            raise KeywordError(keyword, value, reason)
+        given[name] = _in_words(value)
     try:
-        return EngineConfig(**options)
+        return EngineConfig(**given)
     except ConfigError as error:
         raise in_keywords(error, options) from None
 
@@ -98,12 +132,19 @@ def in_keywords(error: ConfigError, options: Mapping[str, Any]) -> ConfigError:
     allowed = OPTION.sub(lambda said: SPELLINGS.get(said[0], said[0]), error.allowed)
     if choices and error.allowed == one_of(choices):
         allowed = one_of(map(repr, choices))
-    return KeywordError(name, options.get(name, SPECS[name].default), allowed)
+    keyword = next((each for each in options if KEYWORDS[each] == name), name)
+    return KeywordError(keyword, options.get(keyword, SPECS[name].default), allowed)
+
+
+def _in_words(value: Any) -> Any:
+    """What the command line says for a path, or for a dtype or device of torch."""
+    if type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _unknown(name: str) -> str:
     """What to say of a keyword that does not exist."""
-    meant = SPELLINGS.get("--" + name.replace("_", "-")) or FAMILIAR.get(name)
-    near = [meant] if meant else get_close_matches(name, SPECS, n=1)
+    near = [FAMILIAR[name]] if name in FAMILIAR else get_close_matches(name, KEYWORDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"there is no such option; {hint}{one_of(SPECS)}"

@@ -64,7 +64,7 @@ class DraftStep:
     def ending_slots(self) -> Tensor:
         """The slot of each run, then of each chunk that samples: [num_slots] int64."""
         rows = self.num_decode_rows
-        runs = self.slots[: rows : self.run]
+        runs = self.slots[: rows : self.run].contiguous()  # as kernels take them
         return runs if rows == len(self.slots) else torch.cat((runs, self.slots[rows:]))
 
     def ending_rows(self) -> Tensor:

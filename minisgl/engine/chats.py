@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from minisgl.engine.engine import AsyncEngine
-from minisgl.errors import InvalidRequestError, one_of
+from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
 from minisgl.text.history import ROLES
 from minisgl.text.parsing.answer import AnswerParser
@@ -26,7 +25,6 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
-_MAX_NEAR = 3
 
 
 def _no_parser() -> None:
@@ -58,7 +56,7 @@ class Chats:
         self._variables = template_names(template)
         self._form = choose_format(tokenizer) if tokenizer is not None else AnswerFormat(None, None)
 
-    def check_options(self, names: Sequence[str], others: Sequence[str]) -> None:
+    def check_options(self, names: Iterable[str], others: Iterable[str]) -> None:
         """Raise InvalidRequestError for the first name that would have no effect.
 
         others: the names that are allowed besides those of the template.
@@ -66,11 +64,8 @@ class Chats:
         allowed = {*RENDERING_OPTIONS, *others, *self._variables}
         for name in names:
             if name not in RENDERING_OPTIONS and name not in self._variables:
-                near = get_close_matches(name, sorted(allowed), n=_MAX_NEAR)
-                hint = f"; did you mean {' or '.join(near)}?" if near else "."
-                raise InvalidRequestError(
-                    name, f"is no sampling parameter and no variable of the chat template{hint}"
-                )
+                reason = "is no sampling parameter and no variable of the chat template"
+                raise InvalidRequestError(name, reason + did_you_mean(name, allowed))
 
     async def prompt(
         self,
@@ -91,7 +86,9 @@ class Chats:
                 "out as well.",
             )
         token_ids = await engine.encode_chat(messages, **offered, **options)
-        is_open = engine.tokenizer is not None and form.opens_reasoning(engine.tokenizer, token_ids)
+        tokenizer = engine.tokenizer
+        is_open = tokenizer is not None and form.opens_reasoning(tokenizer, token_ids)
+        is_closed = tokenizer is not None and form.closes_reasoning(tokenizer, token_ids)
         parses_calls = bool(tools) and form.calls is not None
         return Prompt(
             token_ids=token_ids,
@@ -102,7 +99,7 @@ class Chats:
                 parse_calls=parses_calls,
                 skip_special_tokens=skip_special_tokens,
             ),
-            gate=await reasoning_gate(form, engine.encode, is_open=is_open),
+            gate=await reasoning_gate(form, engine.encode, is_open=is_open, is_closed=is_closed),
         )
 
 

@@ -243,18 +243,28 @@ class Texts:
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does, found out once. Raises EngineStoppedError."""
-
-        def look(renderer: Renderer) -> TemplateFacts:
-            return probe(
-                lambda messages, options: renderer.render(
-                    encode_call(self._tokenizer.template_call(messages, **options))
-                )
-            )
-
         found = self._facts
         if found is None or (found.done() and (found.cancelled() or found.exception())):
-            self._facts = found = asyncio.ensure_future(self._slow_renderings.run(look, 0))
+            self._facts = found = asyncio.ensure_future(self._find_facts())
         return await asyncio.shield(found)
+
+    async def _find_facts(self) -> TemplateFacts:
+        def look(renderer: Renderer, *, gives_up: bool) -> TemplateFacts:
+            def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+                try:
+                    call = self._tokenizer.template_call(messages, **options)
+                    return renderer.render(encode_call(call))
+                except EndlessTemplateError as error:
+                    if gives_up:
+                        raise TimeoutError from error
+                    raise
+
+            return probe(rendered)
+
+        try:  # where the conversations that wait for them are rendered
+            return await self._short.run(partial(look, gives_up=True), 0)
+        except TimeoutError:
+            return await self._slow_renderings.run(partial(look, gives_up=False), 0)
 
     async def _render(self, call: bytes) -> str:
         def render(renderer: Renderer) -> str:

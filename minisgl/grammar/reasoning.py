@@ -37,10 +37,12 @@ async def reasoning_gate(
     encode: Callable[..., Awaitable[list[int]]],
     *,
     is_open: bool,
+    is_closed: bool,
     budget: int | None = None,
 ) -> ReasoningGate | None:
     """The gate of an answer in a model's format; None if the model does not reason.
 
+    is_open, is_closed: see `opens_reasoning`, `closes_reasoning` of the format.
     encode: `AsyncEngine.encode`, for a marker that is not one token.
     """
     if form.reasoning is None:
@@ -55,10 +57,11 @@ async def reasoning_gate(
 
     # Otherwise text could begin like a marker, and go on in another way.
     has_opening = open in form.marker_ids or form.messages is not None
+    may_open = has_opening and not is_closed
     return ReasoningGate(
         close,
         await ids_of(close),
-        opening_ids=await ids_of(open) if has_opening else (),
+        opening_ids=await ids_of(open) if may_open else (),
         is_open=is_open,
         budget=budget,
         following_ids=await ids_of(form.reasoning.after),

@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from minisgl.errors import InvalidRequestError
+from minisgl.grammar.gemma_values import GemmaValues
+from minisgl.grammar.lark import Grammar, Member, marked, string
+from minisgl.grammar.plain_texts import ANY_TEXT, text_of
 from minisgl.grammar.schema import escaped
 from minisgl.grammar.source import (
     OPTIONS,
     grammar_text,
-    inline_regex,
     inline_schema,
     schema_options,
     source_of,
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
-from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, ArgumentStyle, CallSpelling
-from minisgl.text.parsing.gemma_format import CALL as GEMMA_CALL
-from minisgl.text.parsing.gemma_format import QUOTE
-from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
-from minisgl.text.parsing.named_formats import CALLS
+from minisgl.text.parsing.alternatives import alternatives, constants, types_in
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS, ArgumentStyle, CallSpelling
 from minisgl.text.parsing.python_format import is_key
-from minisgl.text.parsing.xml_format import FUNCTION, types_of
+from minisgl.text.parsing.xml_format import types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
-OPENINGS = (TOOL_CALL, TOOL_CALLS, FUNCTION, CALLS, GEMMA_CALL)
-PLAIN_KEY = re.compile(r"[^<>{}\[\]:,\"\s\/]+")
-SCALAR = r"-?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?|true|false|null"
-ANY_TEXT = r"/(.|\n)*/"
 # The escapes that mean the same in JSON and in Python.
 PYTHON_ESCAPES = 'nrbtf\\"'
 
@@ -71,18 +66,20 @@ def tool_calls(
     """
     if not tools:
         raise InvalidRequestError(field, "there is no tool to call.")
-    grammar = _Grammar(spelling, marker_ids)
+    grammar = Grammar(marker_ids)
     names = [json.dumps(tool.name, ensure_ascii=False)[1:-1] for tool in tools]
     ends = [  # of each call, from its arguments on
         grammar.rule(
             f"end_{index}",
-            _Arguments(grammar, f"call_{index}", tool).rule,
+            _Arguments(grammar, f"call_{index}", tool, spelling).rule,
             grammar.text(spelling.tail),
         )
         for index, tool in enumerate(tools)
     ]
+    number = "/:[0-9]+/" if spelling.numbered else ""
+    middle = grammar.text(spelling.middle)
     bodies = [  # of each call, what follows its head
-        grammar.rule(f"call_{index}", grammar.text(name + spelling.middle), ends[index])
+        grammar.rule(f"call_{index}", string(name), number, middle, ends[index])
         for index, name in enumerate(names)
     ]
     any_call = grammar.rule("any_call", " | ".join(bodies))
@@ -145,10 +142,12 @@ def _named(name: str, lark: str) -> dict[str, str]:
     return {"name": name, "lark_grammar": lark} if name else {"lark_grammar": lark}
 
 
-def _optional_calls(grammar: _Grammar, opening: str, beginning: str, calls: str) -> None:
+def _optional_calls(grammar: Grammar, opening: str, beginning: str, calls: str) -> None:
     """Add the start of a grammar in which a text may stand for the calls, or before them."""
-    if opening in grammar.marker_ids:
-        grammar.rule("start", f"{ANY_TEXT} ({grammar.text(beginning)} {calls})?")
+    if marker := grammar.first_marker(opening):
+        before, _, rest = beginning.partition(marker)
+        text = f"/(.|\\n)*{re.escape(before)}/" if before else ANY_TEXT
+        grammar.rule("start", f"{ANY_TEXT} | {text} {grammar.text(marker + rest)} {calls}")
     else:  # the text goes as far as the opening
         rest = grammar.text(beginning.removeprefix(opening))
         grammar.rule("opened[lazy]", f"{ANY_TEXT} {grammar.text(opening)}")
@@ -156,7 +155,7 @@ def _optional_calls(grammar: _Grammar, opening: str, beginning: str, calls: str)
 
 
 def _optional_bare_calls(
-    grammar: _Grammar,
+    grammar: Grammar,
     calls: str,
     text: str,
     beginnings: Sequence[str],
@@ -191,55 +190,12 @@ def _part(tool: Tool) -> StructuredOutput:
     return StructuredOutput(json_schema=tool.parameters, strict=tool.strict, field=tool.field)
 
 
-class _Grammar:
-    """A Lark grammar that is being written."""
-
-    def __init__(self, spelling: CallSpelling, marker_ids: Mapping[str, int]) -> None:
-        self.style = spelling.arguments
-        self.tags = spelling.tags
-        self.marker_ids = marker_ids
-        self._rules: list[str] = []
-        self._nested: list[dict[str, str]] = []  # grammars of their own
-
-    def rule(self, name: str, *parts: str) -> str:
-        """Add a rule; returns its name."""
-        self._rules.append(f"{name}: {' '.join(parts)}")
-        return name
-
-    def text(self, text: str) -> str:
-        """An expression for a text with markers in it; "" for none."""
-        return marked(text, self.marker_ids)
-
-    def nest(self, name: str, lark: str) -> str:
-        """Add a grammar of its own; returns an expression for it."""
-        self._nested.append({"name": name, "lark_grammar": lark})
-        return f"@{name}"
-
-    def __str__(self) -> str:
-        lark = "\n".join(self._rules) + OPTIONS
-        if not self._nested:
-            return lark
-        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._nested]})
-
-
-def marked(text: str, marker_ids: Mapping[str, int]) -> str:
-    """An expression for a text in which `marker_ids` are tokens; "" for none."""
-    parts = re.split(f"({'|'.join(map(re.escape, marker_ids))})", text) if marker_ids else [text]
-    return " ".join(
-        f"<[{marker_ids[part]}]>" if part in marker_ids else string(part) for part in parts if part
-    )
-
-
-def string(text: str) -> str:
-    """A Lark string."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 class _Arguments:
     """The rules for the arguments of one tool. `rule` is the name of the first."""
 
-    def __init__(self, grammar: _Grammar, name: str, tool: Tool) -> None:
+    def __init__(self, grammar: Grammar, name: str, tool: Tool, spelling: CallSpelling) -> None:
         self._grammar = grammar
+        self._spelling = spelling
         self._name = name
         self._tool = tool
         self._root = _object_schema(tool)
@@ -247,7 +203,7 @@ class _Arguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         required = self._root.get("required")
         self._required = required if isinstance(required, list | tuple) else ()
-        if tool.lark is not None and grammar.style is not ArgumentStyle.TAGS:
+        if tool.lark is not None and spelling.arguments is not ArgumentStyle.TAGS:
             raise InvalidRequestError(
                 tool.field,
                 "cannot be enforced: the model writes the input of tools as a JSON string. Use a "
@@ -258,8 +214,11 @@ class _Arguments:
             ArgumentStyle.TAGS: self._tagged,
             ArgumentStyle.QUOTED: self._quoted,
             ArgumentStyle.PYTHON: self._python,
-        }[grammar.style]
-        self.rule = write()
+        }[spelling.arguments]
+        try:
+            self.rule = write()
+        except RecursionError as error:
+            raise InvalidRequestError(tool.field, "is nested too deeply.") from error
 
     def _json(self) -> str:
         schema = inline_schema(self._root, schema_options(strict=self._tool.strict))
@@ -269,102 +228,69 @@ class _Arguments:
 
     def _tagged(self) -> str:
         parts = []
-        before_key, before_value = map(self._grammar.text, self._grammar.tags[:2])
+        tags, json_tag = self._spelling.tags, self._spelling.json_tag
+        before_key, before_value = map(self._grammar.text, tags[:2])
         for index, key in enumerate(self._properties):
             name = f"{self._name}_{index}"
-            head = f"{before_key} {string(key)} {before_value}"
+            tag = (self._is_json(key) and json_tag) or tags[1]
+            head = f"{before_key} {string(key)} {self._grammar.text(tag)}"
             rule = self._grammar.rule(name, head, self._tagged_value(name, key))
             parts.append(rule if key in self._required else f"{rule}?")
-        if not self._properties and self._root.get("additionalProperties") is not False:
-            value = self._raw_text(f"{self._name}_value", ANY_TEXT)
+        if self._is_open:
+            value = self._grammar.raw_text(f"{self._name}_value", ANY_TEXT, tags[2])
             parts.append(f"({before_key} /[^<>\\n]+/ {before_value} {value})*")
         return self._grammar.rule(f"{self._name}_arguments", " ".join(parts) or '""')
 
     def _tagged_value(self, name: str, key: str) -> str:
-        tool, schema = self._tool, self._properties[key]
-        end = self._grammar.text(self._grammar.tags[2])
-        if tool.lark is not None:
-            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {end}"
-        if tool.regex is not None:
-            return f"{inline_regex(tool.regex)} {end}"
+        end = self._grammar.text(self._spelling.tags[2])
+        if self._tool.lark is not None:
+            return f"{self._grammar.nest(f'{name}_input', self._tool.lark)} {end}"
         types = types_of(self._root, key)
-        if (types or tool.strict) and "string" not in types:
-            return f"{self._schema_of(key, {})} {end}"
-        constants = _constants(schema)
-        if constants:
-            texts = (
-                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                for value in constants
-            )
-            return f"({' | '.join(map(string, texts))}) {end}"
-        if tool.strict and "format" in schema:
-            raise InvalidRequestError(
-                tool.field,
-                f"at /properties/{escaped(key)}/format: cannot be enforced, for the model writes "
-                "strings in calls as plain text; leave it out, or do without strict.",
-            )
-        return self._raw_text(f"{name}_value", _text_regex(schema))
+        if self._is_json(key):
+            return f"{self._schema_of(key, types)} {end}"
+        schemas = alternatives(self._root, self._properties[key]) or [{}]
+        texts = [text for schema in schemas for text in self._texts(key, schema)]
+        either = " | ".join(f"({text})" for text in texts)
+        value = self._grammar.raw_text(f"{name}_value", either, self._spelling.tags[2])
+        others = types - {"string"}
+        if not others or ANY_TEXT in texts or self._spelling.json_tag:
+            return value
+        return f"({value} | {self._schema_of(key, others)} {end})"
 
-    def _raw_text(self, name: str, regex: str) -> str:
-        end = self._grammar.tags[2]
-        if end.startswith(tuple(self._grammar.marker_ids)):  # which no text has in it
-            return self._grammar.rule(name, regex, self._grammar.text(end))
-        self._grammar.rule(f"{name}[suffix={string(end)}]", regex)
-        return name
+    def _texts(self, key: str, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Expressions of terminals for the texts that a schema without combinations allows."""
+        if values := constants(schema):
+            for value in values:
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                yield string(text)
+        elif "string" in types_in(schema):
+            keyword = next((each for each in ("format", "allOf", "not") if each in schema), "")
+            if self._tool.strict and keyword:
+                raise InvalidRequestError(
+                    self._tool.field,
+                    f"at /properties/{escaped(key)}/{keyword}: cannot be enforced, for the model "
+                    "writes strings in calls as plain text; leave it out, or do without strict.",
+                )
+            yield text_of(schema)
 
-    def _listed(self, assign: str, separator: str, value: Callable[[str], str]) -> str:
-        """`first_i`: the arguments from i on, the first of the call; `next_i`: others precede."""
-        keys = [*self._properties]
-        name, rule = self._name, self._grammar.rule
-        rule(f"{name}_first_{len(keys)}", '""')
-        rule(f"{name}_next_{len(keys)}", '""')
-        for index in reversed(range(len(keys))):
-            key = keys[index]
-            argument = rule(f"{name}_{index}", string(f"{key}{assign}"), value(key))
-            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
-            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
-            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
-            rule(
-                f"{name}_next_{index}",
-                f'"{separator}" {argument} {name}_next_{index + 1}{skip_next}',
-            )
-        return f"{name}_first_0"
+    def _is_json(self, key: str) -> bool:
+        """Whether a value is written as JSON; others are texts."""
+        types = types_of(self._root, key)
+        return "string" not in types and bool(types or self._tool.strict)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the arguments may be any."""
+        return not self._properties and self._root.get("additionalProperties") is not False
 
     # -- Gemma -------------------------------------------------------------------------------------
 
     def _quoted(self) -> str:
-        for key in self._properties:
-            if not PLAIN_KEY.fullmatch(key):
-                raise InvalidRequestError(
-                    self._tool.field,
-                    f"at /properties/{escaped(key)}: the model writes names without quotes, where "
-                    "blanks, quotes, brackets, commas and colons cannot be read; rename it.",
-                )
-        return self._listed(":", ",", self._quoted_value)
-
-    def _quoted_value(self, key: str) -> str:
-        tool, schema, quote = self._tool, self._properties[key], self._grammar.text(QUOTE)
-        if tool.regex is not None:
-            return f"{quote} {inline_regex(tool.regex)} {quote}"
-        types = types_of(self._root, key)
-        if types and not types & {"string", "array", "object"}:
-            return self._schema_of(key, {})
-        if types == {"string"}:
-            texts = " | ".join(string(value) for value in _constants(schema))
-            return f"{quote} {f'({texts})' if texts else _text_regex(schema)} {quote}"
-        if tool.strict:
-            raise InvalidRequestError(
-                tool.field,
-                f"at /properties/{escaped(key)}: cannot be enforced, for the model does not write "
-                "lists and objects in calls as JSON; do without strict.",
-            )
-        name = f"{self._name}_{[*self._properties].index(key)}_value"
-        rule = self._grammar.rule
-        rule(f"{name}_pair", f'/{PLAIN_KEY.pattern}/ ":" {name}')
-        rule(f"{name}_list", f'"[" ({name} ("," {name})*)? "]"')
-        rule(f"{name}_object", f'"{{" ({name}_pair ("," {name}_pair)*)? "}}"')
-        text = f"{quote} {ANY_TEXT} {quote}"
-        return rule(name, f"{text} | {name}_list | {name}_object | /{SCALAR}/")
+        tool = self._tool
+        values = GemmaValues(
+            self._grammar, self._name, self._root, field=tool.field, strict=tool.strict
+        )
+        return values.arguments()
 
     # -- Python ------------------------------------------------------------------------------------
 
@@ -377,19 +303,32 @@ class _Arguments:
                     "where a name with quotes, brackets or any of = , : * cannot be read; rename "
                     "it.",
                 )
-        return self._listed("=", ", ", self._python_value)
+        name, rule = self._name, self._grammar.rule
+        members = []
+        for index, key in enumerate(self._properties):
+            argument = rule(f"{name}_{index}", string(f"{key}="), self._python_value(key))
+            members.append(Member(argument, key in self._required))
+        options = {**schema_options(strict=False), "json_allowed_escapes": PYTHON_ESCAPES}
+        more = rule(f"{name}_more", r"/[a-zA-Z_]\w*/", '"="', inline_schema({}, options))
+        return self._grammar.listed(name, members, ", ", more if self._is_open else "")
 
     def _python_value(self, key: str) -> str:
-        if types_of(self._root, key) == {"boolean"}:
+        types = types_of(self._root, key)
+        if types == {"boolean"}:
             return '("True" | "False")'
-        return self._schema_of(key, {"json_allowed_escapes": PYTHON_ESCAPES})
+        return self._schema_of(key, types, json_allowed_escapes=PYTHON_ESCAPES)
 
-    def _schema_of(self, key: str, options: dict[str, Any]) -> str:
-        """The schema of a property, with all that its references may name."""
+    def _schema_of(self, key: str, types: frozenset[str], **options: Any) -> str:
+        """The schema of a property, with all that its references may name.
+
+        types: of its values, those that are held to it; none for all.
+        """
         schema: dict[str, Any] = {
             "$defs": {"tool": _moved(self._root, "#/$defs/tool")},
             "$ref": f"#/$defs/tool/properties/{quote(escaped(key), safe='~')}",
         }
+        if "string" not in types and "string" in types_of(self._root, key):
+            schema["type"] = sorted(types)
         return inline_schema(schema, {**schema_options(strict=self._tool.strict), **options})
 
 
@@ -420,28 +359,3 @@ def _moved(schema: Any, place: str) -> Any:
             return [_moved(value, place) for value in schema]
         case _:
             return schema
-
-
-def _constants(schema: Any) -> list[Any]:
-    match schema:
-        case {"const": value}:
-            return [value]
-        case {"enum": [*values]}:
-            return values
-        case _:
-            return []
-
-
-def _text_regex(schema: Any) -> str:
-    """A Lark expression for the plain text of a string: its pattern and its lengths."""
-    if not isinstance(schema, Mapping):
-        return ANY_TEXT
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    regex = f"/(.|\\n){{{least},{most}}}/" if least or most != "" else ANY_TEXT
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if pattern.endswith("$") else "(.|\\n)*"
-        bare = pattern.removeprefix("^").removesuffix("$")
-        regex = f"{inline_regex(f'{before}(?:{bare}){after}')} & {regex}"
-    return regex

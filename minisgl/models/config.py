@@ -17,6 +17,7 @@ from minisgl.config import (
     StateSpec,
 )
 from minisgl.expert_copies import Copies
+from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import Clamped
 
 
@@ -47,6 +48,9 @@ class ExpertsConfig:
     size: int  # inner dimension of one expert's MLP
     normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
     layers: frozenset[int]  # indices of the layers with experts
+    # How they follow from the router's logits, if not by a softmax of those that are chosen.
+    routing: GroupRouting | None = None
+    router_bias: bool = False  # of each expert, which counts in that choice alone
     shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
     clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
     inner_block: int = 1  # a rank's part of `size` is whole blocks of so many

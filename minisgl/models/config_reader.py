@@ -1,12 +1,14 @@
 """Strict, typed access to the fields of config.json.
 
-The readers of the families are strict: a field that they do not know may change the arithmetic, so
-a field that is neither read, nor known to be harmless, nor switched off is rejected by name.
+The readers of the families are strict: a field that they do not know may change the arithmetic. So
+a field that is neither read, nor known to be harmless, nor switched off is rejected by name, unless
+transformers does not read it either.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +16,23 @@ from typing import Any
 
 from minisgl.config import DTYPES, MAX_SEQ_LEN
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
+from minisgl.models.transformers_fields import fields_read
 
 CONFIG_FILE = "config.json"
+_TEXT_CONFIG = f"{CONFIG_FILE}: text_config"
 # Of config.json; the second is that of compressed-tensors in 2024.
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 # Bounds far beyond any model, which keep allocations that follow from a field reasonable.
 _LARGEST_COUNT = 2**31 - 1
-_LARGEST_COUNTS = {"num_hidden_layers": 10_000, "max_position_embeddings": MAX_SEQ_LEN}
+NUMBERS_OF_LAYERS = frozenset(("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+_LARGEST_COUNTS = {
+    **dict.fromkeys(NUMBERS_OF_LAYERS, 10_000),
+    "max_position_embeddings": MAX_SEQ_LEN,
+}
 _LARGEST = 1e30
+
+logger = logging.getLogger(__name__)
 
 
 def field_names(text: str) -> frozenset[str]:
@@ -112,20 +122,33 @@ class Fields:
 
     def refuse_others(self, known: frozenset[str]) -> None:
         """Raise UnsupportedModelError for a field outside `known` that is switched on: null, false,
-        0 and empty values are not."""
-        for name, value in self.values.items():
-            if name == "partial_rotary_factor" and value not in (None, 1):
-                raise UnsupportedModelError(f"{self.where}: {name} {value!r} is not supported.")
-            if value and name not in known:
-                raise UnsupportedModelError(
-                    f"{self.where}: the field {name} ({reprlib.repr(value)}) is not supported."
-                )
+        0 and empty values are not. Of one that transformers does not read, warn instead."""
+        others = [name for name, value in self.values.items() if value and name not in known]
+        read = fields_read(self.values) if others else None
+        for name in others:
+            field = f"{self.where}: the field {name} ({reprlib.repr(self.values[name])})"
+            if read is None or name in read:
+                raise UnsupportedModelError(f"{field} is not supported.")
+            logger.warning("%s is left aside: transformers does not read it either.", field)
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         if value is None and default is None:
             raise CheckpointError(f"{self.where} lacks {name}.")
         return default if value is None else value
+
+
+def quantization_fields(values: Mapping[str, Any]) -> Fields | None:
+    """What a config.json says of quantisation, for the whole or for its text part; None: nothing.
+    Raises CheckpointError."""
+    for part, where in ((values, CONFIG_FILE), (values.get("text_config"), _TEXT_CONFIG)):
+        for name in QUANTIZATION_FIELDS:
+            found = part.get(name) if isinstance(part, Mapping) else None
+            if found and not isinstance(found, dict):
+                raise CheckpointError(f"{where}: {name} is not a JSON object.")
+            if found:
+                return Fields(found, f"{where}: {name}")
+    return None
 
 
 def checkpoint_dtype(fields: Fields) -> str:

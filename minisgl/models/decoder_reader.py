@@ -27,11 +27,12 @@ DECODER_FIELDS = HARMLESS_FIELDS | field_names(
     num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps tie_word_embeddings
     max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
     rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
-    layer_types quantization_config compression_config"""
+    layer_types is_causal quantization_config compression_config"""
 )
 
 _ROPE_FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
+    "mrope": frozenset(),
     "linear": field_names("factor"),
     "dynamic": field_names("factor original_max_position_embeddings"),
     "llama3": field_names(
@@ -44,7 +45,10 @@ _ROPE_FIELDS: dict[str, frozenset[str]] = {
 }
 Windows = tuple[int | None, ...]  # the sliding window of each layer in tokens; None: it has none
 
-_SHARED_ROPE_FIELDS = field_names("rope_type type rope_theta partial_rotary_factor")
+# Text has the same position in all dimensions of an image's, so mrope changes nothing.
+_SHARED_ROPE_FIELDS = field_names(
+    "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved"
+)
 _REQUIRED_ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -63,15 +67,21 @@ def read_decoder(
     windows: Windows | None = None,
     experts: ExpertsConfig | None = None,
     sinks: bool = False,
+    rotary_share: float | None = None,
 ) -> NativeConfig:
     """The config of a decoder, given what its family adds.
 
     head_dim: the default; None: hidden_size / num_attention_heads. windows: None: no layer has one.
+    rotary_share: the default of partial_rotary_factor; None: whole heads are rotated.
 
     Raises CheckpointError, UnsupportedModelError.
     """
     if (activation := fields.values.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; allowed: silu")
+    if not fields.flag("is_causal", True):
+        raise UnsupportedModelError(
+            f"{fields.where}: is_causal false is not supported: tokens would attend to later ones."
+        )
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -80,6 +90,11 @@ def read_decoder(
         raise CheckpointError(
             f"{CONFIG_FILE}: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do "
             "not fit: heads must divide into KV heads and head_dim must be even."
+        )
+    if experts is not None and experts.num_chosen > experts.num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {experts.num_chosen} experts for each token are more than the "
+            f"{experts.num_experts} that there are."
         )
     _layer_kinds(fields)
     max_position = fields.count("max_position_embeddings")
@@ -114,6 +129,7 @@ def read_decoder(
         notes=notes,
         experts=experts,
         sinks=sinks,
+        rotary_dim=_rotary_dim(fields, head_dim, rotary_share),
     )
 
 
@@ -180,17 +196,36 @@ def _limit(max_position: int, rope: RopeConfig) -> tuple[int, str | None]:
     return min(rope.original_max_position, max_position), reason
 
 
-def read_rope(fields: Fields, max_position: int) -> RopeConfig:
-    """max_position: max_position_embeddings. Raises CheckpointError, UnsupportedModelError."""
+def _rope_fields(fields: Fields) -> Fields:
     source = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     values = fields.values.get(source) or {}
     where = f"{CONFIG_FILE}: {source}"
     if not isinstance(values, dict):
         raise CheckpointError(f"{where} is not a JSON object.")
-    rope = Fields(values, where)
-    type_ = str(values.get("rope_type") or values.get("type") or "default")
+    return Fields(values, where)
+
+
+def _rotary_dim(fields: Fields, head_dim: int, default: float | None) -> int | None:
+    """How many numbers of a head are rotated, the first; None: all."""
+    name, rope = "partial_rotary_factor", _rope_fields(fields)
+    # As in transformers, the field of the rope takes precedence.
+    where = fields if rope.values.get(name) is None else rope
+    share = where.number_above(0, name, default or 1.0)
+    if default is None:
+        if share != 1:
+            raise UnsupportedModelError(f"{where.where}: {name} {share} is not supported.")
+        return None
+    if share > 1 or head_dim * share % 2:
+        raise where.wrong(name, "a share of the head that is an even number")
+    return int(head_dim * share)
+
+
+def read_rope(fields: Fields, max_position: int) -> RopeConfig:
+    """max_position: max_position_embeddings. Raises CheckpointError, UnsupportedModelError."""
+    rope = _rope_fields(fields)
+    type_ = str(rope.values.get("rope_type") or rope.values.get("type") or "default")
     if type_ not in _ROPE_FIELDS:
-        raise UnsupportedModelError(f"{where}: rope_type {type_}; {one_of(_ROPE_FIELDS)}")
+        raise UnsupportedModelError(f"{rope.where}: rope_type {type_}; {one_of(_ROPE_FIELDS)}")
     rope.refuse_others(_ROPE_FIELDS[type_] | _SHARED_ROPE_FIELDS)
     for name in _REQUIRED_ROPE_FIELDS.get(type_, ()):
         rope.number_above(0, name)
@@ -204,7 +239,7 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
     plain = RopeConfig()
     low_freq_factor = rope.number("low_freq_factor", plain.low_freq_factor)
     return RopeConfig(
-        type=type_,
+        type="default" if type_ == "mrope" else type_,
         # With a base of 1 all pairs would rotate alike.
         theta=rope.number_above(1, "rope_theta", fields.number_above(1, "rope_theta", plain.theta)),
         factor=factor,

@@ -1,5 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and models built alike: Moonlight and
-Kimi-K2 by the name of V3, and GLM-4.7-Flash."""
+Kimi-K2 by the name of V3, the text part of Kimi-K2.5 to 2.7, and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.latent_attention import (
     LatentAttention,
     LatentSizes,
@@ -26,9 +25,12 @@ from minisgl.layers.linear import Linear
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
+# As published, and as transformers writes it.
+KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 
 # Those of losses and of where experts are have no effect.
 _FIELDS = DECODER_FIELDS | field_names(
@@ -41,6 +43,7 @@ _FIELDS = DECODER_FIELDS | field_names(
 )
 _GREEDY, _IN_GROUPS, _BY_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
 _ROUTER_BIAS = "e_score_correction_bias"
+_TOWER = ("vision_tower.", "mm_projector.")
 LEFT_OUT = "layers that draft tokens, left out: "
 # What a layer that drafts has beside the others, as the drafter calls it; None: it is the model's.
 _OF_DRAFTER = {
@@ -67,7 +70,7 @@ _V3_DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {  # of others: V3's
     V2: {
         "q_lora_rank": 1536,
         "v_head_dim": 128,
@@ -78,7 +81,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1407,
         "routed_scaling_factor": 1.0,
     },
-    V3: _V3_DEFAULTS,
     GLM: _V3_DEFAULTS
     | {
         "q_lora_rank": 768,
@@ -102,7 +104,6 @@ class LatentConfig(NativeConfig):
 
     sizes: LatentSizes
     scale: float  # of scores
-    routing: GroupRouting
 
     def attention(self, layer: int) -> AttentionSpec:
         """As in NativeConfig: over latents."""
@@ -139,10 +140,11 @@ class LatentConfig(NativeConfig):
         return dataclasses.replace(facts, quantized=others)
 
 
-def read_config(given: Fields) -> LatentConfig:
+def read_config(whole: Fields) -> LatentConfig:
     """Raises as `read_decoder` does."""
-    architecture = str(given.values["architectures"][0])
-    defaults = _DEFAULTS[architecture]
+    architecture = str(whole.values["architectures"][0])
+    given, of_whole = text_part(whole)
+    defaults = _DEFAULTS.get(architecture, _V3_DEFAULTS)
     # Of these null says something else than nothing.
     kept = {
         name: value
@@ -162,9 +164,9 @@ def read_config(given: Fields) -> LatentConfig:
     if sizes.rope_dim % 2:
         raise fields.wrong("qk_rope_head_dim", "an even number")
     plain = {**fields.values, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
-    experts = _read_experts(fields)
+    experts = _read_experts(fields, architecture)
     read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
-    num_drafting, notes = _num_drafting(fields), read.notes
+    num_drafting, notes = _num_drafting(fields), read.notes + of_whole
     if num_drafting:
         notes += (f"{LEFT_OUT}{num_drafting}",)
     return LatentConfig(
@@ -172,20 +174,23 @@ def read_config(given: Fields) -> LatentConfig:
         | {"notes": notes, "num_drafting_layers": num_drafting},
         sizes=sizes,
         scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * _of_context(fields, read.rope),
-        routing=_read_routing(fields, architecture, experts),
     )
 
 
-def name_of(stored_name: str) -> str:
-    """What a tensor of a checkpoint is called in the model."""
-    return stored_name.removeprefix("model.").replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
+def name_of(stored_name: str) -> str | None:
+    """What a tensor of a checkpoint is called in the model; None for that of a tower."""
+    name = stored_name.removeprefix("model.")
+    if name.startswith(_TOWER):
+        return None
+    name = name.removeprefix("language_model.").removeprefix("model.")
+    return name.replace(f".gate.{_ROUTER_BIAS}", f".{_ROUTER_BIAS}")
 
 
 def name_in_drafter(stored_name: str, layer: int) -> str | None:
     """What a tensor of a checkpoint is called in the drafter, whose layer has this number; None for
     those of the model."""
     prefix, name = f"layers.{layer}.", name_of(stored_name)
-    if not name.startswith(prefix):
+    if name is None or not name.startswith(prefix):
         return None
     module, _, kind = name.removeprefix(prefix).rpartition(".")
     if module not in _OF_DRAFTER:
@@ -221,26 +226,24 @@ def _of_context(fields: Fields, rope: RopeConfig) -> float:
     return float((0.1 * share * math.log(rope.factor) + 1) ** 2)
 
 
-def _read_experts(fields: Fields) -> ExpertsConfig:
+def _read_experts(fields: Fields, architecture: str) -> ExpertsConfig:
     num_layers = fields.count("num_hidden_layers")
     name = next(
         (name for name in ("num_local_experts", "num_experts") if fields.values.get(name)),
         "n_routed_experts",
     )
-    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
-        )
+    routing = _read_routing(fields, architecture, num_experts := fields.count(name))
     size, num_shared = fields.count("moe_intermediate_size"), 0
     if fields.values["n_shared_experts"]:
         num_shared = fields.count("n_shared_experts")
     return ExpertsConfig(
         num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_chosen=routing.top_k,
         size=size,
-        normalize=False,  # see LatentConfig.routing
+        normalize=routing.normalize,
         layers=_sparse_layers(fields, num_layers),
+        routing=routing,
+        router_bias=routing.sigmoid,
         shared_size=num_shared * size,
     )
 
@@ -260,7 +263,7 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
-def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> GroupRouting:
+def _read_routing(fields: Fields, architecture: str, num_experts: int) -> GroupRouting:
     is_v2 = architecture == V2
     method = str(fields.values.get("topk_method") or (_GREEDY if is_v2 else _BY_BIAS))
     methods = (_GREEDY, _IN_GROUPS) if is_v2 else (_BY_BIAS,)
@@ -274,19 +277,20 @@ def _read_routing(fields: Fields, architecture: str, experts: ExpertsConfig) -> 
     normalize = fields.flag("norm_topk_prob", False)
     if is_v2 and normalize:
         raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")
+    num_chosen = fields.count("num_experts_per_tok")
     num_groups = num_kept = 1
     if method != _GREEDY:
         num_groups, num_kept = fields.count("n_group"), fields.count("topk_group")
     least = 1 if is_v2 else 2  # experts that a group is measured by
-    each, rest = divmod(experts.num_experts, num_groups)
-    if rest or each < least or num_kept > num_groups or num_kept * each < experts.num_chosen:
+    each, rest = divmod(num_experts, num_groups)
+    if rest or each < least or num_kept > num_groups or num_kept * each < num_chosen:
         raise CheckpointError(
-            f"{CONFIG_FILE}: {experts.num_experts} experts, n_group {num_groups}, topk_group "
-            f"{num_kept} and num_experts_per_tok {experts.num_chosen} do not fit: experts must "
+            f"{CONFIG_FILE}: {num_experts} experts, n_group {num_groups}, topk_group "
+            f"{num_kept} and num_experts_per_tok {num_chosen} do not fit: experts must "
             "divide into groups, of which those that are kept have as many as are chosen."
         )
     return GroupRouting(
-        top_k=experts.num_chosen,
+        top_k=num_chosen,
         normalize=normalize,
         sigmoid=not is_v2,
         factor=fields.number("routed_scaling_factor"),
@@ -304,26 +308,6 @@ class LatentDecoderLayer(DecoderLayer):
         assert isinstance(config, LatentConfig)
         return LatentAttention(
             config.hidden_size, index, config.attention(index), config.sizes, format, comm
-        )
-
-    def make_mlp(
-        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
-    ) -> nn.Module:
-        assert isinstance(config, LatentConfig) and config.experts is not None
-        experts = config.experts
-        if index not in experts.layers:
-            return super().make_mlp(config, index, format, comm)
-        return GroupedMoeBlock(
-            config.hidden_size,
-            format,
-            comm,
-            routing=config.routing,
-            num_experts=experts.num_experts,
-            expert_size=experts.size,
-            shared_size=experts.shared_size,
-            has_bias=config.routing.sigmoid,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 
 from minisgl.errors import DownloadError, ModelNotFoundError
 
-_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*", "tiktoken*"]
 # Other formats of the same weights: subfolders, and Mistral's consolidated file.
 _IGNORED = ["*/*", "consolidated*"]
 

@@ -27,8 +27,9 @@ from minisgl.layers.normed_attention import NormedAttention
 from minisgl.layers.post_norm import PostNormed
 from minisgl.layers.step import Step
 from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, read_rope
+from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 from minisgl.shards import whole
 
@@ -37,14 +38,6 @@ WITH_TOWERS = "Gemma4ForConditionalGeneration"
 
 # What lies beside the text part, without 'model.'.
 _TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
-# Of the config of a model with towers, beside text_config.
-_FIELDS_OF_WHOLE = field_names(
-    """architectures model_type text_config vision_config audio_config
-    image_token_id video_token_id audio_token_id boi_token_id eoi_token_id boa_token_id
-    eoa_token_id eoa_token_index vision_soft_tokens_per_image
-    tie_word_embeddings transformers_version dtype torch_dtype quantization_config
-    initializer_range eos_token_id pad_token_id bos_token_id"""
-)
 # vocab_size_per_layer_input and use_double_wide_mlp have no effect without what is refused.
 _FIELDS = DECODER_FIELDS | field_names(
     """attention_bias attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim
@@ -113,21 +106,10 @@ class GemmaConfig(NativeConfig):
 def read_config(whole_config: Fields) -> GemmaConfig:
     """Raises as `read_decoder` does."""
     architecture = str(whole_config.values["architectures"][0])
-    fields, notes = whole_config, list[str]()
-    if architecture == WITH_TOWERS:
-        whole_config.refuse_others(_FIELDS_OF_WHOLE)
-        text = whole_config.values.get("text_config")
-        if not isinstance(text, dict):
-            raise CheckpointError(f"{CONFIG_FILE}: text_config is not a JSON object.")
-        dtypes = {
-            name: whole_config.values[name]
-            for name in ("dtype", "torch_dtype")
-            if whole_config.values.get(name)
-        }
+    fields, notes = text_part(whole_config)
+    if fields is not whole_config:  # which decides
         tied = {"tie_word_embeddings": whole_config.flag("tie_word_embeddings", True)}
-        fields = Fields(dtypes | text | tied, f"{CONFIG_FILE}: text_config")
-        towers = [name for name in ("vision", "audio") if whole_config.values.get(f"{name}_config")]
-        notes.append(f"the text part of the model; left out: {', '.join(towers) or 'nothing'}")
+        fields = Fields({**fields.values, **tied}, fields.where)
     given = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(_DEFAULTS | given, fields.where)
     fields.refuse_others(_FIELDS)
@@ -288,14 +270,9 @@ def _read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
     """The MLP beside them is a shared expert."""
     if not fields.flag("enable_moe_block", False):
         return None
-    num_experts, num_chosen = fields.count("num_experts"), fields.count("top_k_experts")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{fields.where}: top_k_experts {num_chosen} is more than num_experts {num_experts}."
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count("num_experts"),
+        num_chosen=fields.count("top_k_experts"),
         size=fields.count("moe_intermediate_size"),
         normalize=True,
         layers=frozenset(range(num_layers)),

@@ -38,12 +38,17 @@ def read_generation_defaults(
 ) -> GenerationDefaults:
     """Combine generation_config.json, config.json and the tokenizer's EOS id.
 
-    They may name different EOS tokens (Llama 3 has three), so the result is the union. Both files
-    may be absent. Raises CheckpointError where a file is broken or a value is invalid.
+    They may name different EOS tokens (Llama 3 has three), so the result is the union. Of a config
+    with a text part, that of the part counts where the whole has none. Both files may be absent.
+    Raises CheckpointError where a file is broken or a value is invalid.
     """
     generation = _read_if_present(folder / GENERATION_FILE)
     eos_token_ids = _token_ids(generation, GENERATION_FILE)
-    eos_token_ids |= _token_ids(_read_if_present(folder / CONFIG_FILE), CONFIG_FILE)
+    config = _read_if_present(folder / CONFIG_FILE)
+    text = config.get("text_config")
+    if config.get("eos_token_id") is None and isinstance(text, dict):
+        config = text
+    eos_token_ids |= _token_ids(config, CONFIG_FILE)
     if tokenizer_eos_id is not None:
         eos_token_ids |= {tokenizer_eos_id}
     if len(eos_token_ids) > MAX_EDITS:

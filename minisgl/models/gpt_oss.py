@@ -6,13 +6,12 @@ from __future__ import annotations
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.errors import CheckpointError
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe.reference import Clamped
 from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import WeightFormat
 from minisgl.models.config import ExpertsConfig, NativeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import (
     DECODER_FIELDS,
     read_decoder,
@@ -62,16 +61,9 @@ def read_config(fields: Fields) -> NativeConfig:
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
-    num_experts = fields.count("num_local_experts")
-    num_chosen = fields.count("num_experts_per_tok", 4)
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than num_local_experts "
-            f"{num_experts}."
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count("num_local_experts"),
+        num_chosen=fields.count("num_experts_per_tok", 4),
         size=fields.count("intermediate_size"),
         normalize=True,  # the softmax is that of the chosen logits
         layers=frozenset(range(fields.count("num_hidden_layers"))),

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl.config import KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
-from minisgl.models.config_reader import CONFIG_FILE, QUANTIZATION_FIELDS, read_json
+from minisgl.models.config_reader import CONFIG_FILE, quantization_fields, read_json
 
 # Without 'model.'. llm-compressor and ModelOpt write k_scale and v_scale, of the attention or of
 # its projections; AutoFP8 and Quark output_scale; files of 2024 one kv_scale for both. A q_scale is
@@ -117,13 +117,12 @@ def _scalar(stored: Any, name: str, file: Path) -> float:
 
 def _check_scheme(folder: Path) -> None:
     """Refuse what config.json says of a KV cache that is not e4m3 with one scale a layer."""
-    config = read_json(folder / CONFIG_FILE)
-    field = next((name for name in QUANTIZATION_FIELDS if config.get(name)), None)
-    quantization = config[field] if field else None
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
-    if scheme in (None, "static"):  # as AutoFP8 spells e4m3 with scales in the files
+    quantization = quantization_fields(read_json(folder / CONFIG_FILE))
+    scheme = None if quantization is None else quantization.values.get("kv_cache_scheme")
+    # The names are those of AutoFP8 and of ModelOpt for e4m3 with scales in the files.
+    if quantization is None or scheme in (None, "static", "FP8"):
         return
-    where = f"{CONFIG_FILE}: {field}: kv_cache_scheme"
+    where = f"{quantization.where}: kv_cache_scheme"
     if not isinstance(scheme, dict):
         raise CheckpointError(
             f"{where} is {reprlib.repr(scheme)}; expected a JSON object, or 'static'. {_IGNORE}."

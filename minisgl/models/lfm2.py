@@ -13,16 +13,17 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.errors import UnsupportedModelError
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.short_conv import ShortConv, state_of
-from minisgl.models.config import NativeConfig
+from minisgl.models.config import ExpertsConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
 ARCHITECTURE = "Lfm2ForCausalLM"
 
-_FIELDS = DECODER_FIELDS | field_names(
-    """norm_eps conv_bias conv_L_cache block_multiple_of block_ffn_dim_multiplier
-    block_auto_adjust_ff_dim block_ff_dim full_attn_idxs tie_embedding block_dim
+CONV_FIELDS = DECODER_FIELDS | field_names("norm_eps conv_bias conv_L_cache tie_embedding")
+_FIELDS = CONV_FIELDS | field_names(
+    """block_multiple_of block_ffn_dim_multiplier
+    block_auto_adjust_ff_dim block_ff_dim full_attn_idxs block_dim
     block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu
     block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"""
 )
@@ -31,12 +32,14 @@ _NAMES = {
     "embedding_norm": "norm",
     "operator_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward": "mlp",
+    ".w1": ".gate_proj",
+    ".w3": ".up_proj",
+    ".w2": ".down_proj",
+    "expert_bias": "e_score_correction_bias",
     "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
 }
 
 
@@ -61,6 +64,13 @@ class ConvConfig(NativeConfig):
 def read_config(fields: Fields) -> ConvConfig:
     """Raises as `read_decoder` does."""
     fields.refuse_others(_FIELDS)
+    return read_with_convolutions(fields, ARCHITECTURE, _inner_size(fields))
+
+
+def read_with_convolutions(
+    fields: Fields, architecture: str, inner_size: int, experts: ExpertsConfig | None = None
+) -> ConvConfig:
+    """inner_size: of an MLP. Raises as `read_decoder` does."""
     if fields.flag("conv_bias", False):
         raise UnsupportedModelError(f"{CONFIG_FILE}: conv_bias true is not supported.")
     width = fields.count("conv_L_cache", 3)
@@ -70,14 +80,14 @@ def read_config(fields: Fields) -> ConvConfig:
         **fields.values,
         "layer_types": None,
         "rms_norm_eps": fields.number("norm_eps", 1e-5),
-        "intermediate_size": _inner_size(fields),
+        "intermediate_size": inner_size,
         "tie_word_embeddings": fields.flag(
             "tie_word_embeddings", fields.flag("tie_embedding", True)
         ),
         # That of rope_parameters comes before it.
         "rope_theta": fields.number_above(1, "rope_theta", 1_000_000.0),
     }
-    read = read_decoder(Fields(plain, fields.where), ARCHITECTURE, qk_norm=True)
+    read = read_decoder(Fields(plain, fields.where), architecture, qk_norm=True, experts=experts)
     return ConvConfig(
         **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
         conv_width=width,
@@ -113,7 +123,7 @@ def name_of(stored_name: str) -> str:
     """What a tensor of a checkpoint is called in the model."""
     name = stored_name.removeprefix("model.")
     for stored, ours in _NAMES.items():
-        name = name.replace(f"{stored}.", f"{ours}.")
+        name = name.replace(stored, ours)
     return name
 
 

@@ -24,25 +24,30 @@ from minisgl.config import (
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError, one_of
 from minisgl.models.config_reader import (
     CONFIG_FILE,
-    QUANTIZATION_FIELDS,
     Fields,
     field_names,
+    quantization_fields,
     read_json,
 )
 
-MODELOPT_FILE = "hf_quant_config.json"
+_MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 # Files of AutoGPTQ and AutoAWQ, from before config.json had the field, and their methods.
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _GROUP_SIZES = (32, 64, 128)
 _INSTEAD = (
-    "supported are FP8 (quant_method fp8 or compressed-tensors) and INT4 (compressed-tensors "
-    "pack-quantized, AWQ, GPTQ, AutoRound) checkpoints, and --quantization fp8 with unquantised "
-    "ones; MXFP4 of gpt-oss"
+    "supported are FP8 (quant_method fp8, fbgemm_fp8 or compressed-tensors, ModelOpt) and INT4 "
+    "(compressed-tensors pack-quantized, AWQ, GPTQ, AutoRound) checkpoints, and --quantization fp8 "
+    "with unquantised ones; MXFP4 of gpt-oss"
 )
 
 _COMMON = "quant_method ignore ignored_layers modules_to_not_convert"
 _FP8_FIELDS = field_names(
     f"{_COMMON} activation_scheme fmt scale_fmt weight_block_size dequantize kv_cache_scheme"
+)
+_FBGEMM_FIELDS = field_names(f"{_COMMON} activation_scale_ub")
+_MODELOPT_FIELDS = field_names(
+    """quant_method quant_algo producer config_groups ignore exclude_modules kv_cache_scheme
+    kv_cache_quant_algo"""
 )
 _MXFP4_FIELDS = field_names(f"{_COMMON} dequantize")
 _AWQ_FIELDS = field_names(
@@ -76,6 +81,13 @@ _ARGUMENT_FIELDS = field_names(
     """num_bits type strategy symmetric dynamic group_size block_structure actorder observer
     observer_kwargs scale_dtype zp_dtype"""
 )
+_ROWS = QuantScheme(bits=8, storage=Storage.FP8, strategy="channel", activations=Activations.TOKEN)
+_MODELOPT_SCHEMES = {
+    "FP8": QuantScheme(
+        bits=8, storage=Storage.FP8, strategy="tensor", activations=Activations.STATIC
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": _ROWS,
+}
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "pack-quantized")
 
 
@@ -88,8 +100,9 @@ def read_quantization(fields: Fields, folder: Path) -> QuantScheme | None:
     found = _find(fields, folder)
     if found is None:
         return None
-    method = str(found.values.get("quant_method"))
-    reader = _READERS.get(method)
+    # ModelOpt names no method in a config.json.
+    default = _MODELOPT if found.values.get("quant_algo") or found.values.get("producer") else None
+    reader = _READERS.get(str(found.values.get("quant_method") or default))
     if reader is None:
         raise _refused(found, "quant_method")
     return reader(found)
@@ -112,18 +125,12 @@ def with_option(scheme: QuantScheme | None, quantization: str | None) -> QuantSc
 
 
 def _find(fields: Fields, folder: Path) -> Fields | None:
-    for name in QUANTIZATION_FIELDS:
-        values = fields.values.get(name)
-        if not values:
-            continue
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{CONFIG_FILE}: {name} is not a JSON object.")
-        return Fields(values, f"{CONFIG_FILE}: {name}")
+    found = quantization_fields(fields.values)
+    if found is not None:
+        return found
     if (folder / MODELOPT_FILE).is_file():
-        raise UnsupportedModelError(
-            f"{folder} is quantised by ModelOpt ({MODELOPT_FILE}), which is not supported; "
-            f"{_INSTEAD}."
-        )
+        values = {"quant_method": _MODELOPT} | read_json(folder / MODELOPT_FILE)
+        return Fields(values, MODELOPT_FILE)
     for name, method in _OLD_FILES.items():
         if (folder / name).is_file():
             return Fields({"quant_method": method} | read_json(folder / name), name)
@@ -149,7 +156,7 @@ def _require(fields: Fields, name: str, values: Collection[object], instead: str
 
 def _read_fp8(fields: Fields) -> QuantScheme:
     fields.refuse_others(_FP8_FIELDS)
-    _require(fields, "fmt", (None, "e4m3"))
+    _require(fields, "fmt", (None, "e4m3", "float8_e4m3fn"))
     # Scales that are powers of two: those of weights are, and for inputs others are as good.
     _require(fields, "scale_fmt", (None, "ue8m0"))
     _require(fields, "activation_scheme", ("dynamic", "static"))
@@ -167,6 +174,27 @@ def _read_fp8(fields: Fields) -> QuantScheme:
     if static:
         raise _refused(fields, "activation_scheme", "with weight_block_size only dynamic is")
     return QuantScheme(bits=8, storage=Storage.FP8, strategy="block", activations=Activations.GROUP)
+
+
+# -- FBGEMM and ModelOpt --------------------------------------------------------------------------
+
+
+def _read_fbgemm(fields: Fields) -> QuantScheme:
+    """activation_scale_ub, which cuts inputs off that are too large for it, is left aside: here
+    the scale of a row follows its largest input."""
+    fields.refuse_others(_FBGEMM_FIELDS)
+    return _ROWS
+
+
+def _read_modelopt(fields: Fields) -> QuantScheme:
+    if isinstance(inner := fields.values.get("quantization"), dict):
+        fields = Fields(inner, f"{fields.where}: quantization")
+    scheme = _MODELOPT_SCHEMES.get(str(fields.values.get("quant_algo")))
+    if scheme is None:
+        raise _refused(fields, "quant_algo")
+    fields.refuse_others(_MODELOPT_FIELDS)
+    _require(fields, "kv_cache_quant_algo", (None, "FP8"))
+    return scheme
 
 
 # -- quant_method mxfp4 ---------------------------------------------------------------------------
@@ -382,6 +410,8 @@ def _object(values: object, where: str) -> dict[str, Any]:
 
 _READERS = {
     "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    _MODELOPT: _read_modelopt,
     "mxfp4": _read_mxfp4,
     "awq": _read_awq,
     "gptq": _read_gptq,

@@ -20,6 +20,7 @@ from minisgl.layers.linear import MergedMap
 from minisgl.models.config import ExpertsConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
 NEXT = "Qwen3NextForCausalLM"
@@ -28,22 +29,14 @@ WITH_TOWER = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGenera
 
 _TOWER = "visual"
 DRAFTER = "mtp"
-# Of the config of a model with a tower, beside text_config.
-_FIELDS_OF_WHOLE = field_names(
-    """architectures model_type text_config vision_config image_token_id video_token_id
-    vision_start_token_id vision_end_token_id tie_word_embeddings transformers_version dtype
-    torch_dtype quantization_config language_model_only"""
-)
 _FIELDS = DECODER_FIELDS | field_names(
     """attention_bias attn_output_gate full_attention_interval
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads mamba_ssm_dtype
+    linear_num_value_heads mamba_ssm_dtype output_gate_type
     decoder_sparse_step mlp_only_layers moe_intermediate_size shared_expert_intermediate_size
     num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef
     mtp_num_hidden_layers mtp_use_dedicated_embeddings"""
 )
-# Text has the same position in all three dimensions of an image's, so these change nothing.
-_IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 # What Qwen3-Next's checkpoints merge for each key head, and those of the others one after another.
 _INTERLEAVED = {
     "in_proj_qkvz": ("q", "k", "v", "in_proj_z"),
@@ -77,18 +70,7 @@ class HybridConfig(NativeConfig):
 def read_config(whole: Fields) -> HybridConfig:
     """Raises as `read_decoder` does."""
     architecture = str(whole.values["architectures"][0])
-    fields, notes = whole, list[str]()
-    if architecture in WITH_TOWER:
-        whole.refuse_others(_FIELDS_OF_WHOLE)
-        text = whole.values.get("text_config")
-        if not isinstance(text, dict):
-            raise CheckpointError(f"{CONFIG_FILE}: text_config is not a JSON object.")
-        outer = {name: whole.values.get(name) for name in ("dtype", "tie_word_embeddings")}
-        fields = Fields(
-            {name: value for name, value in outer.items() if value is not None} | text,
-            f"{CONFIG_FILE}: text_config",
-        )
-        notes.append(f"the text part of the model; left out: {_TOWER}")
+    fields, notes = text_part(whole)
     fields.refuse_others(_FIELDS)
     if not fields.flag("attn_output_gate", True):
         raise UnsupportedModelError(f"{CONFIG_FILE}: attn_output_gate false is not supported.")
@@ -96,6 +78,10 @@ def read_config(whole: Fields) -> HybridConfig:
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: mamba_ssm_dtype {fields.values['mamba_ssm_dtype']!r} is not "
             "supported; states are kept in float32."
+        )
+    if (gate := fields.values.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise UnsupportedModelError(
+            f"{fields.where}: output_gate_type {gate!r} is not supported; allowed: silu or swish"
         )
     head_dim, attention_bias = fields.count("head_dim", 256), fields.flag("attention_bias", False)
     experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")
@@ -107,6 +93,7 @@ def read_config(whole: Fields) -> HybridConfig:
         o_bias=attention_bias,
         qk_norm=True,
         experts=experts,
+        rotary_share=0.25,
     )
     heads = DeltaHeads(
         num_key_heads=fields.count("linear_num_key_heads", 16),
@@ -132,7 +119,6 @@ def read_config(whole: Fields) -> HybridConfig:
             "notes": (*read.notes, *notes),
             "norm_adds_one": True,
             "has_gate": True,
-            "rotary_dim": int(head_dim * _partial_rotary(fields)),
         },
         delta_heads=heads,
         delta_layers=frozenset(
@@ -173,27 +159,11 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
     return kinds
 
 
-def _partial_rotary(fields: Fields) -> float:
-    rope = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
-    inner = Fields(rope if isinstance(rope, dict) else {}, fields.where)
-    share = inner.number_above(
-        0, "partial_rotary_factor", fields.number_above(0, "partial_rotary_factor", 0.25)
-    )
-    if share > 1 or fields.count("head_dim", 256) * share % 2:
-        where = inner if inner.values.get("partial_rotary_factor") is not None else fields
-        raise where.wrong("partial_rotary_factor", "a share of the head that is an even number")
-    return share
-
-
 def _plain(values: Mapping[str, Any], experts: ExpertsConfig | None) -> dict[str, Any]:
     """The fields for `read_decoder`, without those that are read here."""
-    plain = {**values, "layer_types": None, "partial_rotary_factor": None}
+    plain = {**values, "layer_types": None}
     if experts is not None and plain.get("intermediate_size") is None:
         plain["intermediate_size"] = experts.shared_size
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(rope := plain.get(name), dict):
-            left_out = (*_IMAGE_ROPE_FIELDS, "partial_rotary_factor")
-            plain[name] = {key: value for key, value in rope.items() if key not in left_out}
     return plain
 
 
@@ -202,15 +172,9 @@ def _read_experts(fields: Fields) -> ExpertsConfig | None:
         return None
     dense = frozenset(fields.whole_numbers("mlp_only_layers"))
     step = fields.count("decoder_sparse_step", 1)
-    num_experts, num_chosen = fields.count("num_experts"), fields.count("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than num_experts "
-            f"{num_experts}."
-        )
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count("num_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
         size=fields.count("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", True),
         layers=frozenset(
@@ -218,7 +182,7 @@ def _read_experts(fields: Fields) -> ExpertsConfig | None:
             for layer in range(fields.count("num_hidden_layers"))
             if layer not in dense and (layer + 1) % step == 0
         ),
-        shared_size=fields.count("shared_expert_intermediate_size"),
+        shared_size=fields.count("shared_expert_intermediate_size", 512),
     )
 
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from minisgl.distributed.communicator import Communicator
-from minisgl.errors import CheckpointError
-from minisgl.layers.experts import SparseMoeBlock
-from minisgl.layers.formats import WeightFormat
 from minisgl.models.config import ExpertsConfig, NativeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows
-from minisgl.models.transformer import CausalLM, DecoderLayer
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -42,16 +35,11 @@ def read_config(fields: Fields) -> NativeConfig:
 def _read_experts(fields: Fields) -> ExpertsConfig:
     # transformers 4 and 5 name the number differently.
     name = "num_local_experts" if fields.values.get("num_local_experts") else "num_experts"
-    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
-        )
     dense = frozenset(fields.whole_numbers("mlp_only_layers"))
     step = fields.count("decoder_sparse_step", 1)
     return ExpertsConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_experts=fields.count(name),
+        num_chosen=fields.count("num_experts_per_tok"),
         size=fields.count("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", False),
         layers=frozenset(
@@ -60,32 +48,3 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
             if layer not in dense and (layer + 1) % step == 0
         ),
     )
-
-
-class Qwen3MoeDecoderLayer(DecoderLayer):
-    """A layer whose MLP is a mixture of experts in the layers that the config lists."""
-
-    def make_mlp(
-        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
-    ) -> nn.Module:
-        """A mixture of experts, or the MLP of a dense layer."""
-        experts = config.experts
-        if experts is None or index not in experts.layers:
-            return super().make_mlp(config, index, format, comm)
-        return SparseMoeBlock(
-            config.hidden_size,
-            format,
-            comm,
-            num_experts=experts.num_experts,
-            top_k=experts.num_chosen,
-            expert_size=experts.size,
-            normalize=experts.normalize,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
-        )
-
-
-class Qwen3MoeForCausalLM(CausalLM):
-    """Qwen3-MoE."""
-
-    layer_type = Qwen3MoeDecoderLayer

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minisgl.errors import ModelNotFoundError, UnsupportedModelError
+from minisgl.errors import (
+    CheckpointError,
+    MinisglError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from minisgl.models import (
     deepseek,
     gemma4,
     gpt_oss,
     lfm2,
+    lfm2_moe,
     llama,
     mistral,
     qwen2,
@@ -20,9 +26,9 @@ from minisgl.models import (
     qwen3_5,
     qwen3_moe,
 )
-from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
+from minisgl.models.adopted.architectures import ADOPTED, REFUSED, RENAMED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
 
@@ -44,7 +50,7 @@ class Family:
 
 FAMILIES = {
     **dict.fromkeys(
-        (deepseek.V2, deepseek.V3, deepseek.GLM),
+        (deepseek.V2, deepseek.V3, deepseek.GLM, *deepseek.KIMI),
         Family(deepseek.read_config, deepseek.LatentForCausalLM, deepseek.name_of),
     ),
     **dict.fromkeys(
@@ -53,11 +59,12 @@ FAMILIES = {
     ),
     gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
     lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
+    lfm2_moe.ARCHITECTURE: Family(lfm2_moe.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     llama.ARCHITECTURE: Family(llama.read_config),
     mistral.ARCHITECTURE: Family(mistral.read_config),
     qwen2.ARCHITECTURE: Family(qwen2.read_config),
     qwen3.ARCHITECTURE: Family(qwen3.read_config),
-    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM),
+    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config),
     **dict.fromkeys(
         (qwen3_5.NEXT, *qwen3_5.TEXT, *qwen3_5.WITH_TOWER),
         Family(qwen3_5.read_config, qwen3_5.HybridForCausalLM, qwen3_5.name_of),
@@ -87,6 +94,7 @@ def read_model_config(
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    name = RENAMED.get(name, name)
     if name.endswith(_BARE) and _is_known(with_head := name.removesuffix(_BARE) + _WITH_HEAD):
         if needs_head:
             raise UnsupportedModelError(
@@ -124,10 +132,27 @@ def _adopted(fields: Fields, name: str, because: str | None = None) -> ModelConf
     # Imports the modeling code of transformers, which takes seconds.
     from minisgl.models.adopted.reader import read_adopted
 
-    config = read_adopted(fields, name)
+    _check_num_layers(fields)
+    try:
+        config = read_adopted(fields, name)
+    except MinisglError:
+        raise
+    except Exception as error:  # of whatever code
+        raise CheckpointError(
+            f"{CONFIG_FILE} makes no {name} in transformers: {type(error).__name__}: {error}"
+        ) from error
     if because is None:
         return config
     return replace(config, notes=(*config.notes, f"model: transformers' code, since {because}"))
+
+
+def _check_num_layers(fields: Fields) -> None:
+    """Raise CheckpointError for a number of layers for which transformers would make endless lists,
+    or none."""
+    parts = [fields.values, fields.values.get("text_config")]
+    for part in (Fields(part, CONFIG_FILE) for part in parts if isinstance(part, dict)):
+        for name in NUMBERS_OF_LAYERS & part.values.keys():
+            part.count(name)
 
 
 def _stacks_experts(config: ModelConfig) -> bool:

@@ -25,11 +25,11 @@ from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
-from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig
 from minisgl.models.decoder import Taps
+from minisgl.models.experts import mlp_or_experts
 from minisgl.models.rope import Rotations
 from minisgl.shards import vocab_shard, whole
 
@@ -74,11 +74,9 @@ class DecoderLayer(nn.Module):
     def make_mlp(
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
-        """What follows the attention of layer `index`: called with the residual stream and the
-        norm of its input, it returns the stream with its output added."""
-        return GatedMLP(
-            config.hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
-        )
+        """What follows the attention of layer `index`, an MLP or experts: called with the residual
+        stream and the norm of its input, it returns the stream with its output added."""
+        return mlp_or_experts(config, index, format, comm)
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         mixer = self.get_submodule(self._mixer)

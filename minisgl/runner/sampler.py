@@ -198,6 +198,7 @@ class Sampler:
         May be captured. The graph then serves any batch with these features; with Triton, any batch
         for which `features.full` and `features.masked` are the same.
         """
+        assert slots.is_contiguous() and output_index.is_contiguous(), "kernels take no strides"
         if self._ranks.size > 1:
             if not (features.filters or features.full):
                 return SampledRows(self._sample_shard(logits, slots, output_index, features), None)

@@ -175,7 +175,7 @@ class SlotTables:
             slot_mapping=slot_mapping,
             decodes=DecodeBatch(own.page_table, own.lengths, longest, lengths_host, run),
             chunks=prefill,
-            slots=BatchSlots(self._states_of(own.slots[::run]), segments, kept),
+            slots=BatchSlots(self._states_of(own.slots[::run].contiguous()), segments, kept),
             shares=of_ranks.shares if of_ranks.are_divided else (),
             marks=marks,
         )

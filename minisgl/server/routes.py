@@ -33,7 +33,7 @@ from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
 from minisgl.server.apis.responses.conversation import NAMES as RESPONSES_NAMES
 from minisgl.server.apis.responses.conversation import chat_of, shortened
-from minisgl.server.apis.responses.history import History, has_late_system
+from minisgl.server.apis.responses.history import History
 from minisgl.server.apis.responses.ids import new_response_id
 from minisgl.server.apis.responses.reply import ResponsesReply
 from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
@@ -156,7 +156,6 @@ class Routes:
                 body,
                 items,
                 tools,
-                system_anywhere=await _takes_system_anywhere(engine, has_late_system(items)),
                 images=body.images or self._reading.images,
             )
         if left_out := chat.left_out:

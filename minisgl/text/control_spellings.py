@@ -121,10 +121,17 @@ class SignedTokenizer:
         gaps = max(own.values(), default=-1) + 1 - len(own)
         made.add_tokens([f"{sign}{number}{sign}" for number in range(gaps)])
         self._ids: dict[int, Sequence[int]] = {}  # those of `backend`, where they differ
-        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
-            text = sign + token.content if token_id in control else token.content
-            made.add_tokens([_renamed(token, text)])
-            made_id = made.token_to_id(text)
+        added = [
+            (
+                token_id,
+                _renamed(token, sign + token.content if token_id in control else token.content),
+            )
+            for token_id, token in sorted(backend.get_added_tokens_decoder().items())
+        ]
+        # All in one call: each of them takes time for all tokens that were added before.
+        made.add_tokens([token for _, token in added])
+        for token_id, token in added:
+            made_id = made.token_to_id(token.content)
             assert made_id is not None
             self._ids[made_id] = (token_id,)
         for text in set(control.values()) & own.keys():

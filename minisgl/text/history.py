@@ -10,17 +10,33 @@ from minisgl.text.template_facts import REASONING, TemplateFacts, with_reasoning
 Message: TypeAlias = Mapping[str, Any]
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]  # of a message
 ROLES = get_args(Role)
-GAP = "\n\n"  # between a thought and the text after it
+SYSTEM_ROLES: tuple[Role, ...] = ("system", "developer")
+GAP = "\n\n"  # between texts that are joined
 
 
 def fitted_history(messages: Sequence[Message], facts: TemplateFacts) -> list[dict[str, Any]]:
-    """The messages with reasoning and calls where and as the template takes them.
+    """The messages with instructions, reasoning and calls where and as the template takes them.
 
+    Where it would leave out some of several system messages, all are joined to the first message.
     Where it takes one text beside calls, the content follows the reasoning there. Where it takes
     one call in a message, the calls of a message become messages, each with its result after it.
     """
-    fitted = [_with_reasoning(message, facts) for message in messages]
+    fitted = [_with_reasoning(message, facts) for message in _with_system_joined(messages, facts)]
     return [*_with_single_calls(fitted)] if facts.takes_one_call else fitted
+
+
+def _with_system_joined(messages: Sequence[Message], facts: TemplateFacts) -> Sequence[Message]:
+    is_system = [message["role"] in SYSTEM_ROLES for message in messages]
+    num_first = is_system.index(False) if False in is_system else len(messages)
+    is_late = True in is_system[num_first:]
+    if (facts.takes_systems or num_first < 2) and (facts.system_anywhere or not is_late):
+        return messages
+    given = list(zip(messages, is_system, strict=True))
+    text = GAP.join(message["content"] for message, joins in given if joins)
+    return [
+        {"role": "system", "content": text},
+        *(message for message, joins in given if not joins),
+    ]
 
 
 def _with_reasoning(message: Message, facts: TemplateFacts) -> dict[str, Any]:

@@ -22,7 +22,8 @@ Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
 REASONING = "reasoning_content"
 OPENINGS = ("<think>", "[THINK]")
 # Words that no template has by itself.
-QUESTION, RESULT, SYSTEM = "probed-question", "probed-result", "probed-system"
+QUESTION, RESULT = "probed-question", "probed-result"
+SYSTEM, OTHER_SYSTEM = "probed-system", "probed-instruction"
 THOUGHT, TEXT = "probed-thought", "probed-text"
 TOOL_NAME, CALLED_NAME, VALUE = "probed_tool", "probed_call", "probed-value"
 OTHER_CALLED_NAME = "probed_other_call"
@@ -49,7 +50,9 @@ class TemplateFacts:
     takes_results: bool = False  # and `tool` messages
     wants_text_arguments: bool = False  # of calls; others take them as an object
     wants_short_ids: bool = False  # 9 letters or digits: it refuses others
-    system_anywhere: bool = False  # a system message may follow others
+    leaves_out_system: bool = False  # even one that is the first message
+    takes_systems: bool = False  # several system messages at the beginning
+    system_anywhere: bool = False  # and others after an answer
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
     switches_reasoning: bool = False  # `enable_thinking` makes a difference
     takes_one_text: bool = False  # beside calls: it refuses reasoning and content together
@@ -125,14 +128,26 @@ def probe(render: Render) -> TemplateFacts:
     takes_two = all(name in with_calls(given, *names) for name in names)
     takes_each = all(name in with_calls(given, *names, one_each=True) for name in names)
     answer = {"role": "assistant", "content": "a"}
-    late = text_of([question, answer, {"role": "system", "content": SYSTEM}, question])
+    system = {"role": "system", "content": SYSTEM}
+    with_system = text_of([system, question])
+
+    def takes(*between: Message) -> bool:
+        """Whether it takes instructions that follow a system message and `between`."""
+        texts = (
+            text_of([system, *between, {"role": role, "content": OTHER_SYSTEM}, question])
+            for role in ("system", "developer")
+        )
+        return all(SYSTEM in text and OTHER_SYSTEM in text for text in texts)
+
     return TemplateFacts(
         offers_tools=TOOL_NAME in text_of([question], tools=[TOOL]),
         takes_calls=CALLED_NAME in called and VALUE in called,
         takes_results=RESULT in called,
         wants_text_arguments=wants_text_arguments,
         wants_short_ids=wants_short_ids,
-        system_anywhere=SYSTEM in late,
+        leaves_out_system=bool(with_system) and SYSTEM not in with_system,
+        takes_systems=takes(),
+        system_anywhere=takes(question, answer),
         opens_reasoning=plain.rstrip().endswith(OPENINGS),
         switches_reasoning=len(
             {text_of([question], enable_thinking=choice) for choice in (True, False)}

@@ -22,13 +22,23 @@ from minisgl.errors import (
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
 from minisgl.text.longest_token import longest_token
 from minisgl.text.rendering import SPELLINGS, Call, render
+from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TIKTOKEN_FILE)
 # The arguments of `apply_chat_template` that callers may set; other options become variables of the
 # template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
 # Arguments of the library's rendering function, which template variables may not replace.
 OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask", SPELLINGS})
+# Far beyond any model: what a tokenizer and a template take of time and memory grows with these.
+MAX_ADDED_TOKENS = 1 << 16
+MAX_TEMPLATE_CHARS = 1 << 20
+# Files that list added tokens, and what each entry has.
+ADDED_TOKENS = {
+    "tokenizer.json": b'"single_word"',
+    "tokenizer_config.json": b'"single_word"',
+    "added_tokens.json": b":",
+}
 MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
 # Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
 # first, to detect one with too many tokens. A text shorter than this cannot have too many in any
@@ -96,14 +106,9 @@ class Tokenizer:
         """
         if not cls.found_in(folder):
             raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json).")
-        from transformers import AutoTokenizer  # takes a second and imports torch
-
+        _check_added_tokens(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,  # the default prompts on the terminal
-            )
+            tokenizer = read_tiktoken(folder) if is_only_form(folder) else _read(folder)
         except Exception as error:  # broken files raise many types
             reason = str(error)
             if "trust_remote_code" in reason:
@@ -113,7 +118,13 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
         if chat_template is not None:
             tokenizer.chat_template = chat_template
-        return cls(tokenizer, folder.name)
+        made = cls(tokenizer, folder.name)
+        if (num_chars := len(made.chat_template_text)) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(
+                f"The chat template in {folder} has {num_chars:,} characters; "
+                f"allowed: {MAX_TEMPLATE_CHARS:,}."
+            )
+        return made
 
     # -- to ids ------------------------------------------------------------------------------------
 
@@ -306,6 +317,32 @@ class Tokenizer:
         """The chat template, all of them where there are several; "" for none."""
         template = self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _read(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast  # imports torch
+
+    path = folder / "config.json"
+    kind = json.loads(path.read_bytes()).get("model_type") if path.is_file() else None
+    if kind not in CONFIG_MAPPING and (folder / "tokenizer.json").is_file():
+        # transformers has no class for it, and may be unable to read its config.json.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,  # the default prompts on the terminal
+    )
+
+
+def _check_added_tokens(folder: Path) -> None:
+    """Raise CheckpointError where more tokens are added to the vocabulary than any model has."""
+    for name, sign in ADDED_TOKENS.items():
+        file = folder / name
+        num = file.read_bytes().count(sign) if file.is_file() else 0
+        if num > MAX_ADDED_TOKENS:
+            raise CheckpointError(
+                f"{file} adds {num:,} tokens to the vocabulary; allowed: {MAX_ADDED_TOKENS:,}."
+            )
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 python scripts/bench/gpu_checks.py --list                  # the checks, and how each last ended
 python scripts/bench/gpu_checks.py --minutes 9             # as many as fit
 python scripts/bench/gpu_checks.py --only 'tests-*' fp8-14b-latency
+python scripts/bench/gpu_checks.py --only 'tests-*' --jobs 6   # what measures no time, side by side
 
 gpu_checks.json beside this script lists claims, kernels and paths, each with its command, the
 figures expected, the GPUs and the time that it takes, and its last run on each kind of GPU. Checks
@@ -30,8 +31,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -348,24 +351,33 @@ def run_checks(
     folder: Path,
 ) -> bool:
     """Run those of `chosen` that fit into the time; whether all ended well."""
-    ends, num_left, good = time.monotonic() + arguments.minutes * 60, 0, True
-    for check in chosen:
+    ends, told_one = time.monotonic() + arguments.minutes * 60, threading.Lock()
+
+    def run_one(check: Check) -> bool | None:
+        """Whether it ended well; None if it did not fit."""
         left_s = ends - time.monotonic() - STOP_S
         if check.seconds(machine) > left_s:
-            num_left += 1
-            continue
-        limit_s = min(2 * check.seconds(machine) + 60, left_s)
+            return None
+        limit_s = min((2 * check.seconds(machine) + 60) * arguments.jobs, left_s)
         run = run_check(check, machine, folder, limit_s, arguments.commit)
-        check.runs[machine.gpu] = run
-        if run.verdict in SHOWN:
-            check.again = None
-        write_checks(arguments.file, checks)
-        good = good and run.verdict in ("ok", "ran")
-        print(f"{run.seconds:6.0f} s  {check.name}: {told(run)}", flush=True)
-        if run.verdict in NOT_SHOWN:
-            print(last_lines(folder / f"{check.name}.log"), flush=True)
+        with told_one:
+            check.runs[machine.gpu] = run
+            if run.verdict in SHOWN:
+                check.again = None
+            write_checks(arguments.file, checks)
+            print(f"{run.seconds:6.0f} s  {check.name}: {told(run)}", flush=True)
+            if run.verdict in NOT_SHOWN:
+                print(last_lines(folder / f"{check.name}.log"), flush=True)
+        return run.verdict in ("ok", "ran")
+
+    if arguments.jobs == 1:
+        ended = [run_one(check) for check in chosen]
+    else:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            ended = list(pool.map(run_one, chosen))
+    num_left = ended.count(None)
     print(f"{len(chosen) - num_left} of {len(chosen)} checks ran; {num_left} did not fit")
-    return good
+    return False not in ended
 
 
 def last_lines(log: Path) -> str:
@@ -396,6 +408,9 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="for all [default: 60]")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="at once, for what measures no time [default: 1]"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these; * stands for any")
     parser.add_argument("--list", action="store_true", help="print the checks, and run none")
     parser.add_argument("--file", type=Path, default=LIST, help="the list [default: beside this]")

@@ -1,5 +1,8 @@
 """Writes the config.json of a public model, for benchmarks with random weights and no download.
 
+As published, without the ids of tokens: random weights would end answers by chance. Of models that
+also see images, the text part.
+
 python scripts/tools/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
 minisgl bench --model /tmp/qwen3-0.6b --load-format dummy
 
@@ -26,20 +29,36 @@ from typing import Any
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "dtype": "bfloat16",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
     "head_dim": 128,
     "hidden_act": "silu",
+    "initializer_range": 0.02,
     "max_position_embeddings": 40960,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
     "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
     "vocab_size": 151936,
 }
-LLAMA3 = QWEN3 | {
+LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
     "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
     "rope_scaling": {
@@ -49,11 +68,15 @@ LLAMA3 = QWEN3 | {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
     "vocab_size": 128256,
 }
 
 
-# As published, without the kinds of layers, which alternate by default.
+# Without the kinds of layers, which alternate by default.
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -91,12 +114,13 @@ GPT_OSS: dict[str, Any] = {
     "vocab_size": 201088,
 }
 
-# The text part of the published checkpoints, without the layers that draft tokens.
 QWEN3_5: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "dtype": "bfloat16",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
     "attn_output_gate": True,
+    "dtype": "bfloat16",
     "full_attention_interval": 4,
     "head_dim": 256,
     "hidden_act": "silu",
@@ -104,19 +128,26 @@ QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
     "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
         "partial_rotary_factor": 0.25,
         "rope_theta": 10_000_000,
         "rope_type": "default",
     },
     "tie_word_embeddings": False,
+    "use_cache": True,
     "vocab_size": 248320,
 }
 
 
-# As published, the text part alone, whose layers are global one in six by default.
+# Without the kinds of layers, of which one in six is global by default.
 GEMMA4: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
@@ -148,7 +179,7 @@ GEMMA4: dict[str, Any] = {
 }
 
 
-# As published; the layers that draft tokens are left out of random weights.
+# The layers that draft tokens are left out of random weights.
 DEEPSEEK: dict[str, Any] = {
     "attention_bias": False,
     "dtype": "bfloat16",
@@ -187,11 +218,13 @@ MODELS = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
     "Qwen3.8-27B": QWEN3_5
     | sizes(5120, 17408, 64, 24)
-    | {"linear_num_value_heads": 48, "num_key_value_heads": 4},
+    | {"linear_num_value_heads": 48, "num_key_value_heads": 4, "output_gate_type": "swish"},
     "Qwen3.6-35B-A3B": QWEN3_5
     | sizes(2048, 512, 40, 16)
     | {
@@ -202,6 +235,8 @@ MODELS = {
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
         "shared_expert_intermediate_size": 512,
     },
     "Qwen3.5-tiny": QWEN3_5  # of no publisher: for a CPU
@@ -248,6 +283,7 @@ MODELS = {
         "num_experts_per_tok": 4,
         "num_key_value_heads": 20,
         "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
         "rms_norm_eps": 1e-5,
@@ -339,7 +375,7 @@ def eagle3_head(model: str) -> dict[str, Any]:
     target = MODELS[model]
     taken = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     taken = (*taken, "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
-    taken = (*taken, "rope_theta", "vocab_size", "dtype")
+    taken = (*taken, "rope_theta", "vocab_size", "torch_dtype")
     return {name: target[name] for name in taken} | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -50,6 +50,8 @@ triton_of() { # TORCH_VERSION
     2.11.*) echo 3.6.0 ;;
     2.12.0*) echo 3.7.0 ;;
     2.12.* | 2.13.*) echo 3.7.1 ;;
+    2.14.*) echo 3.8.0 ;;
+    2.15.*) echo 3.9.0 ;;
     *) return 1 ;;
   esac
 }

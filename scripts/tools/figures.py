@@ -1,4 +1,5 @@
-"""Writes the tables of measured figures in the README files from scripts/bench/measurements.toml.
+"""Writes the tables of measured figures in the README files from scripts/bench/measurements.toml,
+and that of the tests which ran on GPUs from gpu_checks.json beside it.
 
 python scripts/tools/figures.py --write    # after a change of that file
 python scripts/tools/figures.py --check    # exit code 1, and the tables that differ
@@ -6,23 +7,27 @@ python scripts/tools/figures.py --check    # exit code 1, and the tables that di
 A table stands in its page between <!-- figures: NAME --> and <!-- end of figures -->. One with rows
 has those rows; in them {figure} is a figure, and {figure.0} its first value. One without has a row
 for each figure that names it. A table of one sitting says so above; any other has a last column
-that says for each row when it was measured, and of which commit.
+that says for each row when it was measured, and of which commit. One with `checks` has a row for
+each check of that name, with its last run on each kind of GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "scripts" / "bench" / "measurements.toml"
+CHECKS = DATA.with_name("gpu_checks.json")
 
 BLOCK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->\n", re.DOTALL)
 FIELD = re.compile(r"\{([^{}]+?)(?:\.(\d+))?\}")  # a figure, or one of its values
@@ -94,6 +99,7 @@ class Table:
     machine: str = ""  # all figures are of it
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
+    checks: str = ""  # their names, with * for any
 
 
 class Measurements:
@@ -123,6 +129,8 @@ class Measurements:
 
     def _text(self, name: str) -> str:
         table = self.tables[name]
+        if table.checks:
+            return checks_text(json.loads(CHECKS.read_text()), table.checks)
         rows = [*self._rows(name, table)]
         lines = [[*cells] for cells, _ in rows]
         head = [*(table.columns or LISTED)]
@@ -195,6 +203,27 @@ class Measurements:
             return f"<!-- figures: {found[1]} -->\n{self.texts[found[1]]}<!-- end of figures -->\n"
 
         return BLOCK.sub(block, text)
+
+
+def checks_text(checks: list[dict[str, Any]], pattern: str) -> str:
+    """A table of checks as gpu_checks.json has them, with their last run on each kind of GPU."""
+    chosen = [check for check in checks if fnmatch(check["name"], pattern)]
+    kinds = sorted({kind for check in chosen for kind in check.get("runs", {})})
+    lines = [_row(["what it shows", "check", "GPUs", *kinds]), f"|{'---|' * (3 + len(kinds))}\n"]
+    for check in chosen:
+        runs = [check.get("runs", {}).get(kind) for kind in kinds]
+        cells = [check["shows"], f"`{check['name']}`", str(check["gpus"]), *map(_run_text, runs)]
+        lines.append(_row(cells))
+    return "".join(lines)
+
+
+def _run_text(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "never"
+    ended = "passed" if run["verdict"] in ("ok", "ran") else f"**{run['verdict']}**"
+    number = run.get("figures", {}).get("passed")
+    told = ended if number is None else f"{number:g} {ended}"
+    return f"{told}, {run['date'][:10]}, `{run['commit']}`"
 
 
 def _row(cells: list[str]) -> str:

@@ -6,31 +6,82 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import Any, Literal, Union, Unpack, get_args, get_origin, get_overloads, get_type_hints
 
 import pytest
+import torch
 
-from minisgl import LLM
-from minisgl.config import EngineConfig, EngineOptions
+from minisgl import LLM, SamplingParams
+from minisgl.config import EngineConfig, EngineOptions, config_of, option_names
+from minisgl.config.keywords import TorchDtype
 from minisgl.errors import ConfigError
+from minisgl.sampling_options import ChatOptions, SamplingOptions
 
 
 def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
     keywords, hints = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
-    del hints["model"]  # the positional argument
-    assert list(keywords) == list(hints)
-    for spec in fields(EngineConfig)[1:]:
-        keyword, hint = keywords[spec.name], hints[spec.name]
-        parts = get_args(keyword) if get_origin(keyword) is not Literal else (keyword,)
-        literals = [part for part in parts if get_origin(part) is Literal]
+    specs = {spec.name: spec for spec in fields(EngineConfig)}
+    of_keyword = {
+        spelling.removeprefix("--").replace("-", "_"): name
+        for name, spec in specs.items()
+        for spelling in option_names(spec)
+    }
+    del of_keyword["model"]  # the positional argument
+    assert {*keywords} == {*of_keyword}
+    for keyword, name in of_keyword.items():
+        kinds, expected = parts(keywords[keyword]), parts(hints[name])
+        literals = [part for part in kinds if get_origin(part) is Literal]
         choices = tuple(value for part in literals for value in get_args(part))
-        assert choices == spec.metadata["choices"]
-        if choices:
-            assert (NoneType in parts) is (NoneType in get_args(hint))
-        else:
-            assert keyword == hint
+        assert choices == specs[name].metadata["choices"]
+        others = {*kinds} - {*literals, TorchDtype, PathLike[str]}
+        assert others == {*expected} - ({str} if choices else set())
+        assert (TorchDtype in kinds) == (name == "dtype")
+
+
+def parts(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, and the type itself where it is none."""
+    return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": Path("/models/a b")}, {"model": "/models/a b"}),
+        ({"model_path": "m", "max_model_len": 9}, {"model": "m", "max_seq_len_override": 9}),
+        ({"tensor_parallel_size": 2, "tp_size": 2}, None),
+        ({"tp": 1, "tensor_parallel_size": 2}, None),
+        (
+            {"tensor_parallel_size": 2, "pp_size": 3, "enable_expert_parallel": True},
+            {"tp": 2, "pp": 3, "ep": True},
+        ),
+        (
+            {"gpu_memory_utilization": 0.5, "cache": "naive"},
+            {"memory_ratio": 0.5, "cache_type": "naive"},
+        ),
+        ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
+        (
+            {"dtype": torch.half, "device": torch.device("cpu")},
+            {"dtype": "float16", "device": "cpu"},
+        ),
+        (
+            {"chat_template": Path("t"), "host_cache": 1, "disk_cache": Path("/d")},
+            {"chat_template": "t", "host_cache": 1, "disk_cache": "/d"},
+        ),
+        ({"speculative": PurePosixPath("draft")}, {"speculative": "draft"}),
+    ],
+    ids=lambda each: ",".join(each) if isinstance(each, dict) else "",
+)
+def test_paths_dtypes_and_all_spellings_are_taken(
+    options: dict[str, Any], said: dict[str, Any] | None
+) -> None:
+    if said is None:
+        with pytest.raises(ConfigError, match="it is another name of tp, which has a value"):
+            config_of(options)
+    else:
+        assert config_of(options) == EngineConfig(**said)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +89,13 @@ def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
     [
         ({"foo": 1}, "foo=1: there is no such option; allowed: model, dtype, device"),
         ({"page_sise": 4}, "page_sise=4: there is no such option; did you mean page_size? "),
-        ({"max_model_len": 9}, "max_model_len=9: there is no such option; did you mean max_seq_l"),
-        ({"gpu_memory_utilization": 1}, "gpu_memory_utilization=1: there is no such option; did y"),
+        ({"max_modl_len": 9}, "max_modl_len=9: there is no such option; did you mean max_model_l"),
+        ({"max_num_seqs": 1}, "max_num_seqs=1: there is no such option; did you mean max_running"),
+        ({"max_model_len": 0}, "max_model_len=0: allowed: 1 or more"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2': allowed: a whole number"),
+        ({"dtype": torch.int8}, "dtype=torch.int8: allowed: 'auto', 'bfloat16', 'float16' or 'fl"),
+        ({"device": torch.device("cuda:1")}, "device=device(type='cuda', index=1): allowed: 'au"),
+        ({"model": b"m"}, "model=b'm': allowed: a text"),
         ({"dtype": "bf16"}, "dtype='bf16': allowed: 'auto', 'bfloat16', 'float16' or 'float32'"),
         ({"tp": "2"}, "tp='2': allowed: a whole number"),
         ({"disk_cache": "x"}, "disk_cache='x': it keeps what falls out of host_cache, which is"),
@@ -54,23 +110,59 @@ def test_a_wrong_keyword_is_refused_in_words_of_python(options: dict[str, Any], 
     assert "--" not in str(refused.value)
 
 
+def test_the_keywords_of_sampling_are_the_fields_with_their_types() -> None:
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+
+
 def test_mypy_checks_the_keywords(tmp_path: Path) -> None:
-    """Of a function with the signature of LLM, whose module has too much to check."""
-    signature = inspect.signature(LLM.__init__, eval_str=True)
-    assert signature.parameters["options"].annotation == Unpack[EngineOptions]
+    """Of functions with the signatures of LLM, whose module has too much to check."""
+    for function, name, options in (
+        (LLM.__init__, "options", EngineOptions),
+        (LLM.generate, "sampling", SamplingOptions),
+        *(
+            (each, "options", ChatOptions)
+            for each in (LLM.chat, LLM.stream, *get_overloads(LLM.chat))
+        ),
+    ):
+        annotation = inspect.signature(function, eval_str=True).parameters[name].annotation
+        assert annotation == Unpack[options]
     script = tmp_path / "script.py"
     script.write_text(
+        "from pathlib import Path\n"
         "from typing import Unpack\n"
-        "from minisgl.config.keywords import EngineOptions\n"
-        'def load(model: str = "", **options: Unpack[EngineOptions]) -> None: ...\n'
+        "from minisgl.config.keywords import EngineOptions, Text\n"
+        "from minisgl.sampling_options import ChatOptions, SamplingOptions\n"
+        "class Dtype:\n"
+        "    is_floating_point: bool\n"
+        "    itemsize: int\n"
+        'def load(model: Text = "", **options: Unpack[EngineOptions]) -> None: ...\n'
+        "def generate(**sampling: Unpack[SamplingOptions]) -> None: ...\n"
+        "def chat(**options: Unpack[ChatOptions]) -> None: ...\n"
         'load("model", dtype="bfloat16", tp=2, page_size=None)\n'
-        'load(dtype="bf16")\n'
-        "load(foo=1)\n"
-        'load(page_size="4")\n'
+        'load(Path("model"), dtype=Dtype(), chat_template=Path("x"), max_model_len=4)\n'
+        'generate(temperature=0, max_tokens=8, stop=["a"], logit_bias={3: 1})\n'
+        "chat(temperature=0.5, enable_thinking=False)\n"
+        'load(dtype="bf16")  # wrong\n'
+        "load(foo=1)  # wrong\n"
+        'load(page_size="4")  # wrong\n'
+        'load(tensor_parallel_size="4")  # wrong\n'
+        'generate(temperature="hot")  # wrong\n'
+        "generate(max_token=8)  # wrong\n"
+        "generate(enable_thinking=True)  # wrong\n"
+        "chat(stop=5)  # wrong\n"
+        "chat(temprature=5)  # wrong\n"
     )
     quick = ("--follow-imports=silent", "--ignore-missing-imports", "--no-error-summary")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *quick, str(script)], capture_output=True, text=True
     )
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert [line.partition("script.py:")[2][:2] for line in errors] == ["5:", "6:", "7:"]
+    found = [int(line.partition("script.py:")[2].partition(":")[0]) for line in errors]
+    lines = script.read_text().splitlines()
+    assert found == [number for number, line in enumerate(lines, 1) if "# wrong" in line]
+
+
+def test_dtypes_of_torch_have_the_type_of_the_keyword() -> None:
+    """mypy would take minutes to read torch."""
+    names = [name for name in vars(TorchDtype) if isinstance(vars(TorchDtype)[name], property)]
+    assert len(names) == 2 and all(hasattr(torch.bfloat16, name) for name in names)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from minisgl.attention.base import (
@@ -63,3 +66,19 @@ def test_each_row_is_followed_by_the_next_token_or_by_what_was_sampled() -> None
     following = step.next_tokens(sampled).tolist()
     assert following[:5] == [71, 72, 73, 81, 82]
     assert following[9:15] == [2, 3, 4, 5, 22, 23]
+
+
+def test_the_slots_of_runs_alone_lie_one_after_the_other() -> None:
+    """Kernels read them so, of whatever stride they are."""
+    step, _ = step_of()
+    runs = replace(step, slots=step.slots[:9], sample_rows=None, chunk_ends=None)
+    assert runs.ending_slots().tolist() == [3, 5, SCRATCH] and runs.ending_slots().is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["token_ids", "positions", "slots"])
+def test_a_batch_refuses_every_other_number_of_a_longer_tensor(name: str) -> None:
+    batch = step_of()[0].batch
+    strided = torch.zeros(8, dtype=torch.int64)[::2]
+    given = batch.slots._replace(decodes=strided) if name == "slots" else strided
+    with pytest.raises(AssertionError):
+        replace(batch, **{name: given})

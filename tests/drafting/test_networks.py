@@ -77,7 +77,29 @@ LATENTS = ("deepseek-v3", "glm-flash")
 HEADS = {
     "specforge": Head(TARGET, taps=(1, 2, 3)),
     "speculators": Head(TARGET, taps=(0, 2, 3), speculators=True, own_embedding=True),
-    "whole-vocabulary": Head(TARGET, taps=(1, 2, 3), draft_vocab_size=499, num_kv_heads=4),
+    # As of Qwen2.5-VL.
+    "whole-vocabulary": Head(
+        TARGET,
+        taps=(1, 2, 3),
+        draft_vocab_size=499,
+        num_kv_heads=4,
+        values={"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+    ),
+    # As of Qwen3.5.
+    "share-of-heads": Head(
+        TARGET,
+        taps=(1, 2, 3),
+        rotary_share=0.25,
+        seed=6,
+        values={
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10_000,
+                "rope_type": "default",
+            },
+        },
+    ),
     "norms": Head(
         TARGET,
         taps=(1, 2, 3),
@@ -343,6 +365,10 @@ def rewritten(folder: Path, **values: Any) -> Path:
         ({"target_hidden_size": 64}, "hidden_size, 128, is not its target's, 64"),
         ({"draft_vocab_size": 500}, "draft_vocab_size 500 is more than vocab_size 499"),
         ({"num_hidden_layers": 2}, "2 layers are not supported; allowed: 1"),
+        (
+            {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512},
+            "attends over latents",
+        ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "layers 2, 3, 4"),
         ({"eagle_config": None}, "layers 2, 2, 1"),
     ],

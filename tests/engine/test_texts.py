@@ -33,6 +33,7 @@ from minisgl.errors import (
     TextTooLongError,
 )
 from minisgl.text.rendering import EndlessTemplateError, Renderer, render
+from minisgl.text.template_facts import TemplateFacts
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -220,6 +221,11 @@ async def test_what_is_slow_to_render_gets_its_time(tokenizer: GatedTokenizer) -
         tokenizer.gate.set()
         for text in ("Hello", LONG):
             assert len(await texts.chat(say(text), False, {})) == len(text)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    every = Tokenizer(wrap(byte_level_backend(), template), "toy")
+    async with texts_of(every, make_renderer=SlowRenderer) as texts:
+        found = await texts.template_facts()
+        assert found == TemplateFacts(takes_systems=True, system_anywhere=True)
 
 
 # -- how much may wait ----------------------------------------------------------------------------

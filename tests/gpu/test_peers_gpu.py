@@ -272,6 +272,7 @@ def test_consecutive_mixed_exchanges_are_right_while_one_rank_is_late(num_ranks:
         return [torch.empty(num_bytes, dtype=torch.uint8, device=GPU) for num_bytes in room]
 
     # Each kernel is loaded, and memory for the results is there, before any waits for another.
+    torch.cuda._sleep(1)
     room = [900_000] * 16 + [64 << 20]
     ranks._each(ranks.boxes, reserve)
     for own in parts:

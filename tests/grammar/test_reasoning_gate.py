@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from support.grammars import GrammarBench
+from support.parsed_answers import QWEN, form_of
 
-from minisgl.grammar.reasoning import CROSSED, GatedMatcher, ReasoningGate
+from minisgl.grammar.reasoning import CROSSED, GatedMatcher, ReasoningGate, reasoning_gate
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 
@@ -136,6 +137,23 @@ def test_with_a_budget_of_zero_no_block_is_opened(
     bench: GrammarBench, by_token: ReasoningGate
 ) -> None:
     gate = replace(by_token, is_open=False, opening_ids=(bench.encode("<s>")[0],), budget=0)
+    assert bench.allowed(gated(bench, gate)) == first_tokens(bench)
+
+
+async def test_a_block_that_the_prompt_has_closed_is_not_opened_again() -> None:
+    async def encode(text: str, **_: object) -> list[int]:
+        return QWEN.encode(text, add_special_tokens=False)
+
+    form = form_of(QWEN, "hermes", "think")
+    for is_closed, opening in ((False, QWEN.encode("<think>")), (True, [])):
+        gate = await reasoning_gate(form, encode, is_open=False, is_closed=is_closed)
+        assert gate is not None and [*gate.opening_ids] == opening
+
+
+def test_a_gate_without_an_opening_lets_the_grammar_decide(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    gate = replace(by_token, is_open=False)
     assert bench.allowed(gated(bench, gate)) == first_tokens(bench)
 
 

@@ -33,6 +33,9 @@ MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
 MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
 MARKERS |= {text: 430 + index for index, text in enumerate(formats.GLM45.markers[2:])}
+OTHERS = ("seed_oss", "minimax_m2", "deepseek_v32", "kimi_k2", "lfm2")
+OF_OTHERS = (text for form in formats.CALL_FORMATS if form.name in OTHERS for text in form.markers)
+MARKERS |= {text: 450 + index for index, text in enumerate(OF_OTHERS)}
 WEATHER = Tool(
     name="get-weather",
     parameters={
@@ -86,7 +89,66 @@ GLM47_WEATHER = (
     "<arg_key>now</arg_key><arg_value>true</arg_value></tool_call>"
 )
 GLM47_CLOCK = "<tool_call>clock</tool_call>"
+SEED_WEATHER = (
+    "<seed:tool_call>\n<function=get-weather>\n<parameter=city>a<b>\n</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+)
+SEED_CLOCK = "<seed:tool_call>\n<function=clock>\n</function>\n</seed:tool_call>"
+MINIMAX_WEATHER = (
+    '<invoke name="get-weather">\n<parameter name="city">a<b>\n</parameter>\n'
+    '<parameter name="now">true</parameter>\n</invoke>\n'
+)
+MINIMAX_CLOCK = '<invoke name="clock">\n</invoke>\n'
+DSML_WEATHER = (
+    '<｜DSML｜invoke name="get-weather">\n'
+    '<｜DSML｜parameter name="city" string="true">a<b>\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
+DSML_CLOCK = '<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n'
+KIMI_WEATHER = (
+    "<|tool_call_begin|>functions.get-weather:0<|tool_call_argument_begin|>"
+    '{"city": "x", "days": 3}<|tool_call_end|>'
+)
+KIMI_CLOCK = "<|tool_call_begin|>functions.clock:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+def around(name: str, *calls: str) -> str:
+    """Calls with what the format has around them."""
+    [spelling] = [form.spelling for form in formats.CALL_FORMATS if form.name == name]
+    return spelling.begin + "".join(calls) + spelling.end
+
+
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
+    "seed_oss": (
+        formats.SEED_OSS.spelling,
+        SEED_WEATHER,
+        SEED_CLOCK,
+        f"{SEED_CLOCK}\n{SEED_WEATHER}",
+    ),
+    "minimax_m2": (
+        formats.MINIMAX_M2.spelling,
+        around("minimax_m2", MINIMAX_WEATHER),
+        around("minimax_m2", MINIMAX_CLOCK),
+        around("minimax_m2", MINIMAX_CLOCK, MINIMAX_WEATHER),
+    ),
+    "deepseek_v32": (
+        formats.DEEPSEEK_V32.spelling,
+        around("deepseek_v32", DSML_WEATHER),
+        around("deepseek_v32", DSML_CLOCK),
+        around("deepseek_v32", DSML_CLOCK, DSML_WEATHER),
+    ),
+    "kimi_k2": (
+        formats.KIMI_K2.spelling,
+        around("kimi_k2", KIMI_WEATHER),
+        around("kimi_k2", KIMI_CLOCK),
+        around("kimi_k2", KIMI_CLOCK, KIMI_WEATHER),
+    ),
+    "lfm2": (
+        formats.LFM2.spelling,
+        '<|tool_call_start|>[get-weather(city="x\\n", days=3, now=True)]<|tool_call_end|>',
+        "<|tool_call_start|>[clock()]<|tool_call_end|>",
+        '<|tool_call_start|>[clock(), get-weather(city="x", now=False)]<|tool_call_end|>',
+    ),
     "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
     "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
     "llama3_json": (LLAMA3_JSON, LLAMA_WEATHER, LLAMA_CLOCK, f"{LLAMA_CLOCK}; {LLAMA_WEATHER}"),
@@ -280,6 +342,90 @@ def test_xml_strings_are_plain_and_other_values_are_json() -> None:
     assert not xml_value({"type": ["integer", "null"]}, "none")
     assert xml_value({"type": "array", "items": {"type": "string"}}, '["a"]')
     assert xml_value({}, "anything at all")
+
+
+PATTERNS = (
+    *("^[a-z]+$", "^a|b$", "(^a|b)c", "a|^b", r"a\$", r"^\^a", "[$^]$", "b/c", "", "^$", r"\d{2}"),
+    *("(?:^|x)a(?:$|b)", "^(?:a|b)*$", "[^a]$"),
+)
+TEXTS = (
+    "",
+    "a",
+    "b",
+    "ab",
+    "xb",
+    "bx",
+    "ac",
+    "bc",
+    "xbc",
+    "a$",
+    "xa$y",
+    "^a",
+    "b/c",
+    "12",
+    "xa",
+    "$",
+)
+TAGGED = {
+    "glm45": "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>f<arg_key>v</arg_key><arg_value>{}</arg_value></tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=v>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "gemma4": '<|tool_call>call:f{{v:<|"|>{}<|"|>}}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("length", [{}, {"minLength": 1, "maxLength": 2}], ids=["any", "short"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("case", TAGGED)
+def test_a_pattern_is_searched_for_in_a_plain_text(
+    case: str, pattern: str, length: dict[str, int], as_tokens: bool
+) -> None:
+    form = form_of(PLAIN, case).calls
+    assert form is not None
+    markers = {text: 400 + index for index, text in enumerate(form.markers)} if as_tokens else {}
+    schema = {"type": "string", "pattern": pattern, **length}
+    # Beside another parameter, and through a reference.
+    parameters = {
+        "properties": {"o": {"$ref": "#/$defs/p"}, "v": {"$ref": "#/$defs/p"}},
+        "required": ["v"],
+        "$defs": {"p": schema},
+    }
+    tools = [Tool(name="f", parameters=parameters, strict=True), CLOCK]
+    matcher = ByteMatcher(tool_calls(tools, form.spelling, markers, required=True), markers)
+    for text in TEXTS:
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(text)
+        assert matcher.accepts(TAGGED[case].format(text)) is is_valid, text
+
+
+@pytest.mark.parametrize("case", [*TAGGED][:3])
+def test_a_text_with_a_pattern_or_null_is_held_to_both(case: str) -> None:
+    schema = {"anyOf": [{"type": "string", "pattern": "^a"}, {"type": "null"}, {"enum": ["x", 1]}]}
+    tool = Tool(name="f", parameters={"properties": {"v": schema}, "required": ["v"]}, strict=True)
+    form = form_of(PLAIN, case).calls
+    assert form is not None
+    matcher = ByteMatcher(tool_calls([tool], form.spelling, MARKERS, required=True), MARKERS)
+    found = {
+        text: matcher.accepts(TAGGED[case].format(text)) for text in ("ab", "null", "x", "1", "b")
+    }
+    assert found == {"ab": True, "null": True, "x": True, "1": True, "b": False}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "answer"),
+    [
+        (PYTHONIC, '[f(a="x", b=[1, true])]'),
+        (formats.GEMMA4.spelling, '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,true]}<tool_call|>'),
+        (GLM47, "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"),
+    ],
+)
+def test_arguments_that_no_schema_describes_are_any(spelling: CallSpelling, answer: str) -> None:
+    markers = MARKERS | {text: 450 + index for index, text in enumerate(formats.GEMMA4.markers)}
+    tool = Tool(name="f", parameters={"type": "object"})
+    assert ByteMatcher(tool_calls([tool], spelling, markers, required=True), markers).accepts(
+        answer
+    )
 
 
 CUSTOM = "<tool_call>\n<function=f>\n<parameter=input>\n{}\n</parameter>\n</function>\n</tool_call>"

@@ -9,6 +9,7 @@ import re
 import pytest
 import speculate_demo
 import torch
+from support.draft_policies import choose_by_clock
 from support.folders import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,7 +68,10 @@ def test_the_demo_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     assert len(questions) / len(tokenizer.encode(questions)) > 2  # letters a token
 
 
-def test_drafts_from_what_is_repeated_bring_over_two_tokens_a_step() -> None:
+def test_drafts_from_what_is_repeated_bring_over_two_tokens_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_by_clock(monkeypatch)
     questions = [case for case in cases() if case.skill in ("copy", "passage")]
     some = questions[::16]
     assert {case.skill for case in some} == {"copy", "passage"}

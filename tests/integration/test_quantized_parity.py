@@ -93,6 +93,8 @@ CASES = [
     ("llama", "fp8-tensor"),
     ("mistral", "fp8-static"),
     ("moe", "fp8-static"),
+    ("llama", "modelopt"),
+    ("llama", "fbgemm"),
     ("qwen2", "ct-fp8-channel"),
     ("moe", "ct-fp8-channel"),
     ("qwen3", "ct-fp8-static"),

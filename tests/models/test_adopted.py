@@ -34,7 +34,7 @@ from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
 from minisgl.models.adopted.modules import NormOf
 from minisgl.models.adopted.proof import Small, prove, prove_parts
-from minisgl.models.adopted.reader import model_class
+from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.adopted.stages import OtherStages
 from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
@@ -477,6 +477,73 @@ def test_what_does_not_run_is_refused_with_the_reason(
     made = config_folder(tmp_path, "GraniteForCausalLM", **values)
     with pytest.raises(error, match=message):
         load_engine(made, load_format="dummy", **options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            "BloomForCausalLM",
+            "of its 2 layers, 0 have .* attend in a way of their own",
+        ),
+        ("FalconForCausalLM", "its attention has implementations of its own"),
+        ("MegatronBertForCausalLM", "depends on numbers that it reads on the host"),
+        ("MptForCausalLM", "its code stops with AttributeError"),
+    ],
+)
+def test_code_that_does_not_run_is_refused_in_a_sentence(architecture: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^{architecture} .*{message}"):
+        discover(model_class(architecture), full_config(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("GraniteMoeHybridForCausalLM", "its layers keep a state"),
+        ("Mistral4ForCausalLM", "it attends over latents"),
+        ("GPTNeoForCausalLM", "its attention has implementations of its own"),
+        ("MiniMaxM3ForCausalLM", "its attention chooses the tokens that it reads"),
+    ],
+)
+def test_an_architecture_that_is_known_not_to_run_is_refused_by_name(
+    tmp_path: Path, architecture: str, reason: str
+) -> None:
+    """Before anything else of its config.json is read."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(UnsupportedModelError, match=f"^Architecture {architecture} .*{reason}"):
+        read_model_config(tmp_path)
+
+
+def test_experts_of_any_size_are_discovered() -> None:
+    """Of 72 bytes a row, which grouped products of bfloat16 do not take."""
+    config = full_config("Dots1ForCausalLM")
+    config.moe_intermediate_size = 36
+    found = discover(model_class("Dots1ForCausalLM"), config)
+    assert (72, config.hidden_size) in found.expert_sizes
+
+
+def test_an_architecture_is_known_by_its_published_name(tmp_path: Path) -> None:
+    made = config_folder(tmp_path, "PhimoeForCausalLM", architectures=["PhiMoEForCausalLM"])
+    assert read_model_config(made).architecture == "PhimoeForCausalLM"
+
+
+IMPLEMENTATION = "kernels-community/flash-attn3"
+
+
+@pytest.mark.parametrize("value", [IMPLEMENTATION, {"": IMPLEMENTATION}, "flash_attention_2"])
+@pytest.mark.parametrize(
+    "name", ["attn_implementation", "_attn_implementation", "experts_implementation"]
+)
+def test_no_field_of_a_checkpoint_chooses_code(tmp_path: Path, name: str, value: Any) -> None:
+    made = config_folder(tmp_path, "MixtralForCausalLM", **{name: value})
+    config = read_model_config(made)
+    assert isinstance(config, AdoptedConfig)
+    read = transformers_config(config.values, config.architecture)
+    assert (read._attn_implementation, read._experts_implementation) == (None, None)
+    towers = {"model_type": "gemma3", "text_config": {name: value}, "vision_config": {name: value}}
+    with_towers = transformers_config(towers, "Gemma3ForConditionalGeneration")
+    for part in (with_towers, with_towers.text_config, with_towers.vision_config):
+        assert (part._attn_implementation, part._experts_implementation) == (None, None)
 
 
 def test_an_architecture_that_attends_in_chunks_is_refused_by_the_proof(tmp_path: Path) -> None:

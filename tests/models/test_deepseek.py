@@ -43,7 +43,7 @@ from minisgl.kernels.residual import Residual, joined
 from minisgl.layers import grouped_experts
 from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.norm import RMSNorm
-from minisgl.models.deepseek import GLM, V2, V3, LatentConfig
+from minisgl.models.deepseek import GLM, KIMI, V2, V3, LatentConfig
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
@@ -154,7 +154,14 @@ def test_latents_in_fp8_are_those_that_transformers_rounds(monkeypatch: pytest.M
 
 
 def _routing(**changes: Any) -> Callable[[LatentConfig], LatentConfig]:
-    return lambda config: dataclasses.replace(config, routing=config.routing._replace(**changes))
+    def routed(config: LatentConfig) -> LatentConfig:
+        assert config.experts is not None and config.experts.routing is not None
+        routing = config.experts.routing._replace(**changes)
+        return dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, routing=routing)
+        )
+
+    return routed
 
 
 def _without_mscale(config: LatentConfig) -> LatentConfig:
@@ -329,11 +336,12 @@ def test_the_published_configs_are_read(tmp_path: Path) -> None:
     assert lite.rope.attention_factor == 1
     assert lite.experts is not None and lite.experts.shared_size == 2 * 1408
     assert lite.experts.layers == frozenset(range(1, 27))
-    assert lite.routing == GroupRouting(6, normalize=False, sigmoid=False)
+    assert lite.experts.routing == GroupRouting(6, normalize=False, sigmoid=False)
     flash = read(tmp_path, "GLM-4.7-Flash")
     assert flash.architecture == GLM and flash.sizes.q_rank == 768 and flash.norm_eps == 1e-5
     assert flash.scale == 256**-0.5 and flash.num_drafting_layers == 1
-    assert flash.routing == GroupRouting(4, normalize=True, sigmoid=True, factor=1.8)
+    assert flash.experts is not None
+    assert flash.experts.routing == GroupRouting(4, normalize=True, sigmoid=True, factor=1.8)
     facts = flash.facts()
     assert facts.attention[0].extras() == (
         "values of another width",
@@ -366,7 +374,8 @@ def test_relatives_of_v3_are_read(tmp_path: Path) -> None:
         },
     }
     config = read(tmp_path, "GLM-4.7-Flash", **common, **v3)
-    assert (config.routing.num_groups, config.routing.num_kept) == (8, 4)
+    assert config.experts is not None and config.experts.routing is not None
+    assert (config.experts.routing.num_groups, config.experts.routing.num_kept) == (8, 4)
     assert config.scale == pytest.approx(256**-0.5 * 1.3688879**2, rel=1e-5)
     assert config.quantization is not None and config.quantization.strategy == "block"
     moonlight = {"q_lora_rank": None, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446}
@@ -379,6 +388,65 @@ def test_relatives_of_v3_are_read(tmp_path: Path) -> None:
     kimi |= {"rope_scaling": yarn | {"beta_fast": 1.0, "factor": 32.0}}
     config = read(tmp_path, "GLM-4.7-Flash", **common, **kimi)
     assert config.experts is not None and config.experts.num_experts == 384
+
+
+# Beside the text part of Kimi-K2.5 to 2.7.
+OF_KIMI: dict[str, Any] = {
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163585,
+    "ignore_index": -100,
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "pad_token_id": 163839,
+    "tie_word_embeddings": False,
+    "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {"patch_size": 14, "mm_projector_type": "patchmerger"},
+}
+EXPERTS_IN_INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {"group_size": 32, "num_bits": 4, "strategy": "group", "type": "int"},
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    "quant_method": "compressed-tensors",
+}
+
+
+@pytest.mark.parametrize("architecture", KIMI)
+def test_the_text_part_of_a_model_with_a_tower_gives_its_logits(
+    tmp_path: Path, architecture: str
+) -> None:
+    case = logits_of("deepseek-v3")
+    text = json.loads((case.folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    whole = OF_KIMI | {"architectures": [architecture], "dtype": "float32", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = {name: torch.ones(3) for name in ("vision_tower.proj.bias", "mm_projector.bias")}
+    for file in case.folder.glob("*.safetensors"):
+        tensors |= {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = config_of(tmp_path)
+    assert "the text part of the model; left out: vision" in config.notes
+    assert logits_error(case, load(tmp_path), config, page_size=16) < TOLERANCE
+
+
+def test_experts_of_a_text_part_are_in_int4(tmp_path: Path, caplog: Any) -> None:
+    text = {
+        name: value
+        for name, value in MODELS["GLM-4.7-Flash"].items()
+        if name not in ("dtype", "topk_method")
+    }
+    text |= {"architectures": [V3], "model_type": "kimi_k2", "quantization_config": EXPERTS_IN_INT4}
+    whole = OF_KIMI | {"architectures": KIMI[:1], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert str(config_of(tmp_path).quantization) == "INT4 in groups of 32 (compressed-tensors)"
+    assert config_of(tmp_path).dtype == "bfloat16" and not caplog.records
 
 
 def test_what_the_config_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
@@ -400,8 +468,14 @@ def test_what_the_config_leaves_out_is_that_of_transformers(tmp_path: Path) -> N
         ("GLM-4.7-Flash", {"moe_layer_freq": 2}, UnsupportedModelError, "moe_layer_freq"),
         ("GLM-4.7-Flash", {"topk_method": "greedy"}, UnsupportedModelError, "'greedy'"),
         ("GLM-4.7-Flash", {"scoring_func": "softmax"}, UnsupportedModelError, "scoring_func"),
-        ("GLM-4.7-Flash", {"index_topk": 2048}, UnsupportedModelError, "index_topk"),
-        ("GLM-4.7-Flash", {"num_experts_per_tok": 65}, CheckpointError, "65 is more than"),
+        ("GLM-4.7-Flash", {"per_layer_config": {"0": {}}}, UnsupportedModelError, "per_layer_con"),
+        ("GLM-4.7-Flash", {"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary"),
+        (
+            "GLM-4.7-Flash",
+            {"num_experts_per_tok": 65},
+            CheckpointError,
+            "num_experts_per_tok 65 do not fit",
+        ),
         ("GLM-4.7-Flash", {"n_group": 3}, CheckpointError, "do not fit"),
         ("GLM-4.7-Flash", {"n_group": 32, "topk_group": 1}, CheckpointError, "do not fit"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, CheckpointError, "mlp_layer_types"),

@@ -413,13 +413,13 @@ def test_transformers_writes_global_heads_layer_by_layer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"top_k_experts": 129}, CheckpointError, "top_k_experts 129 is more than"),
+        ({"top_k_experts": 129}, CheckpointError, "129 experts for each token"),
         ({"num_global_key_value_heads": 3}, CheckpointError, "3 global KV heads"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "layer_types is"),
         ({"rope_parameters": {}}, CheckpointError, "has no sliding_attention"),
         ({"hidden_activation": "relu"}, UnsupportedModelError, "hidden_activation 'relu'"),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "tokens attend to earlier"),
-        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint, spec_named
+from tokenizers import Tokenizer as Backend
 
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load
@@ -22,6 +23,7 @@ from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.models.rope import inverse_frequencies
+from minisgl.text import control_spellings
 from minisgl.text.tokenizer import Tokenizer
 
 HUGE = 10**400
@@ -265,3 +267,106 @@ def test_a_chat_template_cannot_leave_its_sandbox(
     with pytest.raises(InvalidRequestError, match="chat template refuses them"):
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     assert not marker.exists()
+
+
+ADOPTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number from 1 to"),
+    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not a"),
+    "layers that are a text": ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', not a"),
+    "no window": ({"sliding_window": None}, "makes no Olmo3ForCausalLM in transformers: "),
+    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("case", ADOPTED_CONFIGS)
+def test_an_adopted_config_that_makes_no_model_is_refused_in_a_sentence(
+    case: str, tmp_path: Path
+) -> None:
+    change, said = ADOPTED_CONFIGS[case]
+    config = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 97,
+        **change,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MinisglError, match=said) as refused:
+        read_model_config(tmp_path)
+    assert refused.value.exit_code == 2
+
+
+def test_a_number_of_layers_in_a_text_part_and_under_another_name_is_checked(
+    tmp_path: Path,
+) -> None:
+    for architecture, fields in (
+        ("LlavaForConditionalGeneration", {"text_config": {"num_hidden_layers": 10**9}}),
+        ("GPT2LMHeadModel", {"n_layer": 10**9}),
+    ):
+        config = {"architectures": [architecture], **fields}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="is 1000000000, not a whole number from 1 to"):
+            read_model_config(tmp_path)
+
+
+def add_tokens(folder: Path, num: int, file: str) -> None:
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {2048 + n: {"content": f"<{n}>", "special": True, **token} for n in range(num)}
+    values = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    if file == "tokenizer.json":
+        values["added_tokens"] += [{"id": n, **entry} for n, entry in added.items()]
+    elif file == "tokenizer_config.json":
+        values["added_tokens_decoder"] = added
+    else:
+        values = {entry["content"]: n for n, entry in added.items()}
+    (folder / file).write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_too_many_added_tokens_are_refused_before_they_are_read(folder: Path, file: str) -> None:
+    add_tokens(folder, 70_000, file)
+    with pytest.raises(CheckpointError, match=rf"{file} adds 70,0\d\d tokens .* allowed: 65,536"):
+        Tokenizer.load(folder)
+
+
+def test_many_added_tokens_are_added_in_one_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call takes time for all tokens that were added before."""
+    calls: list[int] = []
+
+    class Counting:
+        def __init__(self, model: Any) -> None:
+            self.__dict__["made"] = Backend(model)
+
+        def add_tokens(self, tokens: Sequence[Any]) -> None:
+            calls.append(len(tokens))
+            self.__dict__["made"].add_tokens(tokens)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["made"], name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(self.__dict__["made"], name, value)
+
+    add_tokens(folder, 5_000, "tokenizer.json")
+    monkeypatch.setattr(control_spellings.tokenizers, "Tokenizer", Counting)
+    tokenizer = Tokenizer.load(folder)
+    assert len(calls) <= 2
+    assert calls[-1] > 5_000
+    ids = tokenizer.chat([{"role": "user", "content": "<7> and <4999>"}])
+    assert not {2055, 7047} & {*ids}  # the user's text is no control token
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% if a %}" * 60_000 + "x" + "{% endif %}" * 60_000, "{% if a %}x{% endif %}" * 60_000],
+    ids=["nested", "side by side"],
+)
+def test_a_chat_template_of_more_than_a_mebibyte_is_refused(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match=r"has 1,\d{3},\d{3} characters; allowed: 1,048,576"):
+        Tokenizer.load(folder)

@@ -154,7 +154,7 @@ def test_other_formats_of_kv_caches_are_refused_by_name(
         "dynamic": False,
         "symmetric": True,
     }
-    for kv_cache_scheme in (None, fp8, "static"):
+    for kv_cache_scheme in (None, fp8, "static", "FP8"):
         quantization = {"quantization_config": {"kv_cache_scheme": kv_cache_scheme}}
         path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
         assert with_kv_scales(config, folder) == config

@@ -271,21 +271,13 @@ def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None
         ("quantization_config", {"quant_method": "bitsandbytes"}, "quant_method"),
         ("hidden_act", "gelu", "gelu"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor"),
-        ("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
-        ("final_logit_softcapping", 30.0, "final_logit_softcapping"),
-        ("logit_scale", 0.0625, "logit_scale"),
-        ("residual_multiplier", 0.22, "residual_multiplier"),
-        ("clip_qkv", 8.0, "clip_qkv"),
-        ("use_qk_norm", True, "use_qk_norm"),
-        ("num_experts", 128, "num_experts"),
-        ("no_rope_layers", [0, 1], "no_rope_layers"),
+        ("is_causal", False, "is_causal"),
+        ("is_encoder_decoder", True, "is_encoder_decoder"),
+        ("per_layer_config", {"0": {"head_dim": 64}}, "per_layer_config"),
         ("layer_types", ["linear_attention"], "linear_attention"),
         ("attention_chunk_size", 8192, "attention_chunk_size"),
-        ("sliding_window_pattern", 6, "sliding_window_pattern"),
         ("torch_dtype", "float8_e4m3fn", "float8_e4m3fn"),
-        ("some_field_of_tomorrow", "on", "some_field_of_tomorrow"),
         ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}, "longrope"),
-        ("rope_scaling", {"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "alpha"),
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "full_attention"),
         (
@@ -306,15 +298,35 @@ def test_configs_of_unsupported_arithmetic_are_refused_by_field(
     assert "\n" not in str(raised.value)
 
 
+# The second as published with Qwen3-Coder, the third with MLX's copies.
 @pytest.mark.parametrize(
-    ("fields", "name"),
-    [(QWEN2, "mlp_bias"), (MISTRAL_7B, "attention_bias"), (QWEN3_8B, "mlp_bias")],
+    ("fields", "name", "value"),
+    [
+        (QWEN3_8B, "field_of_tomorrow", "on"),
+        (QWEN3_8B, "use_qk_norm", True),
+        (QWEN3_8B, "quantization", {"group_size": 64, "bits": 4}),
+        (QWEN2 | {"model_type": "qwen2"}, "mlp_bias", True),
+        (MISTRAL_7B | {"model_type": "mistral"}, "attention_bias", True),
+        (LLAMA_31_8B, "logit_scale", 0.0625),
+        # A model_type of the checkpoint's own code: transformers' code of the architecture counts.
+        (LLAMA_31_8B | {"model_type": "llama_of_ours"}, "field_of_tomorrow", 1),
+    ],
 )
-def test_a_bias_that_the_architecture_lacks_is_refused(
-    read: Read, fields: dict[str, Any], name: str
+def test_a_field_that_transformers_does_not_read_is_named_in_a_warning_alone(
+    read: Read, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], name: str, value: object
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=name):
-        read(fields, **{name: True})
+    assert read(fields, **{name: value}) == read(fields)
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith(f"config.json: the field {name} (")
+    assert warning.endswith(" is left aside: transformers does not read it either.")
+
+
+@pytest.mark.parametrize("model_type", [None, 7])
+def test_without_code_of_transformers_every_unknown_field_is_refused(
+    read: Read, model_type: object
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"the field field_of_tomorrow \('on'\)"):
+        read(LLAMA_31_8B, model_type=model_type, field_of_tomorrow="on")
 
 
 def test_disabled_features_are_accepted(read: Read) -> None:
@@ -380,6 +392,10 @@ def test_eos_token_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {"eos_token_id": None})
     write(tmp_path, "generation_config.json", {"eos_token_id": -1})
     assert read_generation_defaults(tmp_path, 5).eos_token_ids == {5}
+    write(tmp_path, "config.json", {"text_config": {"eos_token_id": 6}})
+    assert read_generation_defaults(tmp_path, 5).eos_token_ids == {5, 6}
+    write(tmp_path, "config.json", {"text_config": {"eos_token_id": 6}, "eos_token_id": 7})
+    assert read_generation_defaults(tmp_path, 5).eos_token_ids == {5, 7}
     write(tmp_path, "config.json", {"eos_token_id": ["</s>"]})
     with pytest.raises(CheckpointError, match="eos_token_id"):
         read_generation_defaults(tmp_path)

@@ -15,6 +15,8 @@ from support.quantized import AWQ, FORMATS, FP8_BLOCK, GPTQ
 
 from minisgl.config import FP8_WHILE_LOADING, Activations, EngineConfig, QuantScheme, Storage
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
+from minisgl.models.config_reader import Fields
+from minisgl.models.quantization import read_quantization
 from minisgl.models.registry import read_model_config
 
 FP8 = {"bits": 8, "storage": Storage.FP8}
@@ -25,6 +27,8 @@ SCHEMES = {
     "fp8-block": QuantScheme(**FP8, strategy="block", activations=GROUP),
     "fp8-tensor": QuantScheme(**FP8, strategy="tensor", activations=TOKEN),
     "fp8-static": QuantScheme(**FP8, strategy="tensor", activations=STATIC),
+    "modelopt": QuantScheme(**FP8, strategy="tensor", activations=STATIC),
+    "fbgemm": QuantScheme(**FP8, strategy="channel", activations=TOKEN),
     "ct-fp8-channel": QuantScheme(**COMPRESSED, strategy="channel", activations=TOKEN),
     "ct-fp8-static": QuantScheme(**COMPRESSED, strategy="tensor", activations=STATIC),
     "ct-fp8-block": QuantScheme(**COMPRESSED, strategy="block", activations=GROUP),
@@ -75,6 +79,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         ({**FORMATS["fp8-static"].config, "weight_block_size": None}, "fp8-static"),
         ({**FP8_BLOCK, "modules_to_not_convert": ["lm_head", "model.layers.0"]}, "fp8-block"),
         ({**FP8_BLOCK, "scale_fmt": "ue8m0"}, "fp8-block"),  # DeepSeek-V3.1
+        ({**FP8_BLOCK, "fmt": "float8_e4m3fn"}, "fp8-block"),  # MiniMax-M2.5
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}, "awq"),
         ({**AWQ, "version": "GEMM", "backend": "autoawq", "do_fuse": False}, "awq"),
         ({**GPTQ, "damp_percent": 0.01, "true_sequential": True, "static_groups": False}, "gptq"),
@@ -134,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"quant_method": method},
             f"quant_method '{method}'.*are FP8.*--quantization fp8",
         )
-        for method in ("bitsandbytes", "gguf", "modelopt", "hqq", "torchao")
+        for method in ("bitsandbytes", "gguf", "hqq", "torchao")
     ],
     ({"quant_method": "mxfp4"}, "MXFP4 experts .*gpt-oss alone"),
     ({"quant_method": "mxfp4", "dequantize": True}, "dequantize True"),
@@ -200,10 +205,67 @@ def test_two_schemes_in_one_model_are_refused(tmp_path: Path) -> None:
     assert read(tmp_path, config) == SCHEMES["ct-fp8-channel"]
 
 
-def test_modelopts_own_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"ModelOpt \(hf_quant_config\.json\)"):
+# As its releases write it, the last into a file of its own.
+MODELOPT: list[dict[str, Any]] = [
+    {
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            }
+        },
+        "ignore": ["lm_head"],
+        "quant_algo": "FP8",
+        "kv_cache_scheme": "FP8",
+        "producer": {"name": "modelopt", "version": "0.31.0"},
+    },
+    {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    {
+        "producer": {"name": "modelopt", "version": "0.23.0"},
+        "quantization": {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head"],
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("config", MODELOPT)
+def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, config) == SCHEMES["modelopt"]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(config))
+    assert read(tmp_path, None) == SCHEMES["modelopt"]
+    rows = json.loads(json.dumps(config).replace('"FP8"', '"FP8_PER_CHANNEL_PER_TOKEN"', 1))
+    assert read(tmp_path, rows) == SCHEMES["fbgemm"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**MODELOPT[0], "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'.*are FP8 .*ModelOpt"),
+        ({**MODELOPT[0], "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION'"),
+        ({**MODELOPT[1], "pre_quant_scale": True}, "pre_quant_scale"),
+        ({**MODELOPT[1], "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
+        ({"producer": {"name": "modelopt"}}, "quant_algo None"),
+    ],
+)
+def test_other_schemes_of_modelopt_are_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, config)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
+    with pytest.raises(UnsupportedModelError, match=f"hf_quant_config.*{message}"):
         read(tmp_path, None)
+
+
+def test_a_text_part_says_how_it_is_quantised(tmp_path: Path) -> None:
+    part = {"text_config": {"quantization_config": PACKED}}
+    assert read_quantization(Fields(part, "config.json"), tmp_path) == SCHEMES["ct-int4"]
+    broken = {"text_config": {"quantization_config": "fp8"}}
+    with pytest.raises(CheckpointError, match="text_config: quantization_config is not"):
+        read_quantization(Fields(broken, "config.json"), tmp_path)
 
 
 @pytest.mark.parametrize("config", ["fp8", 7, [1], {"quant_method": "compressed-tensors"}])

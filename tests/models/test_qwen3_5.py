@@ -35,7 +35,7 @@ from minisgl.kernels.gated_delta import reference
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.gated_delta import DeltaHeads
-from minisgl.models import qwen3_5, targets
+from minisgl.models import decoder_reader, targets
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.qwen3_5 import NEXT, TEXT, WITH_TOWER
 from minisgl.runner import computation, load
@@ -242,8 +242,7 @@ def _leave_gate_of_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rotate_whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = qwen3_5._partial_rotary
-    monkeypatch.setattr(qwen3_5, "_partial_rotary", lambda fields: 2 * read(fields))
+    monkeypatch.setattr(decoder_reader, "_rotary_dim", lambda fields, head_dim, share: head_dim)
 
 
 def _add_no_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,12 @@ from unittest import mock
 import numpy as np
 import pytest
 from dummy_config import config_of
+from support.draft_policies import choose_by_clock
 from support.folders import SCRIPTS
 from support.pooled_checkpoints import make_pooled
+
+from minisgl.kvcache.copies import LoadRule
+from minisgl.tiers.host.host_copies import HostCopies
 
 BENCH_SCRIPTS = SCRIPTS / "bench"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -142,7 +146,10 @@ def test_the_pipeline_benchmark_shows_how_long_each_stage_waits() -> None:
         assert 0 < float(whole.rstrip("%")) < 100 and 0 < float(middle.rstrip("%")) < 100
 
 
-def test_the_speculation_benchmark_compares_both_ways(tmp_path: Path) -> None:
+def test_the_speculation_benchmark_compares_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_by_clock(monkeypatch)
     options = ("--batch-size", "1,2", "--output-len", 24, "--requests", 3)
     file = tmp_path / "figures.json"
     lines = bench("bench_speculation.py", *options, "--draft-acceptance", 1, "--json", file)
@@ -155,11 +162,10 @@ def test_the_speculation_benchmark_compares_both_ways(tmp_path: Path) -> None:
     shown = json.loads(file.read_text())
     assert list(shown) == ["off", "on"]
     assert shown["off"]["offline"]["draft_acceptance"] is None
-    # Whether drafts are made depends on the speed of the machine. Those behind an end do not count.
+    # Drafts behind an end do not count.
     found = [*shown["on"]["batches"].values(), shown["on"]["offline"]]
-    shares = [each["draft_acceptance"] for each in found]
-    assert all(share is None or 0.5 < share <= 1 for share in shares)
-    assert all(1 <= each["tokens_per_step"] <= 4 for each in found)
+    assert all(0.5 < each["draft_acceptance"] <= 1 for each in found)
+    assert all(1 < each["tokens_per_step"] <= 4 for each in found)
 
 
 @pytest.mark.parametrize("arrivals", [(), ("--poisson",)])
@@ -254,7 +260,11 @@ def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:
         assert 0 < middle <= at_90 <= most
 
 
-def test_conversations_in_turns_are_loaded_from_host_memory() -> None:
+def test_conversations_in_turns_are_loaded_from_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether loads pay is measured, which depends on what else the machine does."""
+    monkeypatch.setattr(HostCopies, "measure", lambda self, compute_s: LoadRule(1e-6, 1.0))
     sizes = ("--conversations", 4, "--prefix", 64, "--unique", 4, "--output", 2, "--page-size", 16)
     options = ("--at-once", 1, "--stream-tokens", 8, "--host-cache", 0.1, "--num-pages", 12)
     options += ("--max-seq-len-override", 176)

@@ -29,6 +29,33 @@ def test_the_config_of_a_model_is_read_by_the_engine(tmp_path: Path, model: str)
     assert read_model_config(tmp_path).hidden_size == MODELS[model]["hidden_size"]
 
 
+# What published configs have beside the sizes, where they have it.
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": {"torch_dtype": "bfloat16", "rope_scaling": None, "use_sliding_window": False},
+    "Llama-3.1-8B": {"torch_dtype": "bfloat16", "mlp_bias": False, "pretraining_tp": 1},
+    "Qwen3.8-27B": {
+        "attn_output_gate": True,
+        "mtp_num_hidden_layers": 1,
+        "output_gate_type": "swish",
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10_000_000,
+            "rope_type": "default",
+        },
+    },
+    "GLM-4.7-Flash": {"partial_rotary_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("model", AS_PUBLISHED)
+def test_fields_are_where_publishers_put_them(model: str) -> None:
+    written, expected = config_of(model), AS_PUBLISHED[model]
+    assert {name: written.get(name, "missing") for name in expected} == expected
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_config_of_a_drafter_fits_its_model(tmp_path: Path, name: str) -> None:
     model, drafter = tmp_path / "model", tmp_path / "drafter"

@@ -176,3 +176,19 @@ def test_what_a_gpu_must_show_of_the_front_page_is_what_that_page_says() -> None
     }
     assert len(checks) > 5
     assert {(*names, value) for *names, value in expected if value not in shown} == set()
+
+
+def test_a_table_of_checks_has_the_last_run_on_each_kind_of_gpu() -> None:
+    old, new = (
+        {"verdict": verdict, "date": "2026-11-28T10:00+00:00", "commit": "abc", **more}
+        for verdict, more in (("failed", {}), ("ran", {"figures": {"passed": 12.0}}))
+    )
+    checks: list[dict[str, object]] = [
+        {"name": "tests-a", "shows": "first", "gpus": 1, "runs": {"H100": old, "H200": new}},
+        {"name": "tests-b", "shows": "second", "gpus": 2},
+        {"name": "latency", "shows": "third", "gpus": 1, "runs": {"A100": new}},
+    ]
+    assert figures.checks_text(checks, "tests-*").splitlines()[2:] == [
+        "| first | `tests-a` | 1 | **failed**, 2026-11-28, `abc` | 12 passed, 2026-11-28, `abc` |",
+        "| second | `tests-b` | 2 | never | never |",
+    ]

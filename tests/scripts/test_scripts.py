@@ -79,10 +79,50 @@ def test_without_a_supported_python_the_setup_says_so(
     shutil.copytree(SCRIPTS, tmp_path / "scripts")  # beside which there is no .venv
     result = run(tools / "bash", tmp_path / "scripts" / "quickstart.sh", PATH=str(tools))
     assert result.returncode == 1
-    assert result.stderr == f"minisgl needs Python 3.11 or 3.12 on the PATH ({said}).\n"
+    assert result.stderr == f"minisgl needs Python 3.11 to 3.13 on the PATH ({said}).\n"
 
 
 def test_the_python_probe_accepts_this_python_and_finds_its_torch() -> None:
     result = run(sys.executable, SCRIPTS / "probe_python.py")
     assert result.returncode == 0
     assert any((Path(folder) / "torch").is_dir() for folder in result.stdout.splitlines())
+
+
+def fake_python(path: Path, *lines: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    path.chmod(0o755)
+
+
+def test_the_quickstart_ends_with_the_next_command(tmp_path: Path) -> None:
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("")
+    fake_python(tmp_path / ".venv/bin/python", 'echo "ran $*"')
+    (tmp_path / ".venv/installed").write_text(f"{tmp_path}\n")
+    result = run("bash", tmp_path / "scripts/quickstart.sh", "--model", "a model")
+    assert result.stderr == ""
+    *_, ran, said = result.stdout.splitlines()
+    assert ran == f"ran {tmp_path}/scripts/ask.py --model a model"
+    assert said.startswith("Next, to talk to it: ")
+    next_command = said.partition(": ")[2]
+    (tmp_path / ".venv/bin/activate").write_text('minisgl() { echo "$# $*"; }\n')
+    assert run("bash", "-c", next_command).stdout == "3 chat --model a model\n"
+
+
+def test_installing_shows_each_download_and_nothing_else(tmp_path: Path) -> None:
+    fake_python(
+        tmp_path / "python",
+        "echo 'Collecting torch'",
+        "echo '  Downloading torch-2.13.0.whl (190.1 MB)'",
+        "echo 'Installing collected packages: mpmath, torch'",
+        "exit $CODE",
+    )
+    program = f"set -euo pipefail; root=/; source {SCRIPTS}/venv.sh; python={tmp_path}/python"
+    for code in ("0", "3"):
+        result = run("bash", "-c", f"{program}; pip_install torch", CODE=code)
+        assert result.returncode == int(code)
+        assert result.stdout == ""
+        assert result.stderr.splitlines() == [
+            "  Downloading torch-2.13.0.whl (190.1 MB)",
+            "  Installing what was downloaded",
+        ]

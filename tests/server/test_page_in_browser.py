@@ -9,13 +9,14 @@ import contextlib
 import json
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from support.browser import EXECUTABLE, PageEngine, browser, grave_faults, opened
 from support.fake_engine import FakeEngine
 from support.http_server import serving_process, wait_for_health
@@ -123,9 +124,19 @@ def page(chromium: Browser, server: Served[PageEngine], engine: PageEngine) -> I
         yield found
 
 
+QUESTION = [{"role": "user", "content": "Unheard"}]
+PART = {"role": "assistant", "content": "An ans"}
+NOTHING = {"role": "assistant", "content": ""}
+
+
 def ask(page: Page, text: str) -> None:
     page.get_by_label("Your message").fill(text)
     page.keyboard.press("Enter")
+
+
+def attach(page: Page, name: str, content: bytes) -> None:
+    file: Any = {"name": name, "mimeType": "text/plain", "buffer": content}
+    page.locator("#attachments").set_input_files(file)
 
 
 def answered(page: Page, count: int = 1) -> None:
@@ -194,7 +205,7 @@ def test_an_answer_streams_and_ends_as_markdown_with_its_figures(
 
 
 def test_text_that_comes_in_any_pieces_looks_as_it_does_at_once(page: Page) -> None:
-    text = f"{RICH}\n\n{FORMULAS}\n\n"
+    text = f"{RICH}\n\n{FORMULAS}\n\n{DRAWN}\n\n"
     text += f"- a\n\n  b\n- c\n\n1. x\n\n**bold\n\n{HOSTILE}\n\n```\nopen\n\nfence"
     different = page.evaluate(
         """text => {
@@ -528,6 +539,39 @@ def test_text_files_go_with_a_question(page: Page, engine: PageEngine, tmp_path:
     expect(page.locator("#attached")).to_contain_text("notes.md")
 
 
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "latin-1", "cp1252"]
+)
+def test_text_files_are_read_in_the_encodings_that_editors_write(
+    encoding: str, page: Page, engine: PageEngine
+) -> None:
+    text = "Grüße aus Köln,\r\n\tà bientôt.\r\n"
+    attach(page, "notes.txt", text.encode(encoding))
+    expect(page.locator("#attached")).to_contain_text(f"notes.txt · {len(text)} characters")
+    is_guess = encoding in ("latin-1", "cp1252")
+    expect(page.locator("#banner")).to_contain_text("read as Latin-1" if is_guess else "")
+    ask(page, "What is it?")
+    answered(page)
+    assert text.strip() in engine.texts[-1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR",
+        b"\x7fELF\x02\x01\x01\x00" + bytes(8) + b"\x03\x00>\x00",
+        b"\xff\xd8\xff\xe0\x10JFIF\x01",
+        b"\xff\xfe\x00\xd8a\x00",  # a surrogate alone
+        "x".encode("utf-32"),
+    ],
+    ids=["png", "elf", "jpeg", "surrogate", "utf-32"],
+)
+def test_what_is_no_text_is_not_attached(content: bytes, page: Page) -> None:
+    attach(page, "other.bin", content)
+    expect(page.locator("#banner")).to_contain_text("other.bin is no text")
+    expect(page.locator("#attached")).to_be_hidden()
+
+
 def test_all_conversations_have_menus_and_travel_together(
     page: Page, server: Served[PageEngine], engine: PageEngine, tmp_path: Path
 ) -> None:
@@ -623,7 +667,7 @@ def test_formulas_are_drawn_and_what_is_not_known_stays_as_it_was_written(
     assert display.last.locator("mroot").text_content() == "x3"
     assert display.last.locator("munder").text_content() == "limh→0"
     expect(text.locator("li math")).to_have_count(2)
-    assert text.locator("li msubsup").text_content() == "y^i,j(k)"
+    assert text.locator("li msubsup").text_content() == "yˆi,j(k)"
     above, below = (display.locator(f"mfrac > :nth-child({n})").bounding_box() for n in (1, 2))
     assert above is not None
     assert below is not None
@@ -638,13 +682,110 @@ def test_formulas_are_drawn_and_what_is_not_known_stays_as_it_was_written(
     assert page.evaluate("window.hacked") is None
     assert text.locator("a, img, script").count() == 0
     assert grave_faults(page, within=".body") == []
-    wrong = page.evaluate(
-        """() => ["\\\\frac", "x_", "{", "}", "\\\\left(", "\\\\begin{pmatrix}", "\\\\end{x}", "&",
-            "\\\\sqrt[", "{".repeat(900), "{".repeat(900) + "}".repeat(900), "x^".repeat(900),
-            "\\\\constructor"]
-            .filter(source => formulaOf(source, true) !== null)"""
-    )
-    assert wrong == []
+
+
+DRAWN = r"""
+\[ \begin{aligned} f(x) &= (x+1)^2 \\ g &= x \end{aligned} \]
+
+$$ a = b \tag{1} $$
+
+$$ 17 \equiv 3 \pmod{7} $$
+
+$$ \begin{array}{c|c} 1 & 2 \\ \hline 3 & 4 \end{array} $$
+
+$$ \sum_{\substack{0<i \\ j<n}} x $$
+
+$$ A \xrightarrow{\text{a long label}} B $$
+
+$$ \frac{\cancel{x}y}{\cancel{x}} \cancelto{0}{z} $$
+
+$$ a \not= b \not\in C, y' = \pmb{v} $$
+
+```math
+\sqrt{\pi}
+```
+
+- in a list
+
+  ```math
+  \label{of:it} E = m c^2
+  ```
+
+\begin{gather*}
+a_1 \\
+- *b*
+\end{gather*}
+
+```math
+\nonsense{x}
+```
+
+Cut: \(a_1 * b_1 \\ * c"""
+
+
+def test_formulas_are_drawn_as_latex_draws_them(page: Page, engine: PageEngine) -> None:
+    engine.answers, engine.run = [DRAWN], 5
+    ask(page, "Formulas, please")
+    answered(page)
+    displays = page.locator("math[display=block]")
+    expect(displays).to_have_count(11)
+    aligned, tagged, pmod, array, below, arrow, cancelled, negated, *others = displays.all()
+
+    def edges(found: Locator) -> list[tuple[float, float]]:
+        boxes: list[dict[str, float]] = found.evaluate_all(
+            "all => all.map(each => each.getBoundingClientRect().toJSON())"
+        )
+        return [(box["left"], box["right"]) for box in boxes]
+
+    left, right = (edges(aligned.locator(f"mtd:nth-child({n}) > *")) for n in (1, 2))
+    assert left[0][1] == pytest.approx(left[1][1], abs=1)  # different widths, one edge
+    assert left[0][0] < left[1][0] - 9
+    assert right[0][0] == pytest.approx(right[1][0], abs=1)
+    assert edges(tagged.locator(".tml-tag"))[0][1] == pytest.approx(edges(tagged)[0][1], abs=2)
+    assert pmod.text_content() == "17≡3(mod7)"
+    lines = "(all, side) => all.map(each => getComputedStyle(each)[`border${side}Style`])"
+    for side, drawn in (("Right", "solid none solid none"), ("Bottom", "solid solid none none")):
+        assert array.locator("mtd").evaluate_all(lines, side) == drawn.split()
+    assert below.locator("munder mtd").all_text_contents() == ["0<i", "j<n"]
+    expect(arrow.locator("mover > mo:has-text('→')")).to_have_attribute("stretchy", "true")
+    assert arrow.locator("mover mtext").text_content() == "a\u00a0long\u00a0label"
+    strokes = cancelled.locator(".tml-cancel")
+    expect(strokes).to_have_count(3)
+    for stroke in strokes.all():
+        assert "polygon" in stroke.evaluate("each => getComputedStyle(each).clipPath")
+    assert unicodedata.normalize("NFC", negated.text_content() or "") == "a≠b∉C,y′=𝒗"
+    fenced, item, bare = (other.text_content() for other in others)
+    assert (fenced, item, bare) == ("π", "E=mc2", "a1−∗b∗")
+    expect(page.locator(".body pre")).to_have_text("\\nonsense{x}\n")
+    expect(page.locator(".body p").last).to_have_text("Cut: \\(a_1 * b_1 \\\\ * c")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_of_formulas_can_be_read_on_any_paper(
+    scheme: str, chromium: Browser, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    colours = ("black", "white", "yellow", "blue", "red", "lime", "gray")
+    engine.answers = [" ".join(f"$\\color{{{colour}}} x$" for colour in colours)]
+    with opened(chromium, server.url, color_scheme=scheme) as page:
+        ask(page, "Colours, please")
+        answered(page)
+        contrasts = page.locator(".body mi").evaluate_all(
+            """all => {
+                const context = document.createElement("canvas").getContext("2d");
+                const light = color => {
+                    context.fillStyle = color;
+                    context.fillRect(0, 0, 1, 1);
+                    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data]
+                        .map(each => ((each / 255 + 0.055) / 1.055) ** 2.4);
+                    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+                };
+                const paper = light(getComputedStyle(document.body).backgroundColor);
+                return all.map(each => light(getComputedStyle(each).color) / paper)
+                    .map(ratio => Math.max(ratio, 1 / ratio));
+            }"""
+        )
+        assert len(contrasts) == len(colours)
+        assert min(contrasts) > 3
 
 
 # -- hostile and large ----------------------------------------------------------------------------
@@ -666,6 +807,83 @@ def test_hostile_text_is_shown_as_text(page: Page, engine: PageEngine) -> None:
     page.reload()
     expect(page.locator(".answer")).to_be_visible()
     assert page.evaluate("window.hacked") is None
+
+
+NO_FORMULAS = [
+    *(r"\frac", "x_", "{", "}", r"\left(", r"\begin{pmatrix}", r"\end{x}", "&", r"\sqrt["),
+    *("{" * 900, "x^" * 900, r"\sqrt{" * 500 + "x" + "}" * 500),
+    *(r"\constructor", r"\begin{constructor}x\end{constructor}", "x" * 4001),
+    r"\left(" * 300 + r"\right)" * 300,
+    r"\def\a{\a\a}\a",
+    r"x\\\gdef\a#1{#1#1}\a{\a{x}}",
+    r"\newcommand{\a}{x}\a",
+    r"\let\a\frac \a12",
+    r"\begin{alignat}{999999999}x\end{alignat}",
+    r"\begin{alignat*}{9\relax99999999}x\end{alignat*}",
+    r"\begin{alignedat}9{99999999}x\end{alignedat}\frac",
+    "\\begin{align%\nat}{999999999}x\\end{alignat}",
+    r"\@firstoftwo\begin{matrix}{alignat}{999999999}x\end{alignat}",
+    r"\begin{align\@firstofone{at}}{999999999}x\end{alignat}",
+    r"\href{javascript:window.hacked=1}{x}",
+    r"\url{javascript:window.hacked=1}",
+    r"\includegraphics{http://x/y.png}",
+    r"\class{solid}{x}",
+    r"\id{send}{x}",
+    r"\style{position:fixed}{x}",
+    r"\data{act=deleteAll}{x}",
+]
+
+
+def test_hostile_formulas_are_no_formulas(page: Page) -> None:
+    drawn = "sources => sources.filter(source => [true, false].some(how => formulaOf(source, how)))"
+    assert page.evaluate(drawn, NO_FORMULAS) == []
+    harmless = (r"\label{send} x", r"\ref{send}", r"x \eqref{send}", r"\text{<b onclick=a>}")
+    for source in (*harmless, r"\tag{<script>} x"):
+        html = page.evaluate("source => formulaOf(source, true).outerHTML", source)
+        assert not re.search(r"<(b|script|a)\b|\bid=", html)
+    for size in ("9999em", "-9999em", "9999999px"):
+        for formula in (
+            rf"\rule{{{size}}}{{{size}}}",
+            rf"\raisebox{{{size}}}{{x}}",
+            rf"\kern{size}",
+        ):
+            height, width = page.evaluate(
+                """source => {
+                    const paragraph = make("p", {}, formulaOf(source, false));
+                    $("log").replaceChildren(paragraph);
+                    const { height } = paragraph.getBoundingClientRect();
+                    return [height, $("scroller").scrollWidth - $("scroller").clientWidth];
+                }""",
+                formula,
+            )
+            assert (height <= 3300, width) == (True, 0)
+
+
+def test_no_command_of_formulas_grows_with_its_nesting_or_breaks_the_policy(page: Page) -> None:
+    """Each command that the source of Temml names, around itself, in any of its arguments."""
+    names, large = page.evaluate(
+        r"""() => {
+            const source = [...document.scripts].map(script => script.textContent).join("");
+            const found = [...source.matchAll(/"\\\\([A-Za-z@]+\*?)"/g)].map(([_, name]) => name);
+            const names = [...new Set(found)], large = [];
+            const inside = ["{@}", "{x}{@}", "{@}{x}", "[@]{x}", "{x}{x}{@}"];
+            for (const [name, around] of names.flatMap(name => inside.map(form => [name, form]))) {
+                let formula = "x";
+                for (let depth = 0; depth < 10; depth++) {
+                    formula = `\\${name}${around.replace("@", () => formula)}`;
+                }
+                const element = formulaOf(formula, true);
+                if (!element) continue;
+                document.body.append(element);
+                if (element.querySelectorAll("*").length > 400) large.push(formula);
+                element.remove();
+            }
+            return [names, large];
+        }"""
+    )
+    assert len(names) > 1000
+    assert {"frac", "cancelto", "llap", "pmb", "sideset"} <= {*names}
+    assert large == []
 
 
 def test_a_line_of_a_megabyte_is_shown_in_pieces_while_the_page_takes_input(
@@ -874,6 +1092,26 @@ def test_a_refused_request_says_why_and_can_be_tried_again(page: Page, engine: P
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".body .text")).to_have_text("Hello!")
+
+
+def test_what_a_notice_offers_can_be_read_on_a_phone(
+    chromium: Browser, server: Served[PageEngine], engine: PageEngine
+) -> None:
+    with opened(chromium, server.url, viewport={"width": 390, "height": 800}) as page:
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        store(page, chat_of(1, messages=[{"role": "user", "content": "Unheard"}]))
+        store(page, chat_of(1, id="cut", messages=[*QUESTION, {**PART, "ended": "length"}]))
+        store(page, chat_of(1, id="wrong", messages=[*QUESTION, {**NOTHING, "error": "x " * 300}]))
+        for name, button in (("long", "Try again"), ("cut", "Continue"), ("wrong", "Try again")):
+            page.goto(f"{server.url}/#/chat/{name}")
+            page.reload()
+            found = page.locator(".notice").get_by_role("button", name=button)
+            lines = found.evaluate(
+                "each => { const range = new Range(); range.selectNodeContents(each);"
+                " return range.getClientRects().length; }"
+            )
+            assert lines == 1
+            assert found.evaluate("each => each.getBoundingClientRect().right") < 390
 
 
 def test_the_second_view_draws_the_metrics_while_they_change(

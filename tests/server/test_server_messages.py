@@ -149,6 +149,7 @@ CALLED = tool_use("get_weather", {"city": "Köln", "days": 2})
             [thinking("A city."), text("Let me see."), CALLED, tool_use("clock", {}), CALLED],
             "tool_use",
         ),
+        (f"I look.\n{CALL}\nDone.", [text("I look."), CALLED, text("Done.")], "tool_use"),
         # Letter for letter, whatever is in the texts of an input.
         (
             hermes("f", r'{"a":"mkdir {a,b \"\\ </b> \u00e9 é 👍🏽", "b": 12345678901234567890}'),
@@ -963,6 +964,9 @@ def test_the_clients_tool_runner_completes_a_turn(
     assert final.content[0].text == "It rains."
     assert cities == ["Köln", "Ulm"]
     assert "<tool_response>rain in Ulm</tool_response>" in server.engine.texts[-1]
+    # The client keeps its messages here if it can; it is told to send them all.
+    assert QUESTION[0]["content"] in server.engine.texts[-1]
+    assert calls in server.engine.texts[-1]
 
 
 def test_the_client_raises_its_own_errors(

@@ -12,7 +12,7 @@ from support.fake_engine import FakeDefaults, FakeTokenizer
 from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
-from minisgl.server.answers.jobs import MAX_SCORES, GenerationJob, fitted, for_choice, scored_room
+from minisgl.server.answers.jobs import MAX_SCORES, GenerationJob, fitted, scored_room
 from minisgl.server.apis.openai.answer_types import ChatCompletionChunk, CompletionChunk
 from minisgl.server.apis.openai.chat_reply import ChatReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
@@ -441,15 +441,6 @@ def test_template_options_are_collected_from_the_request() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         template_options(chat(chat_template_kwargs={"messages": []}))
     assert caught.value.param == "chat_template_kwargs"
-
-
-def test_each_choice_has_its_own_seed() -> None:
-    params = SamplingParams(seed=7)
-    seeds = [for_choice(params, k).seed for k in range(128)]
-    assert seeds[0] == 7
-    assert len(set(seeds)) == 128
-    assert seeds == [for_choice(params, k).seed for k in range(128)]
-    assert for_choice(SamplingParams(), 3).seed is None
 
 
 def test_max_tokens_defaults_to_the_remaining_context() -> None:

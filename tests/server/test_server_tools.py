@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -35,6 +36,7 @@ from support.waiting import until
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
+from minisgl.text.parsing import formats
 from minisgl.text.tokenizer import Tokenizer
 
 CALL = hermes("get_weather", {"city": "Köln", "days": 2})
@@ -151,6 +153,43 @@ def test_every_format_is_parsed_by_its_name(
     [made] = found.made
     assert (made[0], json.loads(made[1])) == (name, arguments)
     assert (found.content, found.finish_reason) == (None, "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("parser", "markers", "call"),
+    [
+        ("glm45", formats.GLM45.markers,
+         "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("gemma4", formats.GEMMA4.markers, '<|tool_call>call:f{{code:<|"|>{}<|"|>}}<tool_call|>'),
+    ],
+)  # fmt: skip
+def test_a_tool_with_a_pattern_is_held_in_every_api(
+    parser: str, markers: tuple[str, ...], call: str
+) -> None:
+    code = {"type": "string", "pattern": "^[A-Z]|x$", "maxLength": 4}
+    schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    function = {"name": "f", "parameters": schema}
+    message = {"model": "fake", "messages": QUESTION}
+    requests: dict[str, dict[str, Any]] = {
+        "chat/completions": message
+        | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+        "messages": message
+        | {"max_tokens": 99, "tool_choice": {"type": "any"}}
+        | {"tools": [{"name": "f", "input_schema": schema}]},
+        "responses": {"model": "fake", "input": "Which?", "tool_choice": "required"}
+        | {"tools": [{"type": "function", **function}]},
+    }
+    tokenizer = qwen(PLAIN_TEMPLATE, *markers)
+    with scripted(tokenizer, tool_parser=parser) as server, server.openai() as client:
+        for path, request in requests.items():
+            server.engine.answers = [call.format("ABC")]
+            answer = client.post(f"/{path}", body=request, cast_to=httpx.Response)
+            assert "ABC" in answer.text
+            server.engine.answers = [call.format("abc")]
+            with pytest.raises(openai.APIStatusError):
+                client.with_options(max_retries=0).post(
+                    f"/{path}", body=request, cast_to=httpx.Response
+                )
 
 
 def test_the_markup_of_an_answer_without_tools_is_no_content() -> None:
@@ -545,6 +584,9 @@ def test_logprobs_are_those_of_the_content(
 ) -> None:
     found = ask(server, client, "Let me see.\n" + CALL, logprobs=True)
     assert "".join(found.logprobs) == "Let me see." == found.content
+    found = ask(server, client, f"Let me see.\n{CALL}\nDone.", logprobs=True)
+    assert found.content == "Let me see.\n\nDone."
+    assert "".join(found.logprobs) == "Let me see.Done."
     assert ask(server, client, CALL, logprobs=True).logprobs == []
 
 
@@ -604,7 +646,8 @@ def test_null_stands_for_a_field_that_is_not_given(
     assert found.made == [("clock", "{}")]
     assert ask(server, client, answer, tools=tools, tool_choice="required").calls
     result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]}
-    said = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": None}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     ask(server, client, "Yes.", messages=[*QUESTION, said, result, *QUESTION])
     assert "<tool_response>noon</tool_response>" in server.engine.texts[-1]
 

@@ -326,6 +326,9 @@ def load_reference(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+    for module in model.modules():
+        if hasattr(module, "limit"):  # of gpt-oss; transformers 5.17 takes 7.0, whatever it is
+            module.limit = getattr(model.config, "swiglu_limit", module.limit)
     return model
 
 

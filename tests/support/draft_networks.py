@@ -43,6 +43,7 @@ class Head:
     speculators: bool = False  # the format of speculators, else that of SpecForge
     own_embedding: bool = False
     norms: frozenset[str] = frozenset()  # options that are set
+    rotary_share: float = 1.0  # of each head that is rotated; `values` say so
     seed: int = 5
     values: dict[str, Any] = field(default_factory=dict)  # other fields of config.json
 
@@ -132,13 +133,15 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def rotated(x: Tensor) -> Tensor:
-    """x: [rows, heads, head_dim]; row p is at position p."""
+def rotated(x: Tensor, share: float) -> Tensor:
+    """x: [rows, heads, head_dim], of which a share is rotated, the first numbers of each; row p is
+    at position p."""
+    x, still = x.tensor_split([int(x.shape[-1] * share)], dim=-1)
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] / THETA ** (torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     one, other = x[..., :half], x[..., half:]
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin, still), dim=-1)
 
 
 class HeadReference:
@@ -171,7 +174,7 @@ class HeadReference:
             (x @ w[f"self_attn.{name}_proj.weight"].T).view(rows, -1, head.head_dim)
             for name in "qkv"
         )
-        q, k = rotated(q), rotated(k)
+        q, k = rotated(q, head.rotary_share), rotated(k, head.rotary_share)
         group = head.num_heads // head.num_kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -133,6 +133,20 @@ class ByteMatcher:
             token_ids += [self._markers[marker]] if marker else taken.encode()
             text = text[len(taken) :]
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    def random_answer(self, rng: random.Random, likely: Collection[int]) -> str:
+        """An answer of `likely` bytes and markers where these are allowed; it ends when it can."""
+        matcher, texts = self._matcher.deep_copy(), {id: text for text, id in self._markers.items()}
+        answer = b""
+        while not matcher.is_accepting():
+            mask = matcher.compute_bitmask()
+            allowed = [id for id in range(OUTLINE.size) if mask[id >> 3] >> (id & 7) & 1]
+            markers = [id for id in allowed if id in texts]
+            others = [id for id in allowed if id in likely] or allowed
+            token_id = rng.choice(markers if markers and rng.random() < 0.5 else others)
+            matcher.consume_token(token_id)
+            answer += texts[token_id].encode() if token_id in texts else bytes([token_id])
+        return answer.decode()
 
     @property
     def may_end(self) -> bool:

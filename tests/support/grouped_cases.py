@@ -11,14 +11,15 @@ from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.grouped_kernel import choose_grouped
 
-# (experts, routing): those of GLM-4.7-Flash, DeepSeek-V3, V2 and V2-Lite, and small ones whose
-# sizes are no powers of two.
+# (experts, routing): those of GLM-4.7-Flash, DeepSeek-V3, V2 and V2-Lite, and ones whose sizes
+# are no powers of two, or whose weights add up to less than 1.
 ROUTINGS = [
     (64, GroupRouting(4, normalize=True, sigmoid=True, factor=1.8)),
     (256, GroupRouting(8, normalize=True, sigmoid=True, factor=2.5, num_groups=8, num_kept=4)),
     (160, GroupRouting(6, normalize=False, sigmoid=False, factor=16, num_groups=8, num_kept=3)),
     (64, GroupRouting(6, normalize=False, sigmoid=False)),
     (21, GroupRouting(5, normalize=True, sigmoid=False, factor=0.5, num_groups=3, num_kept=2)),
+    (32, GroupRouting(4, normalize=True, sigmoid=True, least_sum=0.5)),
     (6, GroupRouting(1, normalize=False, sigmoid=True, num_groups=3, num_kept=1)),
     # With an expert that every row takes, and with several.
     (64, GroupRouting(4, normalize=True, sigmoid=True, factor=1.8, num_shared=1)),

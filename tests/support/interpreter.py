@@ -2,10 +2,10 @@
 
 Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480; those to
 bfloat16 cut off what it does not hold. It multiplies matrices of bfloat16 as if their bits were
-integers. Its fused products are rounded before the sum. It warns of
-values that a GPU passes over, such as infinity less itself. It wraps every function of
-triton.language anew whenever a kernel calls a function, and looks for overflows of integers without
-reporting any.
+integers. Its fused products are rounded before the sum. It keeps the type of two numbers for what
+comparing them gives, which as a mask Triton 3.9 then refuses. It warns of values that a GPU passes
+over, such as infinity less itself. It wraps every function of triton.language anew whenever a
+kernel calls a function, and looks for overflows of integers without reporting any.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def mend(setattr: Callable[[object, str, object], None]) -> None:
     setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
     plain = interpreter.InterpreterBuilder.create_dot
     setattr(interpreter.InterpreterBuilder, "create_dot", _multiplying(plain))
+    plain = interpreter.InterpreterBuilder.binary_op
+    setattr(interpreter.InterpreterBuilder, "binary_op", _comparing(plain))
     setattr(interpreter, "_patch_lang", OncePerLaunch(interpreter._patch_lang))
     builder = interpreter.interpreter_builder
     setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
@@ -97,6 +99,19 @@ def _multiplying(plain: Callable[..., object]) -> Callable[..., object]:
         return plain(builder, x, y, *others)
 
     return multiply
+
+
+def _comparing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives truth values their own type."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def compute(*operands: object) -> Any:
+        found = plain(*operands)
+        is_truth = found.data.dtype == np.bool_
+        return interpreter.TensorHandle(found.data, tl.int1) if is_truth else found
+
+    return compute
 
 
 class OncePerLaunch:

@@ -80,6 +80,12 @@ def pack_fp8_tensor(w: Tensor, *, static: bool) -> Packed:
     return Packed(tensors, q.float() * scale)
 
 
+def pack_fp8_rows(w: Tensor) -> Packed:
+    scale = w.abs().amax(1, keepdim=True) / 448
+    q = (w / scale).clamp(-448, 448).to(E4M3)
+    return Packed({"weight": q, "weight_scale": scale}, q.float() * scale)
+
+
 # -- INT4 -----------------------------------------------------------------------------------------
 
 
@@ -198,6 +204,16 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         lambda w: pack_fp8_tensor(w, static=True),
         "static",
+    ),
+    "modelopt": Format(
+        {"quant_algo": "FP8", "producer": {"name": "modelopt"}, "exclude_modules": ["lm_head"]},
+        lambda w: pack_fp8_tensor(w, static=True),
+        "static",
+    ),
+    "fbgemm": Format(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        pack_fp8_rows,
+        "token",
     ),
     "ct-fp8-channel": compressed("FP8_DYNAMIC"),
     "ct-fp8-static": compressed("FP8"),

@@ -38,6 +38,26 @@ ONE_CALL = (
 THINKING = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
 
 
+ALL_SYSTEMS = {"takes_systems": True, "system_anywhere": True}
+FIRST_SYSTEM = (  # as of gpt-oss, MiniMax-M2 and Nemotron
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+)
+LAST_SYSTEM = (  # as of DeepSeek-R1-Distill
+    "{% set ns = namespace(text='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.text = m.content %}{% endif %}{% endfor %}{{ ns.text }}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+)
+LEADING_SYSTEMS = (  # as of Qwen3.8
+    "{% set ns = namespace(begun=false) %}{% for m in messages %}{% if m.role == 'system' and "
+    "ns.begun %}{{ raise_exception('late') }}{% endif %}{% set ns.begun = m.role != 'system' %}"
+    "{{ m.content }}{% endfor %}"
+)
+NO_DEVELOPER = (
+    "{# developer #}{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
+)
+
+
 def facts_of(template: str | None) -> TemplateFacts:
     return probe(rendered_by(with_tokens(chat_template=template)))
 
@@ -55,15 +75,15 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
 @pytest.mark.parametrize(
     ("template", "facts"),
     [
-        (MESSAGES, {"takes_results": False, "system_anywhere": True}),
-        (TOOLS + MESSAGES, {"offers_tools": True, "system_anywhere": True}),
+        (MESSAGES, {"takes_results": False, **ALL_SYSTEMS}),
+        (TOOLS + MESSAGES, {"offers_tools": True, **ALL_SYSTEMS}),
         (
             TOOLS + OBJECT_CALLS,
             {
                 "offers_tools": True,
                 "takes_calls": True,
                 "takes_results": True,
-                "system_anywhere": True,
+                **ALL_SYSTEMS,
             },
         ),
         (
@@ -72,7 +92,7 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
                 "takes_calls": True,
                 "takes_results": True,
                 "wants_text_arguments": True,
-                "system_anywhere": True,
+                **ALL_SYSTEMS,
             },
         ),
         (
@@ -86,12 +106,18 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
                 "takes_results": True,
                 "wants_short_ids": True,
                 "wants_text_arguments": True,
-                "system_anywhere": True,
+                **ALL_SYSTEMS,
             },
         ),
-        ("{{ messages | length }} tools {{ 'tools' }}<think>\n", {"opens_reasoning": True}),
-        ("{{ messages | length }}[THINK]", {"opens_reasoning": True}),
-        ("{{ messages | length }}" + THINKING, {"switches_reasoning": True}),
+        (
+            "{{ messages | length }} tools {{ 'tools' }}<think>\n",
+            {"opens_reasoning": True, "leaves_out_system": True},
+        ),
+        ("{{ messages | length }}[THINK]", {"opens_reasoning": True, "leaves_out_system": True}),
+        (
+            "{{ messages | length }}" + THINKING,
+            {"switches_reasoning": True, "leaves_out_system": True},
+        ),
         (
             HARMONY_TEMPLATE,
             {
@@ -107,9 +133,17 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
             {
                 "takes_calls": True,
                 "takes_results": True,
-                "system_anywhere": True,
+                **ALL_SYSTEMS,
                 "takes_one_call": True,
             },
+        ),
+        (FIRST_SYSTEM, {}),
+        (LAST_SYSTEM, {}),
+        (NO_DEVELOPER, {}),
+        (LEADING_SYSTEMS, {"takes_systems": True, "takes_results": False}),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            {"leaves_out_system": True},
         ),
         ("{{ raise_exception('never') }}", {}),
         (None, {}),
@@ -160,6 +194,30 @@ def test_a_history_has_each_call_with_its_result_where_a_message_takes_one() -> 
         result("x"),
         one,
     ]
+
+
+def test_system_messages_are_joined_where_the_template_would_leave_some_out() -> None:
+    first, second, late = (
+        {"role": role, "content": text}
+        for role, text in (("system", "1"), ("developer", "2"), ("system", "3"))
+    )
+    question, answer = {"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}
+    leading, everywhere = [first, second, question], [first, question, answer, late, question]
+    only_late = [question, late, question]
+    for facts, joined in (
+        (TemplateFacts(), [True, True, True]),
+        (TemplateFacts(takes_systems=True), [False, True, True]),
+        (TemplateFacts(takes_systems=True, system_anywhere=True), [False, False, False]),
+    ):
+        texts = ("1\n\n2", "1\n\n3", "3")
+        for messages, is_joined, text in zip(
+            (leading, everywhere, only_late), joined, texts, strict=True
+        ):
+            rest = [message for message in messages if message["role"] in ("user", "assistant")]
+            whole = [{"role": "system", "content": text}, *rest]
+            assert fitted_history(messages, facts) == (whole if is_joined else messages)
+    for messages in ([first], [first, question], [question]):
+        assert fitted_history(messages, TemplateFacts()) == messages
 
 
 def test_a_history_has_reasoning_where_templates_read_it() -> None:

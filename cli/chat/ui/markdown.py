@@ -15,8 +15,11 @@ from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
 from rich.syntax import Syntax
 from rich.text import Text
 
+from .formulas import with_formulas
+
 # HTML is text here: it could not be shown, and would vanish.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+PARSER.use(with_formulas)
 # The beginning of a line that may yet become a fence, a list, a rule, a heading or a mere text.
 # Blanks are matched possessively (*+), since backtracking over many would take too long.
 UNDECIDED = re.compile(

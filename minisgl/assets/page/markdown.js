@@ -32,17 +32,13 @@ function* blocks(lines, depth = 0) {
 			for (at++; at < lines.length && !ends(lines[at]); at++);
 			const code = lines.slice(first + 1, at).map(line => line + "\n").join(""), isOpen = at === lines.length;
 			if (!isOpen) at++;
-			const build = () => {
-				const view = new CodeView(language);
-				view.set(code);
-				return view.element;
-			};
-			yield block(build, { language, ends, isOpen });
+			yield block(() => fenced(language, code, isOpen), { language, ends, isOpen });
 		} else if ((found = FORMULA_LINE.exec(line))) { // up to its end, or to an empty line
-			let isOver = line.slice(found[0].length).includes(FORMULA_ENDS[found[1]]);
+			const close = formulaEnd(found[1]);
+			let isOver = line.slice(found[0].length).includes(close);
 			const text = take(next => {
 				if (isOver || !next.trim()) return false;
-				isOver = next.includes(FORMULA_ENDS[found[1]]);
+				isOver = next.includes(close);
 				return true;
 			});
 			yield block(open => withText(make("p"), text.join("\n").trim(), open));
@@ -76,6 +72,15 @@ function* blocks(lines, depth = 0) {
 	}
 }
 
+/** A block between fences: code, or a formula. */
+function fenced(language, code, isOpen) {
+	const formula = language === "math" && !isOpen && formulaOf(code, true);
+	if (formula) return formula;
+	const view = new CodeView(language);
+	view.set(code);
+	return view.element;
+}
+
 function withBlocks(parent, lines, open, depth) {
 	const found = [...blocks(lines, depth)];
 	parent.append(...found.map((block, index) => block.build(open && index === found.length - 1)));
@@ -106,7 +111,7 @@ function tableOf([head, delimiters, ...rows]) {
 	return make("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, table);
 }
 
-const SPECIAL = /\${1,2}|\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
+const SPECIAL = /\${1,2}|\\begin\{[a-zA-Z]+\*?\}|\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|https?:\/\/|\n/g;
 const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\( *<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?: +"[^"]*")? *\)/y;
 const ADDRESS = /https?:\/\/[^\s<>"]*[^\s<>".,:;!?)\]'*_~]/y;
 const SAFE = /^(https?:\/\/|mailto:)/i;
@@ -134,9 +139,9 @@ function withText(parent, text, open = false, depth = 0) {
 		const [run] = found, start = found.index, opening = run[0];
 		let node, end;
 		at = start + run.length;
-		const formula = run in FORMULA_ENDS && depth < DEEP ? formulaAt(text, start, run) : null;
+		const formula = formulaEnd(run) && depth < DEEP ? formulaAt(text, start, run) : null;
 		if (formula) ({ node, end: at } = formula);
-		else if (opening === "\\") plain += run[1];
+		else if (opening === "\\") plain += formulaEnd(run) ? run : run[1];
 		else if (opening === "\n") node = make("br");
 		else if (opening === "`") {
 			end = endOf(run, at);
@@ -196,7 +201,7 @@ class MarkdownView {
 		if (last.isOpen && rest[begun - 1] === "\n") {
 			this.#append(found.slice(0, -1));
 			this.code = new CodeView(last.language);
-			this.fenceEnds = last.ends;
+			this.fence = last;
 			this.codeStart = this.start += begun;
 			this.element.append(this.code.element);
 			this.#continueCode(text, done);
@@ -228,8 +233,10 @@ class MarkdownView {
 	#continueCode(text, done) {
 		for (let newline; (newline = text.indexOf("\n", this.start)) >= 0 || done;) {
 			const end = newline < 0 ? text.length : newline;
-			if (end - this.start < 200 && this.fenceEnds(text.slice(this.start, end))) {
-				this.code.set(text.slice(this.codeStart, this.start));
+			if (end - this.start < 200 && this.fence.ends(text.slice(this.start, end))) {
+				const code = text.slice(this.codeStart, this.start);
+				if (this.fence.language === "math") this.code.element.replaceWith(fenced("math", code));
+				else this.code.set(code);
 				this.code = null;
 				this.start = end + 1;
 				return;

@@ -74,6 +74,11 @@ def read_eagle3(values: Mapping[str, Any], where: str, target: ModelConfig) -> E
     fields = Fields({name: values[name] for name in values if name != "layer_types"}, where)
     if (num_layers := fields.count("num_hidden_layers", 1)) != 1:
         raise UnsupportedModelError(f"{where}: {num_layers} layers are not supported; allowed: 1.")
+    if fields.values.get("kv_lora_rank"):
+        raise UnsupportedModelError(
+            f"{where}: an EAGLE-3 head that attends over latents (kv_lora_rank) is not supported; "
+            "take one with the attention of Llama, mtp or ngram."
+        )
     has_bias = fields.flag("attention_bias", False)
     layer = read_decoder(
         Fields({**fields.values, "num_hidden_layers": 1}, where),
@@ -81,6 +86,7 @@ def read_eagle3(values: Mapping[str, Any], where: str, target: ModelConfig) -> E
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias", False),
+        rotary_share=1.0,
     )
     draft_vocab_size = fields.count("draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import from_here
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.grouped import LEAST_SUM, ByScores, GroupRouting
+from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import (
     activated,
@@ -95,7 +95,7 @@ def few_rows_experts(
         experts.down,
         down_bias,
         normalize=normalize,
-        least_sum=LEAST_SUM,
+        least_sum=routing.least_sum,
         factor=routing.factor,
         places=triton.next_power_of_2(choice.top_k),
         block_n=tiles.block_n,

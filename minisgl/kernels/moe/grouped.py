@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_SUM = 1e-20  # added to the sum of weights that divides them
-
 
 class GroupRouting(NamedTuple):
     """How a row's experts follow from the router's logits.
@@ -25,6 +23,7 @@ class GroupRouting(NamedTuple):
     factor: float = 1.0  # multiplies the weights, last of all
     num_groups: int = 1  # of equal size, one after the other
     num_kept: int = 1  # groups, of which the experts are chosen
+    least_sum: float = 1e-20  # added to the sum of weights that divides them
     # Experts behind those that are chosen among, which every row takes with weight 1.
     num_shared: int = 0
 
@@ -58,7 +57,7 @@ def choose_grouped(choice: ByScores) -> tuple[Tensor, Tensor]:
     chosen = compared.topk(routing.top_k).indices
     weights = scores.gather(-1, chosen)
     if routing.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.least_sum)
     shared = logits.shape[1] + torch.arange(routing.num_shared, device=logits.device)
     chosen = torch.cat((chosen, shared.expand(len(logits), -1)), 1)
     weights = F.pad(weights * routing.factor, (0, routing.num_shared), value=1.0)

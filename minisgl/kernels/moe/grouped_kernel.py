@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.moe.grouped import LEAST_SUM, ByScores
+from minisgl.kernels.moe.grouped import ByScores
 
 
 def choose_grouped(choice: ByScores, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def choose_grouped(choice: ByScores, *, pdl: bool = True) -> tuple[Tensor, Tenso
         top_k=routing.top_k,
         normalize=routing.normalize,
         sigmoid=routing.sigmoid,
-        least_sum=LEAST_SUM,
+        least_sum=routing.least_sum,
         num_groups=routing.num_groups,
         num_kept=routing.num_kept,
         num_shared=routing.num_shared,

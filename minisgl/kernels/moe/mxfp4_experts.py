@@ -82,16 +82,17 @@ class _Gemm(NamedTuple):
         num_pairs, num_outputs = self.target.shape
         lanes = tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1
         assert tiles.block_k % (CHUNK * lanes) == 0
+        num_inputs = self.source.shape[1]
         return {
             "num_outputs": num_outputs,
-            "num_inputs": self.source.shape[1],
+            "num_inputs": num_inputs,
             "shared": num_pairs // len(self.source),
             "gated": self.matrices.data.shape[1] != num_outputs,
             "block_n": tiles.block_n,
             "block_m": tiles.block_m,
             "block_k": tiles.block_k,
             "lanes": lanes,
-            "stages": tiles.num_stages,
+            "stages": min(tiles.num_stages, triton.cdiv(num_inputs, tiles.block_k)),
             "packed": self.source.is_cuda and self.source.dtype == torch.bfloat16,
             "num_warps": tiles.num_warps,
             **clamp_options(self.clamped),

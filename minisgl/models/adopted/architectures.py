@@ -5,30 +5,35 @@ from __future__ import annotations
 # Each gives the tokens of transformers in tests/models/test_adopted.py.
 ADOPTED = frozenset(
     """
-    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BeamForCausalLM BioGptForCausalLM
-    BitNetForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
-    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
-    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM GemmaForCausalLM
-    Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
-    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Jais2ForCausalLM Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
-    MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
-    MinistralForCausalLM MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
-    NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM
-    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    VaultGemmaForCausalLM
+    AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM
+    AriaTextForCausalLM BeamForCausalLM BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM
+    Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Dots1ForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM
+    Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM
+    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSWAForCausalLM
+    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM
+    Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+    MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
+    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
+    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM
+    Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
     """.split()
 )
+
+# What published checkpoints call an architecture, and what transformers calls it.
+RENAMED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
-    DeepseekVLForConditionalGeneration Exaone4_5_ForConditionalGeneration
-    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration
+    AriaForConditionalGeneration DeepseekVLForConditionalGeneration
+    Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
+    Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
     LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
     LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
@@ -38,13 +43,29 @@ TOWERS = frozenset(
 )
 
 _RECURRENT = "its layers keep a state instead of keys and values"
+_OWN_ATTENTION = "its attention has implementations of its own, and takes no other"
+_BIASES = "it attends with biases by distance (ALiBi)"
 _SPARSE = "its attention chooses the tokens that it reads"
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "MambaForCausalLM": _RECURRENT,
-    "Mamba2ForCausalLM": _RECURRENT,
-    "JambaForCausalLM": _RECURRENT,
+    **dict.fromkeys(
+        """
+        BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+        JambaForCausalLM KimiLinearForCausalLM MambaForCausalLM Mamba2ForCausalLM
+        MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM RecurrentGemmaForCausalLM
+        RwkvForCausalLM ZambaForCausalLM Zamba2ForCausalLM xLSTMForCausalLM
+        """.split(),
+        _RECURRENT,
+    ),
+    "BloomForCausalLM": _BIASES,
+    "MptForCausalLM": _BIASES,
+    "FalconForCausalLM": _OWN_ATTENTION,
+    "GPTNeoForCausalLM": _OWN_ATTENTION,
+    "MiniMaxM3ForCausalLM": _SPARSE,
+    "MiniMaxM3SparseForConditionalGeneration": _SPARSE,
+    "Mistral4ForCausalLM": "it attends over latents, with scores that are scaled by position",
+    "LongcatFlashForCausalLM": "its routing reads numbers on the host",
     "DiffLlamaForCausalLM": "its modules attend twice in a layer",
     "DogeForCausalLM": "it attends with a mask of its own",
     "Gemma3nForCausalLM": "its activations read numbers on the host",
@@ -52,5 +73,4 @@ REFUSED = {
     "Llama4ForCausalLM": "it attends in chunks",
     "Llama4ForConditionalGeneration": "it attends in chunks",
     "PaliGemmaForConditionalGeneration": "the tokens of a prompt attend to later ones",
-    "PhimoeForCausalLM": "it computes something else here than in transformers",
 }

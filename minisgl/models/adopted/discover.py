@@ -45,10 +45,13 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     register()
     recorder = Recorder()
     try:
+        num_layers = config.num_hidden_layers
         with torch.device("meta"), torch.no_grad():
             model = architecture._from_config(
                 config, dtype=torch.bfloat16, attn_implementation=ATTENTION
             ).eval()
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("batched_mm")  # which takes any sizes
             take_seats(model, recorder)
             calls = _Calls(model)
             model(**inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS)))
@@ -56,18 +59,26 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the code of some architecture raises
-        reason = str(error).strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{architecture.__name__} does not run on rows of several requests: "
-            f"{type(error).__name__}: {reason}"
+            f"{architecture.__name__} does not run on rows of several requests: {_reason(error)}."
         ) from error
-    if len(recorder.modules) != config.num_hidden_layers:
+    if len(recorder.modules) != num_layers:
         raise UnsupportedModelError(
-            f"{architecture.__name__} cannot run with transformers' code: of its "
-            f"{config.num_hidden_layers} layers, {len(recorder.modules)} have an attention that "
-            "another implementation can compute. Leave --model-impl adopted out."
+            f"{architecture.__name__} cannot run with transformers' code: of its {num_layers} "
+            f"layers, {len(recorder.modules)} have an attention that another implementation can "
+            "compute; the others keep a state, or attend in a way of their own."
         )
     return _described(model, recorder, calls, config)
+
+
+def _reason(error: Exception) -> str:
+    """Why the code of an architecture did not run."""
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return "its attention has implementations of its own, and takes no other"
+    message = str(error).strip().partition("\n")[0].rstrip(".")
+    if "meta" in message:
+        return "what it computes depends on numbers that it reads on the host"
+    return f"its code stops with {type(error).__name__}: {message}"
 
 
 def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.towers import left_out, text_part
 from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
+from minisgl.models.transformers_fields import model_type_of
 
+# Of configs from before transformers had the architecture, and so another model_type: HunYuan-A13B.
+_OLD_NAMES = {"attention_head_dim": "head_dim"}
 _OF_WEIGHTS = ("quantization_config", "compression_config")  # the keys that describe their format
 
 
@@ -85,17 +88,32 @@ def transformers_config(values: dict[str, Any], architecture: str) -> Any:
     """transformers' config of the values of a config.json. Raises CheckpointError."""
     from transformers import CONFIG_MAPPING
 
-    kind = str(values.get("model_type"))
-    if kind not in CONFIG_MAPPING:
+    if (kind := model_type_of({**values, "architectures": [architecture]})) is None:
         raise UnsupportedModelError(
-            f"{CONFIG_FILE}: transformers does not know the model_type {kind!r} of {architecture}."
+            f"{CONFIG_FILE}: transformers does not know the model_type "
+            f"{values.get('model_type')!r} of {architecture}."
         )
+    if kind != values.get("model_type"):
+        values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
+        values["model_type"] = kind
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
+        return CONFIG_MAPPING[kind].from_dict(_without_choice_of_code(values))
     except Exception as error:  # of whichever check of whichever class
         raise CheckpointError(
             f"{CONFIG_FILE} is not taken by transformers: {type(error).__name__}: {error}"
         ) from error
+
+
+def _without_choice_of_code(value: Any) -> Any:
+    """Without fields such as attn_implementation, of any part, by which transformers would choose
+    another attention or other experts, from a hub even."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_choice_of_code(part)
+        for name, part in value.items()
+        if "_implementation" not in str(name)
+    }
 
 
 def _limit(config: Any, *, has_table: bool) -> tuple[int, str | None]:

@@ -113,6 +113,8 @@ def _shrink_heads(config: Any) -> None:
         config.num_global_key_value_heads = min(global_heads, new_kv)
     if (value_dim := getattr(config, "v_head_dim", None)) is not None:
         config.v_head_dim = HEAD_DIM if value_dim == head_dim else HEAD_DIM // 2
+    if rotary_dim := getattr(config, "rotary_dim", None):
+        config.rotary_dim = rotary_dim * HEAD_DIM // head_dim
     for name in ("swa_num_attention_heads", "swa_num_key_value_heads"):
         if getattr(config, name, None) is not None:
             setattr(config, name, new_heads if name.endswith("attention_heads") else new_kv)

@@ -19,6 +19,7 @@ from minisgl.server.answers.content_scores import ContentScores
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import AnswerReader, Call, ReplyChoice
 from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.parsing.emitter import GAP
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +169,8 @@ class BlockChoice(ReplyChoice):
         block = self._open
         if block is None or block.kind != kind:
             yield from self._end_open()
+            if any(block.kind == kind for block in self.blocks):
+                text = text.removeprefix(GAP)  # between blocks there is nothing
             block = self._begin(kind, [])
             yield BlockStart(block)
         block.texts.append(text)

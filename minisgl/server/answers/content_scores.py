@@ -13,6 +13,7 @@ from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.parsing.emitter import GAP
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -91,6 +92,9 @@ class ContentScores:
             case ContentText(text):
                 shown = self._pass()
                 start = self._text.find(text)
+                if start < 0:  # what comes between two texts is no token's
+                    text = text.removeprefix(GAP)
+                    start = self._text.find(text)
                 if start < 0:
                     return shown
                 return shown + self._walk(start) + self._walk(len(text), keep=True)

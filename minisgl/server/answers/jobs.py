@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -90,12 +89,18 @@ def jobs_of(
     plan: AnswerPlan,
 ) -> list[GenerationJob]:
     """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt."""
+
+    def params_of(params: SamplingParams, k: int) -> SamplingParams:
+        if k and not body.scores_each_prompt:
+            params = replace(params, prompt_logprobs=None)
+        return params.for_choice(k)
+
     return [
         GenerationJob(
             index=index * body.num_choices + k,
             k=k,
             prompt_token_ids=prompt.token_ids,
-            params=for_choice(prompt.params, k, scores_prompt=k == 0 or body.scores_each_prompt),
+            params=params_of(prompt.params, k),
             echo=echo,
             cache_salt=body.salt,
             tenant=tenant,
@@ -109,16 +114,6 @@ def jobs_of(
         for index, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
         for k in range(body.num_choices)
     ]
-
-
-def for_choice(params: SamplingParams, k: int, *, scores_prompt: bool = True) -> SamplingParams:
-    """The parameters of choice k. Choice 0 keeps the seed, so n = 1 is the first of n = 2."""
-    if not scores_prompt and params.prompt_logprobs is not None:
-        params = replace(params, prompt_logprobs=None)
-    if params.seed is None or k == 0:
-        return params
-    digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
-    return replace(params, seed=int.from_bytes(digest, signed=True))
 
 
 def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int) -> int:

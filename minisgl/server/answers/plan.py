@@ -84,7 +84,7 @@ class Conversation:
     """A conversation under the chat template."""
 
     prompt_token_ids: list[int]
-    facts: TemplateFacts | None  # None: no tools are spoken of
+    facts: TemplateFacts | None  # None: neither tools nor instructions are spoken of
     tools: ToolUse | None
 
 
@@ -103,7 +103,7 @@ async def read_conversation(
     tools = tool_use(body.tools, body.tool_choice, parallel)
     facts = None
     options = template_options(body, reading)
-    if tools is not None or any(message.is_about_tools for message in body.messages or ()):
+    if tools is not None or any(message.needs_facts for message in body.messages or ()):
         facts = await engine.template_facts()
     if tools is not None:
         assert facts is not None
@@ -138,6 +138,7 @@ async def plan_chat(
         )
     prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
     is_open = tokenizer is not None and model_form.opens_reasoning(tokenizer, prompt)
+    is_closed = tokenizer is not None and model_form.closes_reasoning(tokenizer, prompt)
     in_text = tokenizer is not None and model_form.opens_text(tokenizer, prompt)
     wanted = constraint_of(body)
     constraint = _constraint(wanted, tools, model_form, in_text=in_text)
@@ -160,7 +161,9 @@ async def plan_chat(
         return FREE
     gate = None
     if grammar is not None and not in_text:
-        gate = await reasoning_gate(model_form, engine.encode, is_open=is_open, budget=budget)
+        gate = await reasoning_gate(
+            model_form, engine.encode, is_open=is_open, is_closed=is_closed, budget=budget
+        )
     if not parsed:
         return AnswerPlan(grammar=grammar, gate=gate)
     begun: type[Event] | None = ContentText if is_open or in_text else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 from starlette.types import Scope
 
-from minisgl.errors import ContextLengthError, TextTooLongError, foreseen
+from minisgl.errors import ContextLengthError, TextTooLongError, ThreadError, foreseen
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.paths import is_of_messages, status_of
 from minisgl.server.http.request_ids import request_id as id_of
@@ -53,9 +53,14 @@ class Error(Struct):
     error: ErrorDetails
 
 
+class Rejection(Struct):
+    error_code: str
+
+
 class MessagesErrorDetails(Struct):
     type: ErrorType
     message: str
+    details: Rejection | UnsetType = UNSET
 
 
 class MessagesError(Struct, tag_field="type", tag="error"):
@@ -92,6 +97,7 @@ def messages_error_body(error: Exception, request_id: str) -> MessagesError:
         error=MessagesErrorDetails(
             type=TYPES.get(known.http_status, "invalid_request_error"),
             message=message[:MAX_ERROR_CHARS],
+            details=Rejection(known.code) if isinstance(known, ThreadError) else UNSET,
         ),
         request_id=request_id,
     )

@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
-from minisgl.text.history import Role
+from minisgl.text.history import SYSTEM_ROLES, Role
 from minisgl.text.rendering import TEXT_ARGUMENT
 from minisgl.text.template_facts import TemplateFacts
 
@@ -135,6 +135,7 @@ class Fitting:
     facts: TemplateFacts
     images: Images = "refuse"
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
+    awaited: set[str] = field(default_factory=set)  # the ids of calls whose results may come next
 
 
 class Message(Struct):
@@ -156,6 +157,12 @@ class Message(Struct):
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
+        if self.role in SYSTEM_ROLES:
+            self._check_taken(
+                not fitting.facts.leaves_out_system, f"{path}.role", "the system's messages"
+            )
+        elif self.role != "tool":
+            fitting.awaited = {call.id for call in self.tool_calls or ()}
         if self.role == "assistant":
             if reasoning := self.reasoning_content or self.reasoning:
                 message["reasoning_content"] = reasoning
@@ -175,7 +182,8 @@ class Message(Struct):
             self._check_taken(fitting.facts.takes_results, f"{path}.role", "results of tools")
             if self.tool_call_id is None:
                 raise InvalidRequestError(f"{path}.tool_call_id", "is missing.")
-            if self.name is None and self.tool_call_id in fitting.names:
+            self._check_awaited(f"{path}.tool_call_id", self.tool_call_id, fitting)
+            if self.name is None:
                 message["name"] = fitting.names[self.tool_call_id]
             message["tool_call_id"] = fitting.facts.fitted_id(self.tool_call_id)
         return message
@@ -186,9 +194,9 @@ class Message(Struct):
         return parts + len(self.tool_calls or ())
 
     @property
-    def is_about_tools(self) -> bool:
-        """Whether it has calls, or the result of one."""
-        return self.role == "tool" or bool(self.tool_calls)
+    def needs_facts(self) -> bool:
+        """Whether it is one that templates take in different ways, if at all."""
+        return self.role in ("tool", *SYSTEM_ROLES) or bool(self.tool_calls)
 
     @property
     def text(self) -> str:
@@ -209,6 +217,16 @@ class Message(Struct):
             raise InvalidRequestError(
                 path, f"is not supported by this model: its chat template leaves {what} out."
             )
+
+    @staticmethod
+    def _check_awaited(path: str, call_id: str, fitting: Fitting) -> None:
+        if call_id not in fitting.names:
+            reason = "is the id of no call in a message before it."
+        elif call_id not in fitting.awaited:
+            reason = "is the id of a call that other messages follow: its result comes before them."
+        else:
+            return
+        raise InvalidRequestError(path, reason)
 
     def _check_said(self, path: str) -> None:
         """Raise InvalidRequestError for what only the assistant has, or an empty message."""

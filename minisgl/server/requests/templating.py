@@ -43,7 +43,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """The messages as the template takes them; raises InvalidRequestError.
 
-    facts: what the template does, which matters where a message is about tools.
+    facts: what the template does, which matters where a message needs them.
     """
     messages = body.messages or ()
     if sum(message.num_parts for message in messages) > MAX_PARTS:

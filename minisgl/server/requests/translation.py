@@ -44,6 +44,7 @@ class Turn:
     thoughts: list[str] = field(default_factory=list)
     calls: list[tuple[str, ToolCall]] = field(default_factory=list)  # each with its path
     tool_call_id: str | None = None
+    id_field: str = ""  # the name of this field
     gap: str = GAP  # between the texts
 
     @property
@@ -68,6 +69,8 @@ class Turn:
         """The client's fields, by those of the message at `place` in the chat."""
         own = f"messages.{place}"
         found = {own: self.path, f"{own}.role": self.path}
+        if self.id_field:
+            found[f"{own}.tool_call_id"] = f"{self.path}.{self.id_field}"
         for index, (path, _) in enumerate(self.calls):
             found.setdefault(f"{own}.tool_calls", path)
             found[f"{own}.tool_calls.{index}"] = path

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minisgl.events import Event
-from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.calls import Arrivals, CallContext
 from minisgl.text.parsing.emitter import Emitter
 from minisgl.text.parsing.formats import (
     MAX_HELD_IN_TEXT,
@@ -67,8 +67,7 @@ class AnswerParser:
         self._text_opening = text_opening
         self._reader = Reader()
         self._emitter = Emitter(spellings)
-        spelled = [*(calls.markers if calls else ()), *(messages.markers if messages else ())]
-        markers = {text: marks.get(text, text) for text in spelled}
+        markers = Arrivals(marks)
         self._context = CallContext(self._reader, self._emitter, markers, tools or {})
 
         self._open = self._close = self._title = ""
@@ -77,7 +76,7 @@ class AnswerParser:
             self._open = marks.get(reasoning.open, reasoning.open)
             self._close = marks.get(reasoning.close, reasoning.close)
         blocks = [text for text in (self._open, self._close) if text]
-        openings = [markers.get(text, text) for text in (calls.openings if calls else ())]
+        openings = [markers[text] for text in (calls.openings if calls else ())]
         self._in_text = calls.in_text if calls else ()
         # What begins as calls in a text do is told apart by the format itself.
         openings = [text for text in openings if not text.startswith(self._in_text)]

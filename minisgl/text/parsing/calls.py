@@ -16,6 +16,20 @@ NAME, ARGUMENTS = "name", ("arguments", "parameters")
 OTHERS = ("id", "type", "function", "call_id")
 
 
+class Arrivals(dict[str, str]):
+    """How texts arrive, by how they are spelled: a marker in them that is one token is its mark."""
+
+    def __init__(self, marks: Mapping[str, str]) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __missing__(self, text: str) -> str:
+        arrival = text
+        for marker, mark in self._marks.items():
+            arrival = arrival.replace(marker, mark)
+        return self.setdefault(text, arrival)
+
+
 @dataclass(slots=True)
 class CallContext:
     """What a reader of calls works with.
@@ -26,7 +40,7 @@ class CallContext:
 
     reader: Reader
     emitter: Emitter
-    markers: Mapping[str, str]  # the spelling of a marker to how it arrives
+    markers: Arrivals
     tools: Mapping[str, Mapping[str, Any]]  # the JSON Schema of the arguments of each known tool
 
     def schema(self, name: str) -> Mapping[str, Any]:

@@ -24,8 +24,9 @@ class Emitter:
     """Collects the events of one answer.
 
     Line breaks after the opening of a block and on both sides of its closing are markup, and so
-    are blanks around calls. The last MAX_HELD_CHARS blanks at the end of a text are held back until
-    it is known what follows; at the end of the answer they are text.
+    are blanks around calls. Texts of one kind that markup comes between have GAP between them.
+    The last MAX_HELD_CHARS blanks at the end of a text are held back until it is known what
+    follows; at the end of the answer they are text.
     """
 
     def __init__(self, spellings: Mapping[str, str]) -> None:
@@ -37,8 +38,9 @@ class Emitter:
         self._dropped = ""  # the characters that are no text until another one comes
         self._held = ""
         self.begun = False  # text has been emitted since the last markup
-        self._gap = ""  # between messages: comes before the next text
-        self._has_spoken = {True: False, False: False}  # of reasoning and content
+        # Of reasoning and content: it has a text, and markup has come since.
+        self._has_spoken = {True: False, False: False}
+        self._is_apart = {True: False, False: False}
         self._is_muted = False
 
     def take(self) -> list[Event]:
@@ -53,7 +55,7 @@ class Emitter:
 
     def text(self, text: str) -> None:
         """Go on with the reasoning or the content."""
-        text = self._spelled(text).lstrip(self._dropped)
+        text = self.spelled(text).lstrip(self._dropped)
         if not text:
             return
         self._dropped = ""
@@ -79,18 +81,17 @@ class Emitter:
         self.is_reasoning = False
 
     def next_message(self) -> None:
-        """Begin another message of the same answer: an empty line is between their texts."""
+        """Begin another message of the same answer."""
         self._drop("\n")
-        self._gap = GAP if self._has_spoken[self.is_reasoning] else ""
 
     def start_call(self, name: str) -> None:
         self._drop(BLANKS)
         self.is_reasoning = False  # a call ends a block that was left open
-        self._events.append(CallStart(self.num_calls, self._spelled(name)))
+        self._events.append(CallStart(self.num_calls, self.spelled(name)))
 
     def arguments(self, text: str) -> None:
         """Go on with the arguments of the call, which are text already or JSON."""
-        if text := self._spelled(text):
+        if text := self.spelled(text):
             self._events.append(CallArguments(self.num_calls, text))
 
     def end_call(self) -> None:
@@ -108,16 +109,21 @@ class Emitter:
         self._held = ""
         self._dropped = characters
         self.begun = False
+        self._is_apart = {**self._has_spoken}
 
     def _put(self, text: str) -> None:
-        self.begun = self._has_spoken[self.is_reasoning] = True
-        text, self._gap = self._gap + text, ""
+        kind = self.is_reasoning
+        if self._is_apart[kind]:
+            text = GAP + text
+        self._is_apart[kind] = False
+        self.begun = self._has_spoken[kind] = True
         if self.is_reasoning:
             self._events.append(ReasoningText(text))
         elif not self._is_muted:
             self._events.append(ContentText(text))
 
-    def _spelled(self, text: str) -> str:
+    def spelled(self, text: str) -> str:
+        """A text with the spellings of its marks."""
         if not self._spellings or text.isascii():
             return text
         return ANY_MARK.sub(lambda mark: self._spellings[mark[0]], text)

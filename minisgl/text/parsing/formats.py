@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from minisgl.text.parsing import gemma_format, harmony
 from minisgl.text.parsing.calls import CallContext
-from minisgl.text.parsing.glm_format import END_KEY, END_VALUE, KEY, VALUE, read_glm
 from minisgl.text.parsing.harmony import AnswerSide, read_harmony
 from minisgl.text.parsing.json_formats import (
     ARGS,
@@ -30,6 +30,14 @@ from minisgl.text.parsing.named_formats import (
     CALLS,
     END_CALL,
     END_CALLS,
+    END_FUNCTION,
+    FUNCTION,
+    KIMI_ARGUMENTS,
+    KIMI_CALL,
+    KIMI_CALLS,
+    KIMI_END_CALL,
+    KIMI_END_CALLS,
+    KIMI_FUNCTIONS,
     OTHER_CALLS,
     RECIPIENT,
     SEPARATOR,
@@ -37,15 +45,26 @@ from minisgl.text.parsing.named_formats import (
     read_deepseek,
     read_functionary_v3_1,
     read_functionary_v3_2,
+    read_kimi,
 )
-from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
+from minisgl.text.parsing.python_format import (
+    LFM_END,
+    LFM_START,
+    PYTHON_END,
+    PYTHON_START,
+    read_lfm2,
+    read_pythonic,
+)
 from minisgl.text.parsing.reader import Reading
-from minisgl.text.parsing.xml_format import (
-    END_FUNCTION,
-    END_PARAMETER,
-    FUNCTION,
-    PARAMETER,
-    read_qwen3_coder,
+from minisgl.text.parsing.tagged_format import (
+    DSML,
+    DSML_TOKEN,
+    GLM,
+    MINIMAX,
+    SEED,
+    XML,
+    Tags,
+    read_tagged,
 )
 
 # A grammar looks for the beginnings of so many tools' calls in a text; with more of them each
@@ -84,6 +103,8 @@ class CallSpelling:
     after_text: str = ""
     aside: tuple[str, str] = ("", "")  # what is around a text that comes before calls
     single: bool = False  # an answer has one call at most
+    numbered: bool = False  # each name has `:` and a number behind it
+    json_tag: str = ""  # the second of `tags` where a value is JSON, if it is another one then
 
     def first(self, name: str) -> str:
         """What comes before the arguments of the first call."""
@@ -140,6 +161,7 @@ class MessageFormat:
 THINK = ReasoningFormat("<think>", "</think>")
 MAGISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 THOUGHT = ReasoningFormat("<|channel>", "<channel|>", title="thought\n")
+SEED_THINK = ReasoningFormat("<seed:think>", "</seed:think>")
 
 HERMES = CallFormat(
     "hermes",
@@ -154,20 +176,97 @@ HERMES = CallFormat(
     read=read_hermes,
     closing=END_TOOL_CALL,
 )
-QWEN3_CODER = CallFormat(
+
+
+def _tagged(name: str, tags: Tags, spelling: CallSpelling, *markers: str) -> CallFormat:
+    """A format with tags around names and values; markers: what may be single tokens."""
+    return CallFormat(
+        name,
+        spelling,
+        markers,
+        openings=(tags.call, tags.opening) if tags.function else (tags.call,),
+        read=partial(read_tagged, tags),
+        closing=tags.end_call,
+    )
+
+
+QWEN3_CODER = _tagged(
     "qwen3_coder",
+    XML,
     CallSpelling(
-        head=f"{TOOL_CALL}\n{FUNCTION}",
+        head=f"{XML.call}\n{XML.opening}",
         middle=">\n",
-        tail=f"</function>\n{END_TOOL_CALL}",
+        tail=f"{XML.end_function}\n{XML.end_call}",
         between="\n",
         arguments=ArgumentStyle.TAGS,
-        tags=(PARAMETER, ">\n", f"\n{END_PARAMETER}\n"),
+        tags=(XML.key, ">\n", f"\n{XML.end_parameter}\n"),
     ),
-    markers=(TOOL_CALL, END_TOOL_CALL, FUNCTION),
-    openings=(TOOL_CALL, FUNCTION),
-    read=read_qwen3_coder,
-    closing=END_TOOL_CALL,
+    *(XML.call, XML.end_call),
+)
+SEED_OSS = _tagged(
+    "seed_oss",
+    SEED,
+    replace(
+        QWEN3_CODER.spelling,
+        head=f"{SEED.call}\n{SEED.opening}",
+        tail=f"{SEED.end_function}\n{SEED.end_call}",
+        tags=(SEED.key, ">", f"{SEED.end_parameter}\n"),
+    ),
+    *(SEED.call, SEED.end_call),
+)
+MINIMAX_M2 = _tagged(
+    "minimax_m2",
+    MINIMAX,
+    CallSpelling(
+        head=MINIMAX.opening,
+        middle='">\n',
+        tail=f"{MINIMAX.end_function}\n",
+        between="",
+        begin=f"{MINIMAX.call}\n",
+        end=MINIMAX.end_call,
+        arguments=ArgumentStyle.TAGS,
+        tags=(MINIMAX.key, '">', f"{MINIMAX.end_parameter}\n"),
+    ),
+    *(MINIMAX.call, MINIMAX.end_call),
+)
+DEEPSEEK_V32 = _tagged(
+    "deepseek_v32",
+    DSML,
+    CallSpelling(
+        head=DSML.opening,
+        middle='">\n',
+        tail=f"{DSML.end_function}\n",
+        between="",
+        begin=f"{DSML.call}\n",
+        end=DSML.end_call,
+        arguments=ArgumentStyle.TAGS,
+        tags=(DSML.key, '" string="true">', f"{DSML.end_parameter}\n"),
+        json_tag='" string="false">',
+    ),
+    DSML_TOKEN,
+)
+GLM45 = _tagged(
+    "glm45",
+    GLM,
+    CallSpelling(
+        head=GLM.call,
+        middle="\n",
+        tail=GLM.end_call,
+        between="\n",
+        arguments=ArgumentStyle.TAGS,
+        tags=(GLM.key, f"{GLM.after_name}\n{GLM.value}", f"{GLM.end_parameter}\n"),
+    ),
+    *(GLM.call, GLM.end_call, GLM.parameter, GLM.after_name, GLM.value, GLM.end_parameter),
+)
+GLM47 = replace(
+    GLM45,
+    name="glm47",
+    spelling=replace(
+        GLM45.spelling,
+        middle="",
+        between="",
+        tags=(GLM.key, f"{GLM.after_name}{GLM.value}", GLM.end_parameter),
+    ),
 )
 LLAMA3_JSON = CallFormat(
     "llama3_json",
@@ -195,6 +294,14 @@ PYTHONIC = CallFormat(
     closing=PYTHON_END,
     bare=True,
     in_text=(BRACKET,),
+)
+LFM2 = CallFormat(
+    "lfm2",
+    replace(PYTHONIC.spelling, begin=f"{LFM_START}[", end=f"]{LFM_END}"),
+    markers=(LFM_START, LFM_END),
+    openings=(LFM_START,),
+    read=read_lfm2,
+    closing=LFM_END,
 )
 XLAM = CallFormat(
     "xlam",
@@ -244,27 +351,21 @@ DEEPSEEK_V31 = replace(
     name="deepseek_v31",
     spelling=replace(DEEPSEEK_V3.spelling, head=CALL, middle=SEPARATOR, tail=END_CALL, between=""),
 )
-GLM45 = CallFormat(
-    "glm45",
+KIMI_K2 = CallFormat(
+    "kimi_k2",
     CallSpelling(
-        head=TOOL_CALL,
-        middle="\n",
-        tail=END_TOOL_CALL,
-        between="\n",
-        arguments=ArgumentStyle.TAGS,
-        tags=(KEY, f"{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
+        head=f"{KIMI_CALL}{KIMI_FUNCTIONS}",
+        middle=KIMI_ARGUMENTS,
+        tail=KIMI_END_CALL,
+        between="",
+        begin=KIMI_CALLS,
+        end=KIMI_END_CALLS,
+        numbered=True,
     ),
-    markers=(TOOL_CALL, END_TOOL_CALL, KEY, END_KEY, VALUE, END_VALUE),
-    openings=(TOOL_CALL,),
-    read=read_glm,
-    closing=END_TOOL_CALL,
-)
-GLM47 = replace(
-    GLM45,
-    name="glm47",
-    spelling=replace(
-        GLM45.spelling, middle="", between="", tags=(KEY, f"{END_KEY}{VALUE}", END_VALUE)
-    ),
+    markers=(KIMI_CALLS, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END_CALL, KIMI_END_CALLS),
+    openings=(KIMI_CALLS, KIMI_CALL),
+    read=read_kimi,
+    closing=KIMI_END_CALLS,
 )
 GEMMA4 = CallFormat(
     "gemma4",
@@ -320,3 +421,28 @@ ANALYSIS = ReasoningFormat(
     harmony.END,
     after=harmony.NEXT.removeprefix(harmony.END),
 )
+
+CALL_FORMATS = (
+    HERMES,
+    QWEN3_CODER,
+    LLAMA3_JSON,
+    PYTHONIC,
+    MISTRAL,
+    XLAM,
+    FUNCTIONARY_V3_1,
+    FUNCTIONARY_V3_2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    DEEPSEEK_V32,
+    GLM45,
+    GLM47,
+    GEMMA4,
+    HARMONY,
+    KIMI_K2,
+    LFM2,
+    MINIMAX_M2,
+    SEED_OSS,
+)
+REASONING_FORMATS = (THINK, MAGISTRAL, THOUGHT, SEED_THINK)
+# What begins calls in a text.
+OPENINGS = tuple(dict.fromkeys(text for form in CALL_FORMATS for text in form.openings))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reading
-from minisgl.text.parsing.xml_format import END_FUNCTION, types_of
+from minisgl.text.parsing.xml_format import types_of
 
+FUNCTION, END_FUNCTION = "<function=", "</function>"
 RECIPIENT = ">>>"  # a name, or TEXT, follows
 TEXT = "all\n"
 # Some distillations of DeepSeek-R1 write the second for the first.
 CALLS, OTHER_CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+KIMI_CALLS, KIMI_END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_ARGUMENTS, KIMI_FUNCTIONS = "<|tool_call_argument_begin|>", "functions."
+KIMI_ID = re.compile(r"[\w.\-:]+")
+NUMBER = re.compile(r":\d*$")
 # Tools whose one argument a model may write as it is, instead of an object.
 CODE_TOOLS = ("python", "ipython", "code_interpreter")
 ALL = Patterns()
@@ -79,6 +86,26 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     for closing in (FENCE, markers[END_CALL]):
         yield from reader.peek()
         yield from reader.skip(closing)
+    return True
+
+
+def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `functions.NAME:NUMBER`, a marker and arguments."""
+    reader, markers = calls.reader, calls.markers
+    if opening != markers[KIMI_CALL]:
+        yield from reader.peek()
+        if not (yield from reader.skip(markers[KIMI_CALL])):
+            return False
+    yield from reader.peek()
+    name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)
+    yield from reader.peek()
+    if not name or not (yield from reader.skip(markers[KIMI_ARGUMENTS])):
+        return False
+    if (yield from reader.peek()) != "{":
+        return False
+    yield from _read_call(calls, name)
+    yield from reader.peek()
+    yield from reader.skip(markers[KIMI_END_CALL])
     return True
 
 

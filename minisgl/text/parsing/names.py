@@ -13,10 +13,15 @@ TOOL_PARSERS = (
     "functionary_v3_2",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
     "glm45",
     "glm47",
     "gemma4",
     "harmony",
+    "kimi_k2",
+    "lfm2",
+    "minimax_m2",
+    "seed_oss",
     NONE,
 )
 REASONING_PARSERS = (AUTO, "think", NONE)

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
-from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME
-from minisgl.text.parsing.reader import Patterns, Reader, Reading
+from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME, read_xlam
+from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 QUOTES = ('"', "'")
 SYNTAX = Patterns(*QUOTES, *"([{", *")]}")
 # What may come before a key are only the first parenthesis and commas, and no key is in a string.
@@ -22,6 +23,7 @@ KEY_OR_STRING = re.compile(
     r"""(?P<before>(?:^\(|,)\s*)(?P<key>[^\s=,:()\[\]{}"'*][^=,:()\[\]{}"'*]*?)\s*=(?!=)""",
     re.DOTALL,
 )
+ESCAPE_OR_BREAK = re.compile(r"\\.|\n", re.DOTALL)
 UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 WORDS = {"true": True, "false": False, "null": None}  # as JSON has them
 
@@ -67,6 +69,16 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
     yield from reader.peek()
     yield from reader.skip(calls.markers[PYTHON_END])
     return True
+
+
+def read_lfm2(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read a list of Python calls, or JSON, which a prompt may ask for."""
+    reader = calls.reader
+    begun = reader.take(1) if (yield from reader.peek()) == "[" else ""
+    begun += yield from reader.match(BLANK_RUN)
+    is_json = yield from reader.starts("{")
+    reader.unread(begun)
+    return (yield from (read_xlam if is_json else read_pythonic)(calls, opening))
 
 
 def _read_parentheses(reader: Reader) -> Reading[str | None]:
@@ -134,12 +146,17 @@ def _with_python_names(source: str) -> tuple[str, dict[str, str]]:
 
     def renamed(found: re.Match[str]) -> str:
         if not found["key"]:
-            return found[0]
+            return ESCAPE_OR_BREAK.sub(_in_one_line, found[0])
         name = f"key_{len(keys)}"
         keys[name] = found["key"]
         return f"{found['before']}{name}="
 
     return KEY_OR_STRING.sub(renamed, source), keys
+
+
+def _in_one_line(found: re.Match[str]) -> str:
+    """A line break in a string as an escape: some models break lines in any string."""
+    return "\\n" if found[0] == "\n" else found[0]
 
 
 def _as_json(value: object) -> str:

@@ -119,6 +119,12 @@ class Reader:
             if not (yield from self.more()):
                 return ""
 
+    def begins(self, *texts: str) -> Reading[bool]:
+        """Whether one of `texts` comes next, or as much of it as the answer has."""
+        found = yield from self.starts(*texts)
+        rest = self._text[self._at :]
+        return bool(found) or (self.ended and any(text.startswith(rest) for text in texts))
+
     def skip(self, *texts: str) -> Reading[str]:
         """Read one of `texts` if it comes next; returns it, or ""."""
         found = yield from self.starts(*texts)

@@ -10,50 +10,24 @@ from minisgl.text.parsing import harmony
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
     ANALYSIS,
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    FUNCTIONARY_V3_1,
-    FUNCTIONARY_V3_2,
-    GEMMA4,
-    GLM45,
-    GLM47,
+    CALL_FORMATS,
     HARMONY,
     HARMONY_MESSAGES,
-    HERMES,
-    LLAMA3_JSON,
-    MAGISTRAL,
     MISTRAL,
     MISTRAL_LIST,
-    PYTHONIC,
-    QWEN3_CODER,
+    REASONING_FORMATS,
     THINK,
-    THOUGHT,
-    XLAM,
     CallFormat,
     MessageFormat,
     ReasoningFormat,
 )
-from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
+from minisgl.text.parsing.json_formats import ARGS, TOOL_CALL, TOOL_CALLS
+from minisgl.text.parsing.named_formats import CALLS, KIMI_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from minisgl.text.parsing.python_format import LFM_START
+from minisgl.text.parsing.tagged_format import DSML_TOKEN, GLM, MINIMAX, SEED
 
-_BY_NAME = {
-    form.name: form
-    for form in (
-        HERMES,
-        QWEN3_CODER,
-        LLAMA3_JSON,
-        PYTHONIC,
-        XLAM,
-        FUNCTIONARY_V3_1,
-        FUNCTIONARY_V3_2,
-        DEEPSEEK_V3,
-        DEEPSEEK_V31,
-        GLM45,
-        GLM47,
-        GEMMA4,
-        HARMONY,
-    )
-}
+_BY_NAME = {form.name: form for form in CALL_FORMATS}
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -77,7 +51,14 @@ _HARMONY = _Signs("harmony", (harmony.opening(harmony.FINAL),))
 # Python calls mention parameters.
 _SIGNS = (
     _HARMONY,
-    _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
+    _Signs("seed_oss", ("<seed:tool_call>",)),
+    _Signs("minimax_m2", ("<minimax:tool_call>",)),
+    # Version 4 has another tag around the calls.
+    _Signs("deepseek_v32", (DSML_TOKEN,), foreign=("tool_calls>",)),
+    _Signs("kimi_k2", (KIMI_CALLS, "<|im_system|>tool_declare")),
+    # Some leave the calls out, which the model was trained to write nevertheless.
+    _Signs("lfm2", (LFM_START, "List of tools: ")),
+    _Signs("qwen3_coder", ("<parameter=",)),
     _Signs("mistral", (TOOL_CALLS,)),
     _Signs("xlam", ('[{"name": "tool_call_name"',)),
     _Signs("deepseek_v3", ("function<｜tool▁sep｜>", "['type'] + '<｜tool▁sep｜>'")),
@@ -87,16 +68,32 @@ _SIGNS = (
     _Signs("glm47", ("</arg_key><arg_value>",)),
     _Signs("glm45", ("<arg_key>",)),
     _Signs("functionary_v3_2", (">>>all",)),
-    _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>", "<seed:")),
+    _Signs("functionary_v3_1", ("<function=",), foreign=("<parameter=", "<tool_call>")),
     # Apriel has a list of all calls, others a tag for a function.
-    _Signs("hermes", ("<tool_call>",), foreign=("<tool_calls>", "<seed:", "<function=")),
+    _Signs(
+        "hermes", ("<tool_call>", "assistant named SmolLM"), foreign=("<tool_calls>", "<function=")
+    ),
     _Signs("pythonic", ("func_name1(", "<|python_start|>")),
     _Signs(
         "llama3_json",
         ("<|python_tag|>", '"parameters": '),
-        foreign=('"tool_name"', "<function=", "<tool_calls>", "<seed:"),
+        foreign=('"tool_name"', "<function=", "<tool_calls>"),
     ),
 )
+# Words of templates that have to do with tools, at least with their results.
+_OF_TOOLS = ("tools", "tool_calls", '"tool"', "'tool'")
+# Tokens of vocabularies that tell a format where the template has nothing to do with tools.
+_TOKENS = {
+    KIMI_CALLS: "kimi_k2",
+    LFM_START: "lfm2",
+    MINIMAX.call: "minimax_m2",
+    SEED.call: "seed_oss",
+    DSML_TOKEN: "deepseek_v32",
+    CALLS: "deepseek_v3",  # which is read as the one of V3.1, too
+    TOOL_CALLS: "mistral",
+    GLM.parameter: "glm47",
+    TOOL_CALL: "hermes",
+}
 
 
 class Vocabulary(Protocol):
@@ -167,26 +164,39 @@ class AnswerFormat:
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside of a reasoning block.
+        """Whether a prompt ends inside of a reasoning block."""
+        if self.reasoning is None:
+            return False
+        open = self.reasoning.open
+        if self.messages is not None:
+            return self._last_message(tokenizer, prompt_token_ids).startswith(open)
+        return self._last_marker(tokenizer, prompt_token_ids) == open
+
+    def closes_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends behind a reasoning block, as with thinking switched off."""
+        if self.reasoning is None or self.messages is not None:
+            return False
+        return self._last_marker(tokenizer, prompt_token_ids) == self.reasoning.close
+
+    def _last_marker(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> str:
+        """The marker of reasoning that a prompt has last; "" for none.
 
         Only what follows the last control token is looked at, which is the generation prompt and
         what the answer is to continue: earlier messages may have any text.
         """
-        if self.reasoning is None:
-            return False
+        assert self.reasoning is not None
         open, close = self.reasoning.open, self.reasoning.close
-        if self.messages is not None:
-            return self._last_message(tokenizer, prompt_token_ids).startswith(open)
         visible = tokenizer.byte_table(skip_special_tokens=True)
         markers = self.marker_ids.values()
         tail: list[bytes] = []
         for token_id in reversed(prompt_token_ids[-MAX_TAIL_TOKENS:]):
             if not visible[token_id] and token_id not in markers:
                 text = b"".join(reversed(tail)).decode("utf-8", "replace")
-                return text.rfind(open) > text.rfind(close)
+                last = max((open, close), key=text.rfind)
+                return last if last in text else ""
             tail.append(tokenizer.token_bytes(token_id))
         text = b"".join(reversed(tail)).decode("utf-8", "replace")
-        return text.rstrip().endswith(open)
+        return next((marker for marker in (open, close) if text.rstrip().endswith(marker)), "")
 
     def opens_text(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of the message that the user sees, which then goes on."""
@@ -243,8 +253,12 @@ def markers_of(
 
 def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat | None:
     if name == AUTO:
-        found = (signs.name for signs in _SIGNS if signs.fit(template))
-        name = next(found, NONE) if "tools" in template else NONE
+        if any(word in template for word in _OF_TOOLS):
+            found = (signs.name for signs in _SIGNS if signs.fit(template))
+        else:
+            told = ((name, tokenizer.added_token_id(token)) for token, name in _TOKENS.items())
+            found = (name for name, token_id in told if token_id is not None)
+        name = next(found, NONE)
     if name == "mistral":
         return MISTRAL_LIST if tokenizer.added_token_id(ARGS) is None else MISTRAL
     return _BY_NAME.get(name)
@@ -257,14 +271,10 @@ def _reasoning_format(
         return None
     if messages is not None:
         return ANALYSIS
-    for form in (THINK, MAGISTRAL, THOUGHT):
+    for form in REASONING_FORMATS:
         if form.open in template or form.close in template:
             return form
     if name == AUTO:
         return None
-    known = (
-        form
-        for form in (THINK, MAGISTRAL, THOUGHT)
-        if tokenizer.added_token_id(form.open) is not None
-    )
+    known = (form for form in REASONING_FORMATS if tokenizer.added_token_id(form.open) is not None)
     return next(known, THINK)

@@ -63,6 +63,14 @@ def f(x: int) -> str:
 
 日本語のとても長い行がここにあります。日本語のとても長い行がここにあります。
 
+The sum $a_1 + a_2$ is:
+\\[
+\\begin{aligned}
+a_1 &= b \\\\
+- a_2 &= *c*
+\\end{aligned}
+\\]
+
 The end.
 """
 
@@ -135,7 +143,7 @@ def test_each_markdown_block_can_be_drawn_separately() -> None:
             ">",
             "日本語のとても長い行がここにあります。日本語のとても長い行がここにあります。",
         ),
-        "The",
+        *("The", "\\[", "The"),
     ]
     assert [block.number for block in blocks if block.number is not None] == [1, 2, 3]
     assert [block.is_table for block in blocks].index(True) == 7
@@ -250,6 +258,37 @@ def test_an_answer_is_markdown_without_frames() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "formula",
+    [
+        r"\(a_1 * b_1, c_{1} \, d\)",
+        r"\[ a_1 \\ *b* \]",
+        r"$a_1 * b_1 * c_1$",
+        r"$\$5_a + 6_b$",
+        r"$$ \{ x_1 \} $$",
+        "\\[\nx\n- y_1\n+ *z*\n  = 1. \\\\\n> 2\n# 3\n\\]",
+        "$$\n\\begin{aligned}\na_1 &= `b` \\\\\n===\n\\end{aligned}\n$$",
+        "\\begin{align*}\na_1 &= *b* \\\\\n- c\n\\end{align*}",
+        r"\begin{matrix} a_1 \\ *b* \end{matrix}",
+        r"\(a_1 + \sqrt{b_1",  # it was cut
+        "\\[\na_1 \\\\",
+    ],
+)
+def test_a_formula_stays_as_it_was_written(formula: str) -> None:
+    for before in ("", "So:\n\n", "- ", "1. "):
+        text = before + formula.replace("\n", "\n   " if before.endswith(" ") else "\n")
+        for cuts in ((), range(len(text))):
+            lines = shown(text, cuts, width=60, height=20)
+            written = [line.strip() for line in formula.split("\n")]
+            assert [line.lstrip(" •1").rstrip() for line in lines][-len(written) :] == written
+
+
+def test_money_code_and_escapes_are_no_formulas() -> None:
+    text = r"$5 and *6* $7, US$8 *and* 9$, `$x$`, 5 *or* 6$. \* \_ $5 per *item* and 6$ $ *a* $"
+    [line] = shown(text, (), width=120, height=9)
+    assert line == "$5 and 6 $7, US$8 and 9$, $x$, 5 or 6$. * _ $5 per item and 6$ $ a $"
+
+
 LONG = "日本語" * 30 + "x" * 100 + "https://example.org/" + "a/" * 100
 
 
@@ -290,7 +329,25 @@ def test_the_beginning_of_a_line_may_become_any_block(undecided: str) -> None:
 
 @pytest.mark.usefixtures("every_frame")
 @pytest.mark.parametrize(
-    "unit", ["[", "*a_", "`", "![a](", "<", ">", "|", "&#", "a\n", "- a\n  ", "- ", " ", "x"]
+    "unit",
+    [
+        "[",
+        "*a_",
+        "`",
+        "![a](",
+        "<",
+        ">",
+        "|",
+        "&#",
+        "a\n",
+        "- a\n  ",
+        "- ",
+        " ",
+        "x",
+        "$a",
+        "\\(",
+        "\\[\n",
+    ],
 )
 def test_only_as_much_is_parsed_as_can_be_drawn(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that does not end is shown as plain text."""

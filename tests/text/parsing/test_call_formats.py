@@ -72,7 +72,7 @@ def call(name: str, arguments: str) -> str:
             [("f", "{}"), ("g", "{}"), ("h", "{}")],
         ),
         (call("f", "{}") + call("f", "{}"), "", [("f", "{}"), ("f", "{}")]),
-        ("I look.\n\n" + call("f", "{}") + "\n\nDone. \n", "I look.Done. \n", [("f", "{}")]),
+        ("I look.\n\n" + call("f", "{}") + "\n\nDone. \n", "I look.\n\nDone. \n", [("f", "{}")]),
         ('<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
         ('<tool_call>{"name": "f", "parameters": {"a":1}}</tool_call>', "", [("f", '{"a":1}')]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
@@ -232,8 +232,8 @@ def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
         ("\n".join([xml_call(("text", "a")), xml_call()]), "", ['{"text": "a"}', "{}"]),
         (
             xml_call(("text", "a"), ("whole", "1"), ("text", "b")),
-            "",
-            ['{"text": "a", "whole": 1, "text": "b"}'],
+            "<parameter=text>\nb\n</parameter>",
+            ['{"text": "a", "whole": 1}'],
         ),
         # The tag around is forgotten, in front or behind.
         ("<function=f>\n<parameter=text>\na\n</parameter>\n</function>", "", ['{"text": "a"}']),
@@ -348,10 +348,10 @@ def test_llama_arguments_come_out_letter_for_letter(arguments: str) -> None:
         ("{}", "{}", []),
         ('{"name": "f", "parameters": {no json}', '{"name": "f", "parameters": {no json}', []),
         # In a text: calls of the tools that are offered.
-        ('It is: {"name": "known", "parameters": {"a": [{"b": "}"}]}} Is it?', "It is:Is it?",
+        ('It is: {"name": "known", "parameters": {"a": [{"b": "}"}]}} Is it?', "It is:\n\nIs it?",
          [("known", '{"a": [{"b": "}"}]}')]),
         ('A: {"name": "known", "parameters": {}}; {"name": "known", "arguments": {"a": 1}} b {c}',
-         "A:b {c}", [("known", "{}"), ("known", '{"a": 1}')]),
+         "A:\n\nb {c}", [("known", "{}"), ("known", '{"a": 1}')]),
         ('{"name": "known", "parameters": {}} and { "parameters": {}, "name": "known"}', "and",
          [("known", "{}"), ("known", "{}")]),
         ('{"name": "known", "parameters": {{"name": "known", "parameters": {}}',
@@ -424,9 +424,9 @@ def test_llama_answers(
         ("[f(a='1\\", "[f(a='1\\", []),
         ("No [f(a=1)]", "No [f(a=1)]", []),
         # In a text: calls of the tools that are offered.
-        ("A call: [known(city='New York', days=[1, 2])] So?", "A call:So?",
+        ("A call: [known(city='New York', days=[1, 2])] So?", "A call:\n\nSo?",
          [("known", '{"city": "New York", "days": [1, 2]}')]),
-        ("[known(city='a')] and [known(city='b'), f()]", "andf()]",
+        ("[known(city='a')] and [known(city='b'), f()]", "and\n\nf()]",
          [("known", '{"city": "a"}'), ("known", '{"city": "b"}')]),
         ("a[0] [1, 2] [known] [known](x) [known(x)]", "a[0] [1, 2] [known] [known](x) [known(x)]",
          []),
@@ -517,7 +517,7 @@ IN_ORLANDO = ("weather", '{"city": "Orlando", "state": "FL"}')
         (DALLAS, "", [IN_DALLAS]),
         (f"```\n{DALLAS}\n```\nDone.", "Done.", [IN_DALLAS]),
         (f"```json\n[{DALLAS}, {ORLANDO}]", "", [IN_DALLAS, IN_ORLANDO]),
-        (f"Both: [{DALLAS},{ORLANDO}] So.", "Both:So.", [IN_DALLAS, IN_ORLANDO]),
+        (f"Both: [{DALLAS},{ORLANDO}] So.", "Both:\n\nSo.", [IN_DALLAS, IN_ORLANDO]),
         ('[{"name": "unknown", "arguments": {}}]', "", [("unknown", "{}")]),
         (f'[{DALLAS}, {{"name": "Ada"}}, 5]', '{"name": "Ada"}, 5]', [IN_DALLAS]),
         # No calls.
@@ -569,7 +569,7 @@ WRITTEN = ("python", json.dumps({"code": PROGRAM}))
         ("Hello, world!\nWhat's up?", "Hello, world!\nWhat's up?", []),
         ('<function=f>{"arg1": 1}</function>', "", [("f", '{"arg1": 1}')]),
         ('Hell<function=foo>{"a": 1}</function>o, world<function=bar>{"b": 2}</function>!',
-         "Hello, world!", [("foo", '{"a": 1}'), ("bar", '{"b": 2}')]),
+         "Hell\n\no, world\n\n!", [("foo", '{"a": 1}'), ("bar", '{"b": 2}')]),
         ("<function=test>{ } </function> ", "", [("test", "{ }")]),
         ("<|python_tag|>" + PROGRAM, "", [WRITTEN]),
         # Others.
@@ -635,7 +635,7 @@ def test_functionary_s_recipient_is_markup_without_tools_and_under_a_grammar() -
     answer = PLAIN.encode("all\nHello\n>>>f\n{}>>>all\n!")
     for options, content, calls in (
         ({"parse_calls": False}, "Hello\n>>>f\n{}>>>all\n!", []),
-        ({"tools": {"f": {}, "g": {}}, "held_to": ["f"]}, "Hello!", [("f", "{}")]),
+        ({"tools": {"f": {}, "g": {}}, "held_to": ["f"]}, "Hello\n\n!", [("f", "{}")]),
         ({"tools": {"f": {}, "g": {}}, "held_to": ["g"]}, "Hello\n>>>f\n{}!", []),
     ):
         got = parsed(fed_in_runs(PLAIN, form, answer, range(1, len(answer)), **options))

@@ -196,7 +196,12 @@ MARKUP = st.sampled_from(
      '<|"|>', "a:", "<|too", "<|start|>", "assistant", "<|channel|>", "analysis", "final",
      "commentary", " to=functions.f", " to=g", "<|constrain|>", "json", "<|message|>", "<|end|>",
      "<|call|>", "<|return|>", "<|chan", "<|channel|>final<|message|>", "<tool", "</th", "é", "👍",
-     "\\ud800", "\\ud8"]
+     "\\ud800", "\\ud8", "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "<invoke",
+     ' name="f">', '<parameter name="a">', '" string="true">', "</invoke>", "</minimax:tool_call>",
+     "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "<｜DSML｜parameter",
+     "</｜DSML｜parameter>",
+     "</｜DSML｜invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "=a>",
+     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_start|>", "<|tool_calls_"]
 )  # fmt: skip
 
 
@@ -302,6 +307,39 @@ LONG = [
     ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>" + "</tool_call>a" * (SIZE // 10)),
     ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>1</arg_value>" + " " * SIZE),
     ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value>" * (SIZE // 50)),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>' + '<|"|>' * (SIZE // 5)),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>' + '<|"|>, ' * (SIZE // 7)),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>' + '<|"|>}]' * (SIZE // 7)),
+    ("gemma4", "<|tool_call>call:f{a:" + "b, " * (SIZE // 3)),
+    ("gemma4", "<|tool_call>call:f{a:" + "}b" * (SIZE // 2)),
+    ("gemma4", "<|tool_call>call:f{" + "b, " * (SIZE // 3)),
+    ("gemma4", "<|tool_call>call:f{" + "a:1," * (SIZE // 4)),
+    ("gemma4", "<|tool_call>call:f{b:" + "[" * SIZE),
+    ("gemma4", '<|tool_call>call:f{a:"' + "b\\," * (SIZE // 3)),
+    ("gemma4", "<|tool_call>call:f{a:" + " " * SIZE),
+    ("gemma4", "<|tool_call>call:f{a:" + ", " * (SIZE // 2)),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>" + "</arg_value> " * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_value>b" * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>" + "<arg_key>" * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>a" + "</arg_key>" * (SIZE // 10)),
+    ("glm45", "<tool_call>f" + "<arg_key>a</arg_key>" * (SIZE // 20)),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<tool_call>f" * (SIZE // 10)),
+    ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>" + "</tool_call><tool_call>f" * 200),
+    ("qwen3_coder", "<function=f>" + "<parameter=>x</parameter>" * (SIZE // 20)),
+    ("qwen3_coder", "<function=f>" + "<parameter=a>x</parameter>" * (SIZE // 20)),
+    ("qwen3_coder", "<function=f><parameter=n>" + "</parameter> " * (SIZE // 10)),
+    ("qwen3_coder", "<function=f>" + "<parameter=" * (SIZE // 10)),
+    ("qwen3_coder", "<function=f>" + "<parameter=<" * (SIZE // 10)),
+    ("qwen3_coder", "<function=f><parameter=" + "<>" * SIZE),
+    ("qwen3_coder", "<function=f>" + "odd " * SIZE),
+    ("minimax_m2", '<minimax:tool_call><invoke name="f">' + "</invoke>" * (SIZE // 10)),
+    ("minimax_m2", "<minimax:tool_call>" + '<invoke name="f">' * (SIZE // 15)),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">' + '<｜DSML｜parameter name="a' * (SIZE // 20)),
+    ("seed_oss", "<seed:tool_call>" * (SIZE // 10)),
+    ("kimi_k2", "<|tool_call_begin|>" + "f:" * SIZE),
+    ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>" * (SIZE // 40)),
+    ("lfm2", "<|tool_call_start|>[" * (SIZE // 10)),
+    ("lfm2", "<|tool_call_start|>[f(a='" + "\\n" * SIZE),
     ("harmony", "a" * SIZE),
     ("harmony", "<|channel|>" * (SIZE // 10)),
     ("harmony", "<|start|>" * (SIZE // 10)),
@@ -341,7 +379,7 @@ def test_the_work_grows_no_faster_than_the_answer(
     tool_parser: str, answer: str, one_piece: bool
 ) -> None:
     form = form_of(PLAIN, tool_parser, "think")
-    tools = {"f": {"properties": {"a": {"type": "string"}}}}
+    tools = {"f": {"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}}
 
     def work(text: str) -> Iterator[Event]:
         parser = form.parser(tools=tools)

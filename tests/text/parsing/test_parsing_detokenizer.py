@@ -37,9 +37,9 @@ def run(answer: str, **options: Any) -> tuple[ParsingDetokenizer, str, int]:
 
 def test_the_text_is_the_content() -> None:
     detokenizer, text, _ = run(f"<think>a</think>b{CALL}c")
-    assert text == "bc"
+    assert text == "b\n\nc"
     answer = parsed(detokenizer.take_events())
-    assert (answer.reasoning, answer.content, answer.calls) == ("a", "bc", [("f", ARGUMENTS)])
+    assert (answer.reasoning, answer.content, answer.calls) == ("a", "b\n\nc", [("f", ARGUMENTS)])
     assert detokenizer.take_events() == []
 
 
@@ -48,7 +48,7 @@ def test_stop_strings_match_content_only(include_stop: bool) -> None:
     answer = f"<think>END</think>b{CALL}cEND{CALL}d"
     detokenizer, text, num_tokens = run(answer, stop=("END",), include_stop=include_stop)
     assert detokenizer.stopped == "END"
-    assert text == ("bcEND" if include_stop else "bc")
+    assert text == ("b\n\ncEND" if include_stop else "b\n\nc")
     assert num_tokens == len(QWEN.encode(f"<think>END</think>b{CALL}cEND"))
     got = parsed(detokenizer.take_events())
     assert (got.reasoning, got.content, got.calls) == ("END", text, [("f", ARGUMENTS)])
@@ -56,10 +56,10 @@ def test_stop_strings_match_content_only(include_stop: bool) -> None:
 
 def test_no_stop_string_matches_across_a_call() -> None:
     detokenizer, text, _ = run(f"aEN{CALL}D", stop=("END",))
-    assert (text, detokenizer.stopped) == ("aEND", None)
+    assert (text, detokenizer.stopped) == ("aEN\n\nD", None)
     assert [
         event.text for event in detokenizer.take_events() if isinstance(event, ContentText)
-    ] == ["a", "EN", "D"]
+    ] == ["a", "EN", "\n\nD"]
 
 
 def test_what_may_become_a_stop_string_is_content_at_the_end() -> None:

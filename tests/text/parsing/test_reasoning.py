@@ -46,7 +46,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
             "a",
             'text.split("</think>")[-1]\n</think>\n',
         ),
-        ("<think>a</think>\nb\n<think>\nc\n</think>\n\nd", False, "ac", "bd"),
+        ("<think>a</think>\nb\n<think>\nc\n</think>\n\nd", False, "a\n\nc", "b\n\nd"),
         ("", True, "", ""),
     ],
 )
@@ -70,7 +70,7 @@ def test_blocks_and_the_line_breaks_around_them(
         (f"<think>\na\n{CALL}</think>\nb", f"a\n{CALL}", "b", 0),
         (f"<think>\na\n{CALL}</think>\n{CALL}", f"a\n{CALL}", "", 1),
         (f"<think>{CALL}{CALL}</think>b<think>c{CALL}", f"{CALL}{CALL}", "b<think>c", 1),
-        (f"<think>a{CALL}b\n{CALL}c", "a", "bc", 2),
+        (f"<think>a{CALL}b\n{CALL}c", "a", "b\n\nc", 2),
         (f"<think>\na <tool_call> b\n{CALL}", "a <tool_call> b", "", 1),
         (f"{CALL}<think>a</think>{CALL}", "a", "", 2),
     ],
@@ -105,11 +105,11 @@ def test_events_come_in_the_order_in_which_the_model_writes() -> None:
     assert replay(QWEN, form, ids) == [
         ReasoningText("a"),
         ContentText("b"),
-        ReasoningText("c"),
+        ReasoningText("\n\nc"),
         CallStart(0, "f"),
         CallArguments(0, "{}"),
         CallEnd(0),
-        ContentText("d"),
+        ContentText("\n\nd"),
     ]
 
 

@@ -61,9 +61,44 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
         ),
         ("{{ tools }}<|tool_call>call:<|channel>thought", formats.GEMMA4, formats.THOUGHT),
         ("{{ tools }}<tool_call>{{ n }}<arg_key></arg_key><arg_value>", formats.GLM47, None),
+        (
+            "{{ tools }}{{ '<seed:tool_call>' }}<function=x><parameter=y></parameter><seed:think>",
+            formats.SEED_OSS,
+            formats.SEED_THINK,
+        ),
+        (
+            "{{ tools }}{{ '<minimax:tool_call>' }}<invoke name='x'><think>",
+            formats.MINIMAX_M2,
+            formats.THINK,
+        ),
+        (
+            "{% set dsml_token = '｜DSML｜' %}{{ tools }}<{{ dsml_token }}function_calls></think>",
+            formats.DEEPSEEK_V32,
+            formats.THINK,
+        ),
+        ("{{ tools }}<|tool_calls_section_begin|>functions.", formats.KIMI_K2, None),
+        ("{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}", formats.KIMI_K2, None),
+        ("{{ tools }}{{ '<|tool_call_start|>[' }}", formats.LFM2, None),
+        ('{{ "List of tools: <|tool_list_start|>[" + tools }}', formats.LFM2, None),
+        # Templates that leave the tools out, and calls as well.
+        (
+            "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' }}",
+            formats.DEEPSEEK_V3,
+            None,
+        ),
+        (
+            "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + f['name'] + '<｜tool▁sep｜>' }}",
+            formats.DEEPSEEK_V31,
+            None,
+        ),
+        (
+            'an AI assistant named SmolLM{% if m.role == "tool" %}<think></think>',
+            formats.HERMES,
+            formats.THINK,
+        ),
         # Formats of other families, which are not read.
         ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
-        ("{{ tools }}<seed:tool_call><tool_call><function=x><parameter=y>", None, None),
+        ("{{ tools }}<｜DSML｜tool_calls><｜DSML｜invoke>", None, None),
         ('{{ tools }}{"tool_name": name, "parameters": values}', None, None),
         ("<tool_call> is not offered", None, None),
         ("{{ tools }} in words of its own", None, None),
@@ -78,6 +113,28 @@ def test_auto_goes_by_the_chat_template(
 ) -> None:
     form = choose_format(with_template(template))
     assert (form.calls, form.reasoning) == (calls, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("token", "name"),
+    [
+        ("<tool_call>", "hermes"),
+        ("<arg_key>", "glm47"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|tool_call_start|>", "lfm2"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<seed:tool_call>", "seed_oss"),
+        ("｜DSML｜", "deepseek_v32"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ],
+)
+def test_where_a_template_has_nothing_to_do_with_tools_the_vocabulary_tells(
+    token: str, name: str
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    calls = choose_format(with_template(template, token)).calls
+    assert calls is not None and calls.name == name
+    assert choose_format(with_template("{{ tools }} in words of its own", token)).calls is None
 
 
 def test_mistral_writes_args_where_the_vocabulary_has_them() -> None:
@@ -122,28 +179,35 @@ def test_there_is_no_parser_where_there_is_nothing_to_parse() -> None:
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
 @pytest.mark.parametrize(
-    ("prompt", "opens"),
+    ("prompt", "opens", "closes"),
     [
-        ("<|im_start|>assistant\n", False),
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>assistant\n<think>\nHalf a thou", True),
-        ("<|im_start|>assistant\n<think>a</think>Half an ans", False),
+        ("<|im_start|>assistant\n", False, False),
+        ("<|im_start|>assistant\n<think>\n", True, False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, True),
+        ("<|im_start|>assistant\n</think>", False, True),
+        ("<|im_start|>assistant\n<think>\nHalf a thou", True, False),
+        ("<|im_start|>assistant\n<think>a</think>Half an ans", False, True),
         # What a user or an earlier answer says does not count.
-        ("<|im_start|>user\nWhat is <think>?<|im_end|><|im_start|>assistant\n", False),
-        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n<think>", True),
+        ("<|im_start|>user\nWhat is <think>?<|im_end|><|im_start|>assistant\n", False, False),
+        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n<think>", True, False),
+        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n", False, False),
         # Nothing tells the generation prompt from what is before it: only the end counts.
-        ("user: what is <think>?\nassistant:", False),
-        ("user: hello\nassistant: <think>\n", True),
-        ("", False),
+        ("user: what is <think>?\nassistant:", False, False),
+        ("user: what is </think>?\nassistant:", False, False),
+        ("user: hello\nassistant: <think>\n", True, False),
+        ("user: hello\nassistant: <think></think>\n", False, True),
+        ("", False, False),
     ],
 )
-def test_a_prompt_opens_reasoning_behind_its_last_control_token(
-    tokenizer: Tokenizer, prompt: str, opens: bool
+def test_a_prompt_opens_or_closes_reasoning_behind_its_last_control_token(
+    tokenizer: Tokenizer, prompt: str, opens: bool, closes: bool
 ) -> None:
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    assert form_of(tokenizer, "hermes", "think").opens_reasoning(tokenizer, ids) is opens
-    assert not form_of(tokenizer, "hermes").opens_reasoning(tokenizer, ids)
+    form = form_of(tokenizer, "hermes", "think")
+    assert form.opens_reasoning(tokenizer, ids) is opens
+    assert form.closes_reasoning(tokenizer, ids) is closes
+    form = form_of(tokenizer, "hermes")
+    assert not form.opens_reasoning(tokenizer, ids) and not form.closes_reasoning(tokenizer, ids)
 
 
 def test_tokens_of_magistral_open_reasoning_though_they_are_control_tokens() -> None:

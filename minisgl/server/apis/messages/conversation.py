@@ -86,7 +86,15 @@ class _Reader:
                 _check_said_by("user", role, path)
                 # A template expects results behind their calls, before what the user has to say.
                 result = self._result(block, path)
-                self.turns.append(Turn("tool", path, [result], tool_call_id=block.tool_use_id))
+                self.turns.append(
+                    Turn(
+                        "tool",
+                        path,
+                        [result],
+                        tool_call_id=block.tool_use_id,
+                        id_field="tool_use_id",
+                    )
+                )
             case _:
                 text = self._text(block, path)
                 if role == "system":

@@ -172,6 +172,12 @@ class OutputConfig(Struct):
     format: SchemaFormat | None = None
 
 
+class Thread(Struct):
+    """Where the client's messages are kept: nowhere, so none can be continued."""
+
+    type: str | None = None
+
+
 class Metadata(Struct):
     user_id: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
 
@@ -204,7 +210,7 @@ class Prompt(TranslatedFields, kw_only=True):
     inference_geo: Ignored = NOT_GIVEN
     service_tier: Ignored = NOT_GIVEN
     speed: Ignored = NOT_GIVEN
-    thread: Ignored = NOT_GIVEN
+    thread: Thread | None = None
     user_profile_id: Ignored = NOT_GIVEN
     workspace_id: Ignored = NOT_GIVEN
 

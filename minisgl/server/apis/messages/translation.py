@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from msgspec import Raw
 
-from minisgl.errors import InvalidRequestError
+from minisgl.errors import InvalidRequestError, ThreadError
 from minisgl.server.apis.messages.client_tools import client_tool
 from minisgl.server.apis.messages.conversation import turns_of
 from minisgl.server.apis.messages.request_types import (
@@ -49,6 +49,8 @@ def translated(
     system_anywhere: whether the template takes a late system message.
     can_think: whether the reasoning of the model is set apart. images: what becomes of them.
     """
+    if body.thread is not None and body.thread.type == "continue":
+        raise ThreadError
     turns = turns_of(body, system_anywhere=system_anywhere, images=images)
     fields = dict(FIELDS)
     tools: list[OfferedTool] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ from minisgl.errors import ContextLengthError, InvalidRequestError, TextTooLongE
 from minisgl.server.answers.plan import read_conversation
 from minisgl.server.apis.responses.history import PlacedItem
 from minisgl.server.apis.responses.request_types import (
-    SYSTEM_ROLES,
     CallOutput,
     FlatJsonSchema,
     InputImagePart,
@@ -41,7 +41,7 @@ from minisgl.server.requests.request_types import NULL, ChatRequest
 from minisgl.server.requests.templating import Reading
 from minisgl.server.requests.translation import GAP, FieldNames, TranslatedChat, Turn, given
 from minisgl.server.served_engine import ServedEngine
-from minisgl.text.history import Role
+from minisgl.text.history import SYSTEM_ROLES, Role
 
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -70,15 +70,13 @@ def chat_of(
     items: Sequence[PlacedItem],
     tools: ToolBox,
     *,
-    system_anywhere: bool,
     images: Images,
 ) -> TranslatedChat:
     """The chat that a request asks for; raises InvalidRequestError.
 
-    items: of the whole conversation. system_anywhere: whether the chat template takes a system
-    message after others. Otherwise all are joined to the first one. images: what becomes of them.
+    items: of the whole conversation. images: what becomes of them.
     """
-    turns = _turns(body.instructions, items, tools, images, system_anywhere=system_anywhere)
+    turns = _turns(body.instructions, items, tools, images)
     choice, chosen_fields = tools.choice(body.tool_choice)
     logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
@@ -110,15 +108,16 @@ def _turns(
     items: Sequence[PlacedItem],
     tools: ToolBox,
     images: Images,
-    *,
-    system_anywhere: bool,
 ) -> list[Turn]:
     turns: list[Turn] = []
     if instructions:
         turns.append(Turn("system", "instructions", [instructions]))
     for item, path in items:
         _add(turns, item, path, tools, images)
-    turns = _with_system_joined(turns, system_anywhere=system_anywhere)
+    first = [*takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns)]
+    if len(first) > 1:
+        texts = [text for turn in first for text in turn.texts]
+        turns[: len(first)] = [Turn("system", first[0].path, texts)]
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
         turns.append(Turn("user", "input"))
@@ -141,7 +140,7 @@ def _add(turns: list[Turn], item: InputItem, path: str, tools: ToolBox, images: 
         case "function_call_output" | "custom_tool_call_output":
             output = _text(_output(item, path), f"{path}.output", images)
             call_id = given(item.call_id, f"{path}.call_id")
-            turns.append(Turn("tool", path, [output], tool_call_id=call_id))
+            turns.append(Turn("tool", path, [output], tool_call_id=call_id, id_field="call_id"))
 
 
 def _output(item: InputItem, path: str) -> Parts | None:
@@ -181,22 +180,6 @@ def _text(parts: Parts | None, path: str, images: Images, between: str = "") -> 
         else part.text
         for index, part in enumerate(parts)
     )
-
-
-def _with_system_joined(turns: list[Turn], *, system_anywhere: bool) -> list[Turn]:
-    """The turns with the system messages at the beginning made one.
-
-    Many templates know one system message only, the first. For those later ones join it too.
-    """
-    first: list[Turn] = []
-    others: list[Turn] = []
-    for turn in turns:
-        joins = turn.role in SYSTEM_ROLES and not (others and system_anywhere)
-        (first if joins else others).append(turn)
-    if len(first) > 1:
-        texts = [text for turn in first for text in turn.texts]
-        first = [Turn("system", first[0].path, texts)]
-    return first + others
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

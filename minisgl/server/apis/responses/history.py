@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -13,7 +13,6 @@ from minisgl.server.apis.responses.ids import response_of
 from minisgl.server.apis.responses.request_types import (
     REFERENCE,
     STATELESS,
-    SYSTEM_ROLES,
     InputItem,
     ResponsesRequest,
 )
@@ -140,9 +139,3 @@ def _own(body: ResponsesRequest) -> Iterator[PlacedItem]:
         return
     for index, item in enumerate(body.input):
         yield item, f"input.{index}"
-
-
-def has_late_system(items: Sequence[PlacedItem]) -> bool:
-    """Whether a system message follows others."""
-    given = [item.role in SYSTEM_ROLES for item, _ in items]
-    return False in given and True in given[given.index(False) :]

@@ -31,7 +31,6 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
-SYSTEM_ROLES = ("system", "developer")
 
 STATELESS = (
     "is not supported, because answers are not stored. Send the whole conversation in input: its "

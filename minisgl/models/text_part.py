@@ -1,0 +1,36 @@
+"""The text part of models that also see or hear, which is what runs of them."""
+
+from __future__ import annotations
+
+from minisgl.errors import CheckpointError
+from minisgl.models.config_reader import CONFIG_FILE, HARMLESS_FIELDS, Fields, field_names
+
+# What the whole says for a text part that does not.
+_OF_BOTH = field_names("dtype torch_dtype tie_word_embeddings")
+# Of the config of a model with towers, beside text_config.
+_FIELDS = HARMLESS_FIELDS | field_names(
+    """architectures dtype torch_dtype tie_word_embeddings quantization_config compression_config
+    text_config vision_config audio_config
+    image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id
+    boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index
+    vision_soft_tokens_per_image language_model_only
+    ignore_index media_placeholder_token_id use_unified_vision_chunk video_placeholder"""
+)
+
+
+def text_part(whole: Fields) -> tuple[Fields, tuple[str, ...]]:
+    """The fields of the text part, and notes on what is left out. A config without text_config is
+    that of the text part alone, under whichever name.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    text = whole.values.get("text_config")
+    if text is None:
+        return whole, ()
+    whole.refuse_others(_FIELDS)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{CONFIG_FILE}: text_config is not a JSON object.")
+    lacking = {name: whole.values.get(name) for name in _OF_BOTH if text.get(name) is None}
+    towers = [name for name in ("vision", "audio") if whole.values.get(f"{name}_config")]
+    note = f"the text part of the model; left out: {', '.join(towers) or 'nothing'}"
+    return Fields(text | lacking, f"{CONFIG_FILE}: text_config"), (note,)
