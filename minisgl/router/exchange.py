@@ -87,7 +87,10 @@ async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:
     if method not in ("GET", "HEAD"):
         body = await read_bytes(Request(scope, receive))
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    headers = [pair for pair in headers if pair[0] not in HOP_HEADERS]
+    # The body is decoded here.
+    headers = [
+        pair for pair in headers if pair[0] not in HOP_HEADERS and pair[0] != b"content-encoding"
+    ]
     headers.append((HEADER.encode(), request_id(scope).encode()))
     holder = holder_of(path, body)
     if method == "POST" and not holder:

@@ -42,6 +42,7 @@ ERRORS = {
     403: "The server does not answer to the name in the header Host.",
     408: "The request arrived too slowly.",
     413: "The body is too large.",
+    415: "The body is compressed in a way that is not supported.",
     429: "Too many requests or too much text are waiting; Retry-After says when to try again.",
     431: "The URL and the headers are too large.",
     500: "An internal error.",
@@ -49,7 +50,7 @@ ERRORS = {
     OVERLOADED: "Loading, draining, dead, stalled or short of memory.",
 }
 ANYWHERE = (403, 431)
-READING = (400, 404, 408, 413, 429, 500, 503)
+READING = (400, 404, 408, 413, 415, 429, 500, 503)
 AS_ANTHROPIC = (*READING[:-1], OVERLOADED)
 
 

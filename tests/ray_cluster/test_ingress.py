@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -110,6 +111,11 @@ async def test_answers_are_those_of_an_engine_whole_or_streamed() -> None:
         streamed = await client.post(CHAT, json={**ASKED, "stream": True})
         assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert text_of(events_of(streamed.text)) == "defghijklmnopqrstuvw"
+        packed = gzip.compress(msgspec.json.encode(ASKED))
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        unpacked = await client.post(CHAT, content=packed, headers=headers)
+        assert unpacked.json()["choices"] == whole.json()["choices"]
+        assert engines.keys[-1] == engines.keys[0]  # it is routed by what it says
         refused = await client.post(CHAT, json={"messages": 7})
         assert refused.status_code == 400 and error_of(refused)["param"] == "messages"
         missing = await client.get("/nowhere")

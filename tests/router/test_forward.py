@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import struct
@@ -84,6 +85,12 @@ async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) 
             assert len(stream.headers.get_list("date")) == 1
             assert texts([line async for line in stream.aiter_lines()]) == "defghijklmnopqrstuvw"
         assert fleet.num_open == 0 and len(fleet.replicas[0].idle) == 1  # one connection for both
+        packed = gzip.compress(json.dumps(ASKED).encode())
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        unpacked = await client.post(CHAT, content=packed, headers=headers)
+        assert unpacked.json()["choices"] == whole.json()["choices"]
+        refused = await client.post(CHAT, content=packed, headers={"content-encoding": "br"})
+        assert refused.status_code == 415
         models = await client.get("/v1/models")
         assert models.json()["data"][0]["id"] == "fake"
         refused = await client.post(CHAT, json={"messages": 7})

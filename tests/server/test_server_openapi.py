@@ -165,7 +165,7 @@ def test_the_description_gives_errors_the_envelope_of_their_api() -> None:
                 name = "MessagesError" if path.startswith("/v1/messages") else "Error"
                 assert schema == {"$ref": f"#/components/schemas/{name}"}
             if "requestBody" in operation:
-                assert {"400", "404", "413", "500"} <= errors.keys()
+                assert {"400", "404", "413", "415", "500"} <= errors.keys()
                 assert ("529" if path.startswith("/v1/messages") else "503") in errors
             if path.endswith("completions"):
                 assert "429" in errors

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from starlette.requests import Request
 
 from minisgl.errors import CallerError, QueueFullError
+from minisgl.server.http.content_encoding import decoder_for
 from minisgl.server.http.decoding import Body, decode
 from minisgl.server.http.faults import HTTPError, raise_fault
 
@@ -121,21 +122,28 @@ async def read_bytes(request: Request) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _arriving(request: Request) -> AsyncIterator[bytearray]:
-    """The body of `request` when it has arrived, counted in the budget until the context ends."""
+    """The body of `request` when it has arrived and is decoded, counted in the budget until the
+    context ends."""
     limit = f"The body has more than {MAX_BODY_BYTES >> 20} MiB."
     too_large = HTTPError(413, limit, "request_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise too_large
+    decoder = decoder_for(",".join(request.headers.getlist("content-encoding")))
     bodies: BodyBudget = request.app.state.bodies
     async with bodies.share() as share:
         body = bytearray()
         async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise too_large
-            share.grow_to(len(body))
+            for piece in decoder.pieces(part) if decoder else (part,):
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+                share.grow_to(len(body))
+                if decoder:
+                    await asyncio.sleep(0)  # a small part may become many pieces
         raise_fault(request.scope)  # a fault truncates the body
+        if decoder:
+            decoder.end()
         yield body
 
 
