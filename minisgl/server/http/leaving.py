@@ -47,12 +47,12 @@ async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
     """Cancel what runs inside when the client disconnects, and raise ClientDisconnect."""
     inside = asyncio.current_task()
     assert inside is not None
-    leaving = asyncio.ensure_future(until_left(receive))
 
-    def cancel(left: asyncio.Future[None]) -> None:
-        inside.cancel()
+    async def cancel_when_left() -> None:
+        await until_left(receive)
+        inside.cancel()  # not from a callback, which could not be taken back below
 
-    leaving.add_done_callback(cancel)
+    leaving = asyncio.ensure_future(cancel_when_left())
     try:
         yield
     except asyncio.CancelledError:
@@ -60,7 +60,6 @@ async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
             raise ClientDisconnect from None
         raise
     finally:
-        leaving.remove_done_callback(cancel)
         leaving.cancel()
 
 
