@@ -145,9 +145,9 @@ class _WorkQueue:
 
     def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
-        if self._closed or self._idle:
+        if self._closed:
             worker.end()
-        else:
+        else:  # to start its process again would take seconds where processors are busy
             self._idle.append(worker)
         if not task.future.done():
             if error is None:

@@ -161,10 +161,10 @@ class Renderer(Worker):
     ) -> None:
         """A rendering may take `seconds`, and `processor_seconds` of a processor if that is not 0.
 
-        The process gets less of a processor than others, as `niceness` says to the system.
+        They get less of a processor than others, as `niceness` says to the system.
         """
-        serve = f"serve({seconds!r}, {processor_seconds!r})"
-        code = f"import os; os.nice({niceness}); from minisgl.text.rendering import serve; {serve}"
+        serve = f"serve({seconds!r}, {processor_seconds!r}, {niceness})"
+        code = f"from minisgl.text.rendering import serve; {serve}"
         super().__init__(code, does="renders chat templates", stopped=STOPPED)
         self.seconds = seconds
         self.processor_seconds = processor_seconds
@@ -183,11 +183,12 @@ class Renderer(Worker):
         return reply.text
 
 
-def serve(seconds: float, processor_seconds: float) -> NoReturn:
+def serve(seconds: float, processor_seconds: float, niceness: int) -> NoReturn:
     """Run the process: answer calls until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     render({"conversations": [[{}]], "chat_template": ""})  # load everything first
+    os.nice(niceness)
     is_ended = msgspec.json.encode(_Rendered(is_ended=True))
     serve_tasks(
         calls,

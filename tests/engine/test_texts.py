@@ -196,6 +196,28 @@ async def test_endless_templates_for_which_nobody_waits_are_ended() -> None:
         assert len(await texts.chat(say("Hello"), False, {})) == len("Hello")
 
 
+async def test_the_processes_of_clients_that_left_serve_others() -> None:
+    """To start a process takes a second, and many where others keep the processors busy."""
+    made: list[Renderer] = []
+
+    def make_renderer(**options: Any) -> Renderer:
+        made.append(Renderer(3600, **options))
+        return made[-1]
+
+    async with texts_of(SometimesEndless(), make_renderer=make_renderer) as texts:
+        line = texts._slow_renderings
+        for _ in range(2):
+            leaving = [
+                asyncio.ensure_future(texts.chat(say("endless"), False, {}))
+                for _ in range(NUM_SLOW)
+            ]
+            await until(lambda: len(line._busy) == NUM_SLOW)
+            for future in leaving:
+                future.cancel()
+            await until(lambda: len(line._idle) == NUM_SLOW)
+        assert len(made) == 1 + NUM_SLOW  # with that of short texts
+
+
 async def test_the_template_of_a_client_that_leaves_is_ended() -> None:
     async with gated_server() as gated, client_of(gated) as client:
         tokenizer, texts = gated.engine.tokenizer, gated.engine._intake.texts
