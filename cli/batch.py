@@ -86,23 +86,16 @@ def batch(
         refuse_engine_options(engine)
     _check_files(source, target)
     set_up_logging()
-    from .batch_file import described, read_requests, take_answers
+    from .batch_file import answers_in, described, read_requests
 
-    requests, bad = read_requests(source)
-    for said in described(bad):
-        print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
-    done = take_answers(target)
-    left = [request for request in requests if request.custom_id not in done]
-    began = time.monotonic()
-    if left:
-        with target.open("ab") as out:
-            num_failed = asyncio.run(_answer_all(batch, engine, left, out))
-    else:
-        num_failed = 0
-    num_kept = sum(
-        answer.response is None or answer.response.status_code != 200
-        for answer in (done[request.custom_id] for request in requests if request.custom_id in done)
-    )
+    with answers_in(target) as (out, done):
+        requests, bad = read_requests(source)
+        for said in described(bad):
+            print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
+        left = [request for request in requests if request.custom_id not in done]
+        began = time.monotonic()
+        num_failed = asyncio.run(_answer_all(batch, engine, left, out)) if left else 0
+    num_kept = sum(done.get(request.custom_id, 200) != 200 for request in requests)
     num_failed += num_kept
     skipped = len(requests) - len(left)
     print(
@@ -122,7 +115,8 @@ def batch(
 def _check_files(source: Path, target: Path) -> None:
     if not source.is_file():
         raise ConfigError("IN.jsonl", source, "allowed: a file that exists")
-    if target.is_dir() or not target.parent.is_dir():
+    is_file = target.is_file() or not target.exists()  # what can be read back and cut
+    if not is_file or not target.parent.is_dir():
         raise ConfigError("OUT.jsonl", target, "allowed: a file in a folder that exists")
     if target.exists() and target.samefile(source):
         raise ConfigError("OUT.jsonl", target, "allowed: another file than the requests'")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
-from minisgl.errors import one_of
+from minisgl.errors import ConfigError, one_of
 
 METHODS, URLS = ("POST",), ("/v1/chat/completions", "/v1/completions")
+ANSWER_BEGINS = b'{"id":"batch_req_'
 
 
 class _Line(msgspec.Struct):
@@ -79,6 +85,7 @@ def read_requests(file: Path) -> tuple[list[BatchRequest], list[BadLine]]:
     seen: dict[str, int] = {}  # the lines of the ids
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            line = line.removeprefix(BOM_UTF8)
             if not line.strip():
                 continue
             try:
@@ -103,37 +110,69 @@ def _request(line: bytes) -> BatchRequest:
     return BatchRequest(said.custom_id, said.url, body)
 
 
-def take_answers(file: Path) -> dict[str, Answer]:
-    """The final answers of an earlier run, by their custom ids.
+@contextmanager
+def answers_in(file: Path) -> Iterator[tuple[IO[bytes], dict[str, int]]]:
+    """The file to add answers to, and the statuses of the final answers in it, by custom id.
 
-    Other lines are taken out of the file: a last line that was not written to its end, and answers
-    that another attempt may replace. Raises OSError.
+    No other run may write to it meanwhile. Other lines are taken out of the file: a last line that
+    was not written to its end, and answers that another attempt may replace. Raises ConfigError
+    for a file of something else, which stays as it is, and OSError.
     """
-    if not file.exists():
-        return {}
-    kept: dict[str, Answer] = {}
-    lines: list[bytes] = []
-    is_whole = True
-    with file.open("rb") as found:
-        for line in found:
+    with file.open("a+b") as out:
+        _lock(out, file)
+        out.seek(0)
+        lines: list[bytes] = []
+        statuses: dict[str, int] = {}
+        for number, line in enumerate(out, 1):
             answer = _answer(line)
-            if answer is not None and answer.response is not None and answer.response.is_final:
-                kept[answer.custom_id] = answer
-                lines.append(line)
-            else:
-                is_whole = False
-    if not is_whole:
-        new = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-        new.write_bytes(b"".join(lines))
-        os.replace(new, file)
-    return kept
+            if answer is None:
+                if not _is_torn(line):
+                    allowed = f"line {number} is no answer; allowed: a new file, or one of answers"
+                    raise ConfigError("OUT.jsonl", file, allowed)
+            elif answer.response is not None and answer.response.is_final:
+                statuses[answer.custom_id] = answer.response.status_code
+                lines.append(line.removesuffix(b"\n") + b"\n")
+        kept = b"".join(lines)
+        if len(kept) != out.tell():
+            _rewrite(file, kept)
+        yield out, statuses
+
+
+def _lock(out: IO[bytes], file: Path) -> None:
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        allowed = "another run writes to it; allowed: another file, or the same one after that run"
+        raise ConfigError("OUT.jsonl", file, allowed) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _answer(line: bytes) -> Answer | None:
     try:
-        return msgspec.json.decode(line, type=Answer) if line.endswith(b"\n") else None
+        return msgspec.json.decode(line.removeprefix(BOM_UTF8), type=Answer)
     except (ValueError, RecursionError):
         return None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line is the beginning of an answer, or empty."""
+    begun = line.removeprefix(BOM_UTF8).replace(b" ", b"")[: len(ANSWER_BEGINS)]
+    return not line.strip() or (not line.endswith(b"\n") and ANSWER_BEGINS.startswith(begun))
+
+
+def _rewrite(file: Path, content: bytes) -> None:
+    """Write the file anew in its place, which keeps its links, owner and mode.
+
+    If that is interrupted, the content is in another file beside it.
+    """
+    descriptor, copy = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
+    with open(descriptor, "wb") as safe:
+        safe.write(content)
+    with file.open("r+b") as again:
+        again.write(content)
+        again.truncate()
+    os.unlink(copy)
 
 
 def answer_line(request: BatchRequest, result: Response | Failure) -> bytes:

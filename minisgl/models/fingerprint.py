@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from io import FileIO
 from pathlib import Path
 
 from minisgl.errors import CheckpointError
@@ -67,34 +68,37 @@ def _file_digest(path: Path) -> bytes:
     identity = _Identity.of(path)
     name = sha256(repr(identity).encode()).hexdigest()
     with _kept_digest(name) as kept:
-        if kept is not None and len(known := kept.read_bytes()) == DIGEST_BYTES:
+        if kept is not None and len(known := kept.read()) == DIGEST_BYTES:
             return known
         settled = identity.is_settled
         digest = _hash(path, identity.size)
         if _Identity.of(path) != identity:
             raise CheckpointError(f"{path} has changed while it was read.")
         if kept is not None and settled:
-            kept.write_bytes(digest)
+            with suppress(OSError):  # where the disk is full, the file is read again the next time
+                kept.truncate(0)
+                kept.write(digest)
         return digest
 
 
 @contextmanager
-def _kept_digest(name: str) -> Iterator[Path | None]:
+def _kept_digest(name: str) -> Iterator[FileIO | None]:
     """The file for a digest, locked, so that of several ranks one hashes and the others wait.
 
     It is empty where there is no digest yet. None where files cannot be kept.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "minisgl" / "digests"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = (folder / name).open("ab")
-    except OSError:
-        yield None
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield folder / name
+    with ExitStack() as opened:
+        try:
+            folder = Path(home).expanduser() / "minisgl" / "digests"
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = opened.enter_context((folder / name).open("a+b", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+        except (OSError, RuntimeError):  # the latter where a user has no home
+            yield None
+        else:
+            yield file
 
 
 def _hash(path: Path, size: int) -> bytes:

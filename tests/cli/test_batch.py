@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from support.serving import demo_engine, served
 
+from minisgl.errors import ConfigError
+from minisgl_cli import batch_file
+from minisgl_cli.batch_file import answers_in
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
 
@@ -26,6 +30,14 @@ def batch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
     )
+
+
+def answer(custom_id: str, status: int | None) -> str:
+    """A line of the output; status: None for an answer that there is not."""
+    response = status and {"status_code": status, "request_id": "r", "body": {}}
+    error = None if status else {"code": "request_failed", "message": "gone"}
+    said = {"id": "batch_req_x", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(said)
 
 
 def answers(folder: Path) -> dict[str, Any]:
@@ -77,15 +89,9 @@ def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None
     names = ("kept", "torn", "busy", "unreached", "new")
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, HELLO) for name in names))
 
-    def line(name: str, status: int | None) -> str:
-        response = status and {"status_code": status, "request_id": "r", "body": {}}
-        error = None if status else {"code": "request_failed", "message": "gone"}
-        said = {"id": "batch_req_x", "custom_id": name, "response": response, "error": error}
-        return json.dumps(said)
-
-    earlier = [line("kept", 200), line("busy", 429), line("unreached", None)]
+    earlier = [answer("kept", 200), answer("busy", 429), answer("unreached", None)]
     out = tmp_path / "out.jsonl"
-    out.write_text("\n".join([*earlier, line("torn", 200)[:-9]]))
+    out.write_text("\n".join([*earlier, answer("torn", 200)[:-9]]))
     with served(demo_engine) as server:
         result = batch(tmp_path, "--url", server.url)
         assert result.returncode == 0, result.stderr
@@ -100,7 +106,7 @@ def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None
     assert again.returncode == 0 and out.read_bytes() == before
     assert "0 asked in" in again.stderr and "5 answered before" in again.stderr
     (tmp_path / "in.jsonl").write_text(request("refused", HELLO))
-    out.write_text(line("refused", 404) + "\n")
+    out.write_text(answer("refused", 404) + "\n")
     again = batch(tmp_path, "--url", "http://127.0.0.1:1")
     assert again.returncode == 1
     assert "1 of the failed were refused before and are not asked again" in again.stderr
@@ -124,13 +130,16 @@ def test_a_server_that_cannot_be_reached_is_an_error_in_each_line(
         (("missing.jsonl", "out.jsonl"), "IN.jsonl missing.jsonl: allowed: a file that exists"),
         (("in.jsonl", "no/where.jsonl"), "OUT.jsonl no/where.jsonl: allowed: a file in a folder"),
         (("in.jsonl", "in.jsonl"), "OUT.jsonl in.jsonl: allowed: another file"),
+        (("in.jsonl", "/dev/null"), "OUT.jsonl /dev/null: allowed: a file in a folder"),
+        (("other.jsonl", "in.jsonl"), "OUT.jsonl in.jsonl: line 1 is no answer; allowed: a new"),
         (("in.jsonl",), "minisgl batch takes IN.jsonl and OUT.jsonl; OUT.jsonl was not given"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    (tmp_path / "in.jsonl").write_text(request("one", HELLO))
+    for name in ("in.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text(request("one", HELLO))
     result = subprocess.run(
         [sys.executable, "-m", "minisgl", "batch", *arguments],
         cwd=tmp_path,
@@ -138,3 +147,97 @@ def test_files_that_cannot_be_used_are_refused(
         text=True,
     )
     assert result.returncode == 2 and said in result.stderr
+    assert (tmp_path / "in.jsonl").read_text() == request("one", HELLO)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Dear Ada,\nthis is a letter.\n",
+        "one line that does not end",
+        "[]",
+        f"{answer('one', 200)}\n{request('two', HELLO)}\n",
+        f"{answer('one', 200)}\n{answer('two', 200)[:-9]}\n{answer('three', 200)}\n",
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    with pytest.raises(ConfigError, match="is no answer"), answers_in(out):
+        pass
+    assert out.read_text() == content and [*tmp_path.iterdir()] == [out]
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"id": "bat', answer("torn", 200)[:-1], "\n  "])
+def test_a_torn_last_line_is_taken_out(tmp_path: Path, torn: str) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(f"{answer('one', 200)}\n\n{answer('busy', 429)}\n{answer('two', 404)}\n{torn}")
+    with answers_in(out) as (file, statuses):
+        assert statuses == {"one": 200, "two": 404}
+        file.write(b"next\n")
+    assert out.read_text() == f"{answer('one', 200)}\n{answer('two', 404)}\nnext\n"
+
+
+def test_a_whole_last_line_is_kept_and_ended(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("\ufeff" + answer("one", 200))
+    with answers_in(out) as (file, statuses):
+        assert statuses == {"one": 200}
+        file.write(b"next\n")
+    assert out.read_text() == f"\ufeff{answer('one', 200)}\nnext\n"
+
+
+def test_a_file_that_is_written_anew_keeps_its_links_and_its_mode(tmp_path: Path) -> None:
+    first, hard, soft = (tmp_path / name for name in ("first", "hard", "soft"))
+    first.write_text(f"{answer('busy', 429)}\n{answer('one', 200)}\n")
+    first.chmod(0o600)
+    hard.hardlink_to(first)
+    soft.symlink_to(first)
+    with answers_in(soft):
+        pass
+    assert soft.is_symlink() and hard.samefile(first) and first.stat().st_mode & 0o777 == 0o600
+    assert first.read_text() == f"{answer('one', 200)}\n"
+    assert {*tmp_path.iterdir()} == {first, hard, soft}
+
+
+def test_a_second_run_into_one_file_is_refused_while_the_first_one_writes(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    refused = pytest.raises(ConfigError, match="another run writes to it")
+    with answers_in(out), refused, answers_in(out):
+        pass
+    with answers_in(out):
+        pass
+
+
+def test_a_file_without_a_lock_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError("a file system without locks")
+
+    monkeypatch.setattr(batch_file.fcntl, "flock", no_lock)
+    with answers_in(tmp_path / "out.jsonl") as (_, statuses):
+        assert statuses == {}
+
+
+def test_answers_are_safe_while_a_file_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails is the last step, so that both files are as they are at any moment before."""
+
+    def fail(path: str) -> None:
+        raise OSError(path)
+
+    out = tmp_path / "out.jsonl"
+    out.write_text(f"{answer('busy', 429)}\n{answer('one', 200)}\n")
+    monkeypatch.setattr(batch_file.os, "unlink", fail)
+    with pytest.raises(OSError), answers_in(out):
+        pass
+    [copy] = set(tmp_path.iterdir()) - {out}
+    assert copy.read_text() == f"{answer('one', 200)}\n"
+    assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_requests_are_read_past_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("\ufeff" + request("one", HELLO) + "\n" + request("two", HELLO))
+    requests, bad = batch_file.read_requests(file)
+    assert [each.custom_id for each in requests] == ["one", "two"] and not bad

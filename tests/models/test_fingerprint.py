@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -120,6 +121,31 @@ def test_without_a_folder_for_digests_the_file_is_read_each_time(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert weights_fingerprint(tmp_path / "a") == weights_fingerprint(tmp_path / "a") == first
     assert len(hashed) == 3
+
+
+def test_where_the_disk_for_digests_is_full_the_file_is_read_each_time(
+    tmp_path: Path, hashed: list[Path]
+) -> None:
+    place = checkpoint(tmp_path / "a") / "model.safetensors"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow
+    try:
+        first, second = weights_fingerprint(tmp_path / "a"), weights_fingerprint(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert hashed == [place, place]
+    assert first == second == weights_fingerprint(tmp_path / "a")
+    weights_fingerprint(tmp_path / "a")
+    assert len(hashed) == 3
+
+
+def test_a_user_without_a_home_reads_the_file_each_time(
+    tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user")
+    checkpoint(tmp_path / "a")
+    assert weights_fingerprint(tmp_path / "a") == weights_fingerprint(tmp_path / "a")
+    assert len(hashed) == 2
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(

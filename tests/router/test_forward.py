@@ -231,7 +231,7 @@ async def test_the_id_of_a_response_finds_the_replica_that_has_it(
         states = [ReplicaState(is_ready=each != name, start=1) for each in range(3)]
         fleet.update(states)
         missing = await client.post("/v1/responses", json=goes_on)
-        assert (missing.status_code, error_of(missing)["param"]) == (404, "previous_response_id")
+        assert (missing.status_code, error_of(missing)["param"]) == (400, "previous_response_id")
 
 
 async def test_requests_without_an_answer_go_to_another_replica_and_others_get_the_error(

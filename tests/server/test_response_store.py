@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +15,12 @@ from minisgl.server.apis.responses.store import (
     ENTRY_BYTES,
     ITEM_BYTES,
     KEEP_S,
+    USE_BYTES,
     ResponseStore,
     StoredResponse,
 )
+
+RESPONSE_BYTES = ENTRY_BYTES + 100 + USE_BYTES + ITEM_BYTES + len(b"answer a")  # see response()
 
 
 class Clock:
@@ -39,7 +46,7 @@ def test_a_response_is_found_by_its_client_alone_and_until_it_is_removed() -> No
 
 
 def test_the_least_recently_used_go_when_there_are_too_many_bytes() -> None:
-    store = ResponseStore(4 * (ENTRY_BYTES + 100 + ITEM_BYTES + 8))
+    store = ResponseStore(4 * RESPONSE_BYTES)
     for id in "abcd":
         store.keep("", response(id))
     assert store.find("", "a") is not None
@@ -50,7 +57,7 @@ def test_the_least_recently_used_go_when_there_are_too_many_bytes() -> None:
 
 
 def test_a_client_with_many_responses_does_not_push_out_those_of_others() -> None:
-    store = ResponseStore(10 * (ENTRY_BYTES + 100 + ITEM_BYTES + 8))
+    store = ResponseStore(10 * (RESPONSE_BYTES + 1))
     store.keep("small", response("a"))
     for number in range(100):
         store.keep("large", response(str(number)))
@@ -70,7 +77,7 @@ def test_what_was_not_used_for_a_day_is_forgotten() -> None:
     clock.now_s = 3 * KEEP_S
     store.keep("other", response("c"))
     assert store.find("", "a") is None
-    assert store.num_bytes == ENTRY_BYTES + 100 + ITEM_BYTES + 8
+    assert store.num_bytes == RESPONSE_BYTES
 
 
 def test_items_that_requests_have_in_common_are_kept_once() -> None:
@@ -83,6 +90,35 @@ def test_items_that_requests_have_in_common_are_kept_once() -> None:
     assert store.remove("", "50")
     found = store.find("", "99")
     assert found is not None and list(found.input) == items
+
+
+@pytest.mark.parametrize(
+    ("num_responses", "items"),
+    [
+        (60, lambda serial: [b'{"type":"reasoning"}'] * 8190),
+        (4, lambda serial: [b"%d %d" % (serial, index) for index in range(8190)]),
+        (2000, lambda serial: [b"%d" % serial]),
+        (2000, lambda serial: []),
+    ],
+    ids=["one many times", "many", "one", "none"],
+)
+def test_the_bound_is_what_memory_grows_by(
+    num_responses: int, items: Callable[[int], list[bytes]]
+) -> None:
+    """However many clients have filled the store in turn."""
+    max_bytes = 3_000_000
+    store = ResponseStore(max_bytes)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for client in "abcde":
+            for serial in range(num_responses):
+                store.keep(client, response(f"{client}{serial}", *items(serial)))
+            gc.collect()
+            grown, _ = tracemalloc.get_traced_memory()
+            assert grown < max_bytes
+    finally:
+        tracemalloc.stop()
 
 
 @given(

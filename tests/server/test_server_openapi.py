@@ -375,7 +375,7 @@ def test_requests_allowed_by_the_schema_are_accepted(
 
 
 # A forbidden request may, besides, ask for a model or an answer that is not there.
-NOT_FOUND = ("model_not_found", "previous_response_not_found", "item_not_found")
+NOT_FOUND = ("model_not_found", "item_not_found")
 
 
 @pytest.mark.parametrize(

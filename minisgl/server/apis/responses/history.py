@@ -36,10 +36,12 @@ class NotStoredError(InvalidRequestError):
     def __init__(self, param: str, id: str, kind: str, code: str) -> None:
         super().__init__(
             param,
-            f"{kind} {id!r} is not stored: it never was, was deleted, or had to go for others. "
-            "Send the whole conversation in input.",
+            f"{kind} with id {id!r} not found: it was never stored, was deleted, or had to go for "
+            "others. Send the whole conversation in input.",
         )
         self.code = code
+        if param == PREVIOUS:
+            self.http_status = 400  # as OpenAI's
 
 
 class History:
@@ -77,18 +79,18 @@ class History:
 
     def body_of(self, id: str) -> bytes:
         """The response with this id as JSON; raises NotStoredError."""
-        return self._found(id, "response_id", "response_not_found").body
+        return self._found(id, "response_id", "response", "response_not_found").body
 
     def remove(self, id: str) -> None:
         """Forget a response; raises NotStoredError."""
         if not self._store.remove(self._client, id):
-            raise NotStoredError("response_id", id, "the response", "response_not_found")
+            raise NotStoredError("response_id", id, "response", "response_not_found")
 
     def _before(self, id: str | None) -> list[InputItem]:
         """The items of a response and of all that it goes on from."""
         chain: list[StoredResponse] = []
         while id is not None:
-            found = self._found(id, PREVIOUS, "previous_response_not_found")
+            found = self._found(id, PREVIOUS, "previous response", "previous_response_not_found")
             chain.append(found)
             id = found.previous_id
         texts = [text for each in reversed(chain) for text in (*each.input, *each.output)]
@@ -106,7 +108,7 @@ class History:
         id = item.id or ""
         text = self._output(response_of(id)).get(id)
         if text is None:
-            raise NotStoredError(path, id, "the item", "item_not_found")
+            raise NotStoredError(path, id, "item", "item_not_found")
         return self._taken(text, path)
 
     def _output(self, response_id: str) -> dict[str | None, bytes]:
@@ -125,10 +127,10 @@ class History:
             raise InvalidRequestError(path, limit)
         return _decode_item(text)
 
-    def _found(self, id: str, param: str, code: str) -> StoredResponse:
+    def _found(self, id: str, param: str, kind: str, code: str) -> StoredResponse:
         found = self._store.find(self._client, id)
         if found is None:
-            raise NotStoredError(param, id, "the response", code)
+            raise NotStoredError(param, id, kind, code)
         return found
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 
 KEEP_S = 24 * 3600  # since a response was used last
 ENTRY_BYTES = 1000  # that a response takes besides its texts
-ITEM_BYTES = 150  # that an item takes besides its text
+# That an item takes besides its text, most of it where the table of items has just grown.
+ITEM_BYTES = 330
+USE_BYTES = 8  # that each response takes for an item, which many may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class StoredResponse:
     input: tuple[bytes, ...]  # the items of its request, each as JSON
     output: tuple[bytes, ...]  # its own
     body: bytes  # the whole response as JSON
+
+    @property
+    def own_bytes(self) -> int:
+        """What it takes besides its items."""
+        return len(self.body) + USE_BYTES * (len(self.input) + len(self.output)) + ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -46,6 +53,7 @@ class _Shelf:
     """The responses of one client."""
 
     num_bytes: int = 0
+    most_bytes: int = 0  # since the tables were made, which do not shrink themselves
     entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)  # last used at the end
     items: dict[bytes, _SharedItem] = field(default_factory=dict)
 
@@ -56,17 +64,21 @@ class _Shelf:
             output=tuple(map(self._share, response.output)),
         )
         self.entries[response.id] = _Entry(shared, now)
-        self.num_bytes += len(response.body) + ENTRY_BYTES
+        self.num_bytes += response.own_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
 
     def remove(self, id: str) -> None:
         response = self.entries.pop(id).response
-        self.num_bytes -= len(response.body) + ENTRY_BYTES
+        self.num_bytes -= response.own_bytes
         for item in (*response.input, *response.output):
             shared = self.items[item]
             shared.num_users -= 1
             if not shared.num_users:
                 del self.items[item]
                 self.num_bytes -= len(item) + ITEM_BYTES
+        if 2 * self.num_bytes < self.most_bytes:
+            self.entries, self.items = OrderedDict(self.entries), dict(self.items)
+            self.most_bytes = self.num_bytes
 
     def remove_oldest(self) -> None:
         self.remove(next(iter(self.entries)))
