@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -193,6 +194,6 @@ def read_json(path: str, what: str) -> Any:
     if len(data) > MAX_BYTES:
         raise FileError(f"{path} is larger than any {what}.")
     try:
-        return msgspec.json.decode(data)
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is no JSON: {error}.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,8 @@ def read_counts(file: str, experts: ExpertFacts) -> list[list[int]]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(OPTION, file, f"it has more than {MAX_BYTES >> 20} MiB; {FROM}")
-        layers = msgspec.json.decode(path.read_bytes(), type=ExpertCounts).layers
+        content = path.read_bytes().removeprefix(BOM_UTF8)
+        layers = msgspec.json.decode(content, type=ExpertCounts).layers
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(OPTION, file, f"it cannot be read: {error}; {FROM}") from error
     sizes = {len(layer) for layer in layers}

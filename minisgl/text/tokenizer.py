@@ -241,6 +241,7 @@ class Tokenizer:
                 raise InvalidRequestError("chat_template_kwargs", f"{option} cannot be set.")
         try:
             template: str = self._tokenizer.get_chat_template(tools=template_options.get("tools"))
+            template = template.removeprefix("\ufeff")  # a byte-order mark
         except Exception as error:  # several templates, none of them the default
             raise InvalidRequestError("messages", f"have no chat template: {error}") from error
         conversation = [_plain_message(message, "developer" in template) for message in messages]

@@ -143,6 +143,8 @@ def test_a_trace_is_ordered_by_time(tmp_path: Path) -> None:
     assert [row.timestamp for row in rows] == [0, 1, 2.5]
     assert [row.parent for row in rows] == [None, "b", 8]
     assert [row.timestamp for row in read_trace(file, 2)] == [1, 2.5]
+    file.write_text("\ufeff" + file.read_text())
+    assert read_trace(file, None) == rows
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,14 @@ def test_of_mt_bench_all_turns_are_taken(tmp_path: Path) -> None:
         Conversation(turns=("first 0", "second")),
         Conversation(turns=("first 1", "second")),
     ]
+
+
+@pytest.mark.parametrize("make", [sharegpt, lambda path: mt_bench(path, 2)])
+def test_a_dataset_is_read_past_a_byte_order_mark(tmp_path: Path, make: Callable[..., str]) -> None:
+    file = Path(make(tmp_path / "a.json"))
+    plain = read_dataset(file)
+    file.write_text("\ufeff" + file.read_text())
+    assert read_dataset(file) == plain
 
 
 @pytest.mark.parametrize(

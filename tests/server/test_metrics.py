@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -280,4 +281,6 @@ async def test_the_tokens_of_experts_are_a_file_for_the_next_start(tmp_path: Pat
     file = tmp_path / "counts.json"
     file.write_bytes(answer.content)
     experts = ExpertFacts(num_layers=3, num_experts=2, num_chosen=1, num_weights=1, size=1)
+    assert read_counts(str(file), experts) == [[0, 0], [11, 5], [0, 0]]
+    file.write_bytes(BOM_UTF8 + answer.content)
     assert read_counts(str(file), experts) == [[0, 0], [11, 5], [0, 0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from minisgl import LLM
 from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.text.template_file import check_template, read_template
+from minisgl.text.rendering import render
+from minisgl.text.template_file import QUESTION, check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
 
 BARE = "{% for message in messages %}{{ message.content }};{% endfor %}"
@@ -41,6 +43,18 @@ def test_a_broken_template_is_refused_in_words(tmp_path: Path, text: bytes, reas
     file = tmp_path / "chat.jinja"
     file.write_bytes(text)
     assert re.search(reason, refusal(file))
+
+
+@pytest.mark.parametrize("place", ["option", "chat_template.jinja"])
+def test_a_template_is_read_past_a_byte_order_mark(tmp_path: Path, place: str) -> None:
+    """The mark would be the first character of every prompt."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, folder)
+    file = tmp_path / "other.jinja" if place == "option" else folder / place
+    file.write_text("\ufeff" + BARE, "utf-8")
+    text = read_template(str(file)) if place == "option" else None
+    tokenizer = Tokenizer.load(folder, chat_template=text)
+    assert render(tokenizer.template_call(QUESTION)) == "Hello!;"
 
 
 def test_a_missing_template_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_dataset(path: Path) -> list[Conversation]:
     entries without one are left out, as public files have some. Lines of JSON have MT-Bench's.
     """
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise ConfigError("--dataset", path, f"cannot be read ({error.strerror})") from error
     if data.lstrip().startswith(b"["):

@@ -5,6 +5,7 @@ The form is that of the public Qwen traces (github.com/alibaba-edu/qwen-bailian-
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from itertools import islice
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
 
 def _read(path: Path, number: int, line: bytes) -> TraceEntry:
     try:
-        row = _decode(line)
+        row = _decode(line.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         allowed = (
             f"{error}; allowed: an object with timestamp, input_length and output_length, and if "

@@ -21,6 +21,7 @@ from minisgl.client.models import ServedModel
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.chat import conversation_file
+from minisgl_cli.chat.answer_rules import name_of, read_schema, read_tools
 from minisgl_cli.chat.commands import TABLE, Session
 from minisgl_cli.chat.conversation import Conversation, Turn
 from minisgl_cli.chat.model import AnswerRules, ContextFullError, Message, ReplyDelta
@@ -708,6 +709,19 @@ def test_any_conversation_survives_saving_and_loading(
     assert conversation_file.read(path) == conversation_file.SavedConversation(
         turns, question, system, sampling, model
     )
+
+
+async def test_files_are_read_past_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    await chat("a question", f"/save {file}")
+    plain = conversation_file.read(str(file))
+    file.write_text("\ufeff" + file.read_text())
+    assert conversation_file.read(str(file)) == plain and plain.turns
+    file.write_text('\ufeff{"type": "object"}')
+    assert read_schema(str(file)) == {"type": "object"}
+    tool = {"type": "function", "function": {"name": "weather"}}
+    file.write_text("\ufeff" + json.dumps([tool]))
+    assert [name_of(each) for each in read_tools(str(file))] == ["weather"]
 
 
 async def test_a_lone_surrogate_is_saved_as_a_replacement_character(tmp_path: Path) -> None:
