@@ -7,7 +7,7 @@ bash scripts/tools/try_compiled.sh --table before.txt    # write what was found
 Needs Triton, and no GPU. Fails if a kernel does not compile, if one of the package was not reached,
 or if one spills more than SPILLS of spilled_kernels.py says. A table has a line for each kernel:
 registers of a thread, bytes that it spills, bytes of shared memory, a digest of the PTX, and what
-it was compiled for. Tables of two commits, compared by diff, show which kernels a change has touched.
+it was compiled for. Tables of two commits, compared by diff, show what a change has touched.
 """
 
 from __future__ import annotations
