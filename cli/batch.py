@@ -88,10 +88,10 @@ def batch(
     set_up_logging()
     from .batch_file import answers_in, described, read_requests
 
-    with answers_in(target) as (out, done):
-        requests, bad = read_requests(source)
-        for said in described(bad):
-            print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
+    requests, bad = read_requests(source)
+    for said in described(bad):
+        print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
+    with answers_in(target, {request.custom_id for request in requests}) as (out, done):
         left = [request for request in requests if request.custom_id not in done]
         began = time.monotonic()
         num_failed = asyncio.run(_answer_all(batch, engine, left, out)) if left else 0

@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,12 +111,15 @@ def _request(line: bytes) -> BatchRequest:
 
 
 @contextmanager
-def answers_in(file: Path) -> Iterator[tuple[IO[bytes], dict[str, int]]]:
+def answers_in(
+    file: Path, asked: Collection[str] = ()
+) -> Iterator[tuple[IO[bytes], dict[str, int]]]:
     """The file to add answers to, and the statuses of the final answers in it, by custom id.
 
-    No other run may write to it meanwhile. Other lines are taken out of the file: a last line that
-    was not written to its end, and answers that another attempt may replace. Raises ConfigError
-    for a file of something else, which stays as it is, and OSError.
+    asked: the custom ids of this run. No other run may write to the file meanwhile. Two kinds of
+    lines are taken out of it: a last one that was not written to its end, and answers to what is
+    asked again that another attempt may replace. Raises ConfigError for a file of something else,
+    which stays as it is, and OSError.
     """
     with file.open("a+b") as out:
         _lock(out, file)
@@ -129,9 +132,12 @@ def answers_in(file: Path) -> Iterator[tuple[IO[bytes], dict[str, int]]]:
                 if not _is_torn(line):
                     allowed = f"line {number} is no answer; allowed: a new file, or one of answers"
                     raise ConfigError("OUT.jsonl", file, allowed)
-            elif answer.response is not None and answer.response.is_final:
+                continue
+            if answer.response is not None and answer.response.is_final:
                 statuses[answer.custom_id] = answer.response.status_code
-                lines.append(line.removesuffix(b"\n") + b"\n")
+            elif answer.custom_id in asked:
+                continue
+            lines.append(line.removesuffix(b"\n") + b"\n")
         kept = b"".join(lines)
         if len(kept) != out.tell():
             _rewrite(file, kept)

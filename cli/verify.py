@@ -28,7 +28,7 @@ def verify(engine: EngineConfig, named: ModelArgument = "") -> int:
     of both are from those of transformers in float32, the last line is the verdict, and the exit
     code is 0 if all is right, else 1.
 
-    \\b
+    \b
       minisgl verify Qwen/Qwen3-0.6B
       minisgl verify ./folder --dtype float16 --kv-cache-dtype fp8
     """

@@ -141,6 +141,7 @@ def test_the_versions_of_python_and_torch_are_the_same_everywhere(
     readme = (ROOT / "README.md").read_text()
     assert f"Python {', '.join(f'3.{each}' for each in pythons[:-1])} or 3.{pythons[-1]}." in readme
     assert f"PyTorch (2.{low} to 2.{high - 1})" in readme
+    assert f"pip install '{torch}' --index-url" in readme
     setup = (SCRIPTS / "venv.sh").read_text()
     names = " ".join(f"python3.{each}" for each in reversed(pythons))
     assert f"for candidate in python python3 {names};" in setup

@@ -17,19 +17,23 @@ GAP = "\n\n"  # between texts that are joined
 def fitted_history(messages: Sequence[Message], facts: TemplateFacts) -> list[dict[str, Any]]:
     """The messages with instructions, reasoning and calls where and as the template takes them.
 
-    Where it would leave out some of several system messages, all are joined to the first message.
-    Where it takes one text beside calls, the content follows the reasoning there. Where it takes
-    one call in a message, the calls of a message become messages, each with its result after it.
+    Where it would leave out some of several system messages, or that of a developer, all are joined
+    to the first message. Where it takes one text beside calls, the content follows the reasoning
+    there. Where it takes one call in a message, the calls of a message become messages, each with
+    its result after it.
     """
     fitted = [_with_reasoning(message, facts) for message in _with_system_joined(messages, facts)]
     return [*_with_single_calls(fitted)] if facts.takes_one_call else fitted
 
 
 def _with_system_joined(messages: Sequence[Message], facts: TemplateFacts) -> Sequence[Message]:
-    is_system = [message["role"] in SYSTEM_ROLES for message in messages]
+    roles = [message["role"] for message in messages]
+    is_system = [role in SYSTEM_ROLES for role in roles]
     num_first = is_system.index(False) if False in is_system else len(messages)
     is_late = True in is_system[num_first:]
-    if (facts.takes_systems or num_first < 2) and (facts.system_anywhere or not is_late):
+    is_unknown = facts.leaves_out_developer and "developer" in roles
+    takes_first = (facts.takes_systems or num_first < 2) and not is_unknown
+    if takes_first and (facts.system_anywhere or not is_late):
         return messages
     given = list(zip(messages, is_system, strict=True))
     text = GAP.join(message["content"] for message, joins in given if joins)

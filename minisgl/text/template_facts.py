@@ -51,6 +51,7 @@ class TemplateFacts:
     wants_text_arguments: bool = False  # of calls; others take them as an object
     wants_short_ids: bool = False  # 9 letters or digits: it refuses others
     leaves_out_system: bool = False  # even one that is the first message
+    leaves_out_developer: bool = False  # where it has the same from the system
     takes_systems: bool = False  # several system messages at the beginning
     system_anywhere: bool = False  # and others after an answer
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
@@ -130,6 +131,7 @@ def probe(render: Render) -> TemplateFacts:
     answer = {"role": "assistant", "content": "a"}
     system = {"role": "system", "content": SYSTEM}
     with_system = text_of([system, question])
+    with_developer = text_of([{**system, "role": "developer"}, question])
 
     def takes(*between: Message) -> bool:
         """Whether it takes instructions that follow a system message and `between`."""
@@ -146,6 +148,7 @@ def probe(render: Render) -> TemplateFacts:
         wants_text_arguments=wants_text_arguments,
         wants_short_ids=wants_short_ids,
         leaves_out_system=bool(with_system) and SYSTEM not in with_system,
+        leaves_out_developer=SYSTEM in with_system and SYSTEM not in with_developer,
         takes_systems=takes(),
         system_anywhere=takes(question, answer),
         opens_reasoning=plain.rstrip().endswith(OPENINGS),

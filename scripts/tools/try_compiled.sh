@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Compiles every Triton kernel for the GPUs that it is meant for, and compares with
-# scripts/tools/compiled_kernels.txt, on this machine; it needs no GPU. Takes minutes, and 1 GB of
-# disk the first time. Arguments go on to compile_kernels.py, which describes them.
+# Compiles every Triton kernel for the GPUs that it is meant for, on this machine; it needs no GPU.
+# Takes minutes, and 1 GB of disk the first time. Arguments go on to compile_kernels.py.
 # Triton goes into a venv of its own, in ${XDG_CACHE_HOME:-~/.cache}/minisgl, which sees the
 # packages of the checkout's.
 set -euo pipefail

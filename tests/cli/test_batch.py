@@ -172,10 +172,19 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, content: 
 def test_a_torn_last_line_is_taken_out(tmp_path: Path, torn: str) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(f"{answer('one', 200)}\n\n{answer('busy', 429)}\n{answer('two', 404)}\n{torn}")
-    with answers_in(out) as (file, statuses):
+    with answers_in(out, ["busy"]) as (file, statuses):
         assert statuses == {"one": 200, "two": 404}
         file.write(b"next\n")
     assert out.read_text() == f"{answer('one', 200)}\n{answer('two', 404)}\nnext\n"
+
+
+def test_an_answer_to_what_is_not_asked_again_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    content = f"{answer('busy', 429)}\n{answer('one', 200)}\n"
+    out.write_text(content)
+    with answers_in(out, ["one", "two"]) as (_, statuses):
+        assert statuses == {"one": 200}
+    assert out.read_text() == content
 
 
 def test_a_whole_last_line_is_kept_and_ended(tmp_path: Path) -> None:
@@ -193,7 +202,7 @@ def test_a_file_that_is_written_anew_keeps_its_links_and_its_mode(tmp_path: Path
     first.chmod(0o600)
     hard.hardlink_to(first)
     soft.symlink_to(first)
-    with answers_in(soft):
+    with answers_in(soft, ["busy"]):
         pass
     assert soft.is_symlink() and hard.samefile(first) and first.stat().st_mode & 0o777 == 0o600
     assert first.read_text() == f"{answer('one', 200)}\n"
@@ -229,7 +238,7 @@ def test_answers_are_safe_while_a_file_is_written_anew(
     out = tmp_path / "out.jsonl"
     out.write_text(f"{answer('busy', 429)}\n{answer('one', 200)}\n")
     monkeypatch.setattr(batch_file.os, "unlink", fail)
-    with pytest.raises(OSError), answers_in(out):
+    with pytest.raises(OSError), answers_in(out, ["busy"]):
         pass
     [copy] = set(tmp_path.iterdir()) - {out}
     assert copy.read_text() == f"{answer('one', 200)}\n"

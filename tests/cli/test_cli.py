@@ -99,6 +99,7 @@ def test_every_engine_option_is_offered_with_its_help_and_group(command: str) ->
         assert all(name in help_text for name in option_names(spec))
         assert spec.metadata["help"] in help_text
         assert f"─ {spec.metadata['group']} ─" in help_text
+    assert r"\b" not in help_text, "the mark of a block is a control character"
 
 
 # -- errors in one line ---------------------------------------------------------------------------

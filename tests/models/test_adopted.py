@@ -456,7 +456,6 @@ def config_folder(folder: Path, architecture: str, **values: Any) -> Path:
     ("values", "options", "error", "message"),
     [
         ({"quantization_config": {"bits": 4}}, {}, UnsupportedModelError, "supported are FP8"),
-        ({"model_type": "none"}, {}, UnsupportedModelError, "does not know the model_type 'none'"),
         ({"architectures": ["XForCausalLM"]}, {}, UnsupportedModelError, "minisgl models"),
         (
             {"architectures": ["XForCausalLM"]},

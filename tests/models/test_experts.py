@@ -22,9 +22,10 @@ from minisgl.bench.peak import Peak
 from minisgl.bench.roofline import DecodeStep, Work
 from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.errors import CheckpointError
 from minisgl.kernels.moe import reference as experts
 from minisgl.kernels.moe.reference import Routing
+from minisgl.models.config import NativeConfig
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -104,7 +105,6 @@ def test_both_field_names_of_the_number_of_experts_are_read(folder: Path, tmp_pa
         ({"decoder_sparse_step": 0}, CheckpointError, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": 1}, CheckpointError, "mlp_only_layers is 1, not a list"),
         ({"mlp_only_layers": ["1"]}, CheckpointError, "mlp_only_layers is"),
-        ({"shared_expert_intermediate_size": 64}, UnsupportedModelError, "shared_expert"),
     ],
 )
 def test_an_inconsistent_experts_config_is_refused(
@@ -114,10 +114,13 @@ def test_an_inconsistent_experts_config_is_refused(
         read_model_config(changed(folder, tmp_path / "changed", **fields))
 
 
-def test_a_dense_model_has_no_fields_of_experts(tmp_path: Path) -> None:
+def test_a_dense_model_leaves_fields_of_experts_aside_as_transformers_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dense = make_checkpoint(spec_named("qwen3"), tmp_path / "dense")
-    with pytest.raises(UnsupportedModelError, match="num_experts"):
-        read_model_config(changed(dense, tmp_path / "changed", num_experts=8))
+    found = read_model_config(changed(dense, tmp_path / "changed", num_experts=8))
+    assert isinstance(found, NativeConfig) and found.experts is None
+    assert "the field num_experts (8) is left aside" in caplog.text
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from minisgl_cli.chat.config import ChatConfig
 from minisgl_cli.version import version
 
 BATCH_TOKENS = 6144
-ENGINE_COMMANDS = ["serve", "chat", "batch", "bench", "bench latency", "bench serve"]
+ENGINE_COMMANDS = ["serve", "chat", "batch", "verify", "bench", "bench latency", "bench serve"]
 BENCH_COMMANDS = ["bench", "bench serve"]
 TAKEN_BY: dict[Any, list[str]] = {
     EngineConfig: ENGINE_COMMANDS,

@@ -56,6 +56,10 @@ LEADING_SYSTEMS = (  # as of Qwen3.8
 NO_DEVELOPER = (
     "{# developer #}{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
 )
+OTHER_DEVELOPER = (  # as of Apertus
+    "{{ '<|developer_start|>' }}{% for m in messages %}{% if m.role in ('system', 'user') %}"
+    "{{ m.content }}{% else %}{{ raise_exception('role') }}{% endif %}{% endfor %}"
+)
 
 
 def facts_of(template: str | None) -> TemplateFacts:
@@ -139,7 +143,8 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
         ),
         (FIRST_SYSTEM, {}),
         (LAST_SYSTEM, {}),
-        (NO_DEVELOPER, {}),
+        (NO_DEVELOPER, {"leaves_out_developer": True}),
+        (OTHER_DEVELOPER, {"leaves_out_developer": True}),
         (LEADING_SYSTEMS, {"takes_systems": True, "takes_results": False}),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -216,8 +221,11 @@ def test_system_messages_are_joined_where_the_template_would_leave_some_out() ->
             rest = [message for message in messages if message["role"] in ("user", "assistant")]
             whole = [{"role": "system", "content": text}, *rest]
             assert fitted_history(messages, facts) == (whole if is_joined else messages)
-    for messages in ([first], [first, question], [question]):
+    for messages in ([first], [first, question], [question], [second, question]):
         assert fitted_history(messages, TemplateFacts()) == messages
+    left_out = TemplateFacts(leaves_out_developer=True)
+    assert fitted_history([first, question], left_out) == [first, question]
+    assert fitted_history([second, question], left_out) == [{**second, "role": "system"}, question]
 
 
 def test_a_history_has_reasoning_where_templates_read_it() -> None:

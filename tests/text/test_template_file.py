@@ -50,7 +50,7 @@ def test_a_template_is_read_past_a_byte_order_mark(tmp_path: Path, place: str) -
     """The mark would be the first character of every prompt."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO_FOLDER, folder)
-    file = folder / place
+    file = tmp_path / "other.jinja" if place == "option" else folder / place
     file.write_text("\ufeff" + BARE, "utf-8")
     text = read_template(str(file)) if place == "option" else None
     tokenizer = Tokenizer.load(folder, chat_template=text)

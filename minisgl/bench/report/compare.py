@@ -121,7 +121,7 @@ def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text("utf-8-sig"))
         list(_points(report))
     except OSError as error:
         raise CompareError(f"{path}: {error.strerror}") from error

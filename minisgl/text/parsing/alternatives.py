@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -10,6 +10,11 @@ TYPES = ("string", "array", "object", "number", "integer", "boolean", "null")
 NUMBERS = ("integer", "number")
 LISTS = ("allOf", "anyOf", "oneOf")
 COMBINED = ("$ref", *LISTS)
+# Of two bounds, the one that holds both.
+NARROWER: Mapping[str, Callable[[float, float], float]] = {
+    **dict.fromkeys(("minimum", "minLength", "minItems"), max),
+    **dict.fromkeys(("maximum", "maxLength", "maxItems"), min),
+}
 MAX_PARTS = 30_000  # of a schema, that are looked at; behind references fewer, as these multiply
 MAX_ALTERNATIVES = 200
 # Stands for what is not made one schema: the alternative allows more than it should.
@@ -85,18 +90,8 @@ def _merged(one: Schema, other: Schema) -> Schema:
                 merged[key] = sorted(types_in(one) & types_in(other))
             case "enum", [*some], [*more]:
                 merged[key] = [value for value in some if value in more]
-            case (
-                ("minimum" | "minLength" | "minItems"),
-                int() | float() as a,
-                int() | float() as b,
-            ):
-                merged[key] = max(a, b)
-            case (
-                ("maximum" | "maxLength" | "maxItems"),
-                int() | float() as a,
-                int() | float() as b,
-            ):
-                merged[key] = min(a, b)
+            case _, int() | float() as a, int() | float() as b if key in NARROWER:
+                merged[key] = NARROWER[key](a, b)
             case "description" | "title" | "default" | "examples", _, _:
                 pass
             case _, a, b if a != b:

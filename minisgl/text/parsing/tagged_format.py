@@ -30,7 +30,7 @@ from typing import Any
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
-from minisgl.text.parsing.xml_format import escaped, is_of, types_of, value_json
+from minisgl.text.parsing.xml_format import escaped, types_of, value_json
 
 END_OF_NAME = Patterns(">", "<", "\n")
 ATTRIBUTE = re.compile(r"""\bname\s*=\s*(?:(["'])(.*?)\1|([^\s"'=]+))""")
@@ -297,7 +297,7 @@ class _Calls:
             if quotes.open:
                 return False
             is_short = sum(map(len, parts)) <= MAX_TRIED_CHARS
-            return (is_short and is_of(value(), types)) or None
+            return (is_short and not value_json(value(), types).startswith('"')) or None
 
         end = yield from self._text(put, is_whole, breaks_lines=self._tags.breaks_lines)
         if end or self._reader.natural:
@@ -384,10 +384,10 @@ class _Calls:
             written += (found, (yield from reader.match(BLANK_RUN)))
             found = yield from reader.skip(self._end_key, self._value)
         written.append(found)
-        if not found and (yield from reader.starts(self._parameter, *self._closings)):
-            name = ""  # there is no value
-        elif not found and not (yield from reader.peek()):
-            name = ""
+        if not found:
+            is_tag = yield from reader.starts(self._parameter, *self._closings)
+            if is_tag or not (yield from reader.peek()):
+                name = ""  # there is no value
         return _Key(name, "".join(written), types_of(self._schema, name))
 
     def _is_key(self, known: Collection[str]) -> Reading[bool]:

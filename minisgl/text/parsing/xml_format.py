@@ -36,13 +36,6 @@ def value_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def is_of(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is a value of one of `types`, none of which is the string's."""
-    if not types or "string" in types:
-        return False
-    return not value_json(text, types).startswith('"')
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(constant)
 

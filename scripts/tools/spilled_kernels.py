@@ -1,0 +1,98 @@
+"""Which kernels the package launches, and which of them may spill. Needs no Triton."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "minisgl"
+
+# The most bytes that a thread of a kernel stores and loads because its registers do not suffice, by
+# the kernel's name below minisgl.kernels, and the target. Those of sm_90 were measured with them.
+SPILLS: Mapping[tuple[str, str], int] = {
+    ("attention.paged_decode._decode_kernel", "sm_100"): 12,
+    ("attention.paged_prefill._prefill_kernel", "sm_100"): 1616,
+    ("attention.paged_prefill._prefill_kernel", "sm_80"): 1048,
+    ("attention.paged_prefill._prefill_kernel", "sm_90"): 408,
+    ("comm.one_shot._all_reduce_row", "sm_100"): 72,
+    ("comm.two_shot._all_reduce_rows", "sm_100"): 12,
+    ("comm.two_shot._all_reduce_rows", "sm_80"): 16,
+    ("comm.two_shot._all_reduce_rows", "sm_90"): 20,
+    ("gated_delta.delta_prefill._prepare", "sm_80"): 112,
+    ("linear.burst_kernel.burst_kernel", "sm_80"): 808,
+    ("linear.stream_kernel.stream_kernel", "sm_100"): 40,
+    ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_80"): 260,
+    ("moe.few_rows._few_outer", "sm_100"): 32,
+    ("moe.few_rows._few_outer", "sm_80"): 40,
+    ("moe.few_rows._few_outer", "sm_90"): 8,
+    ("moe.fp8_experts._expert_product", "sm_100"): 2792,
+    ("moe.fp8_experts._expert_product", "sm_90"): 336,
+    ("moe.many_rows._expert_product", "sm_100"): 84,
+    ("moe.many_rows._expert_product", "sm_80"): 248,
+    ("moe.mxfp4_experts._expert_product", "sm_80"): 244,
+    ("sampling.draw.draw_kernel", "sm_100"): 108,
+    ("sampling.draw.draw_kernel", "sm_80"): 32,
+    ("sampling.draw.draw_kernel", "sm_90"): 40,
+    ("sampling.filters.settle_kernel", "sm_100"): 1628,
+    ("sampling.filters.settle_kernel", "sm_80"): 1212,
+    ("sampling.filters.settle_kernel", "sm_90"): 1272,
+}
+
+
+def figures_of(log: str) -> tuple[int, int]:
+    """The registers and the spilled bytes that ptxas (-v) logs for its one kernel."""
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return int(registers), sum(map(int, spills))
+
+
+def may_spill(kernel: str, target: str, spilled: int) -> bool:
+    """Whether a kernel, `module.function`, may spill so many bytes."""
+    return spilled <= SPILLS.get((kernel.removeprefix("minisgl.kernels."), target), 0)
+
+
+def launched_kernels(package: Path = PACKAGE) -> set[str]:
+    """The kernels that the package launches, as `module.function`: what is called as
+    `kernel[grid](...)`, where it was defined."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    names = {path: _module(path, package) for path in trees}
+    defined = {f"{names[path]}.{name}" for path, tree in trees.items() for name in _jitted(tree)}
+    launched = {
+        _origin(name, tree, names[path]) for path, tree in trees.items() for name in _called(tree)
+    }
+    return defined & launched
+
+
+def _module(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts)
+
+
+def _jitted(tree: ast.Module) -> Iterator[str]:
+    """The functions of a module that Triton compiles."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
+            yield node.name
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    return "triton.jit" in ast.unparse(decorator)
+
+
+def _called(tree: ast.Module) -> Iterator[str]:
+    """The names that are called with a subscript."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Subscript(value=ast.Name(id=name))):
+                yield name
+
+
+def _origin(name: str, tree: ast.Module, module: str) -> str:
+    """The module.function of a name, which may be imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return f"{node.module}.{alias.name}"
+    return f"{module}.{name}"
