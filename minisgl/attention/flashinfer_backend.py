@@ -38,7 +38,7 @@ _LATENT_DIMS = (576, 512)  # of keys, and of their first numbers that are the va
 _LATENT_TILE, _MOST_LATENT_TILES = 128, 16384 - 1024
 _TRTLLM_MAJORS = (9, 10, 12)  # of the compute capability
 _BEST_PAGE_SIZE = 64  # at which the kernels of FlashInfer and TensorRT-LLM are fastest
-_FP8_NOTE = "prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
+_FP8_PREFILL_NOTE = "prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
 
 # Numbers of query heads per KV head at which decode on CUDA cores is memory-bound. With more,
 # tensor cores are faster (measured on an H200 at 2 and 4, and at 5 and 8).
@@ -458,9 +458,8 @@ FLASHINFER = Backend(
         # the host, so it cannot be captured in a CUDA graph.
         prefill_rank=1,
         decode_rank=3,
-        # It has not read such a cache on a GPU.
         fp8_rank=2,
-        fp8_note=_FP8_NOTE,
+        fp8_prefill_note=_FP8_PREFILL_NOTE,
         extras=(WINDOWS, SOFT_CAPS, OTHER_VALUES, LATENTS),
         unmeasured=(LATENTS,),
         best_page_size=_BEST_PAGE_SIZE,
@@ -475,7 +474,8 @@ TRTLLM = Backend(
         prefill_rank=2,  # that of fi
         decode_rank=2,
         fp8_rank=2,
-        fp8_note=_FP8_NOTE,
+        fp8_prefill_note=_FP8_PREFILL_NOTE,
+        fp8_decode_note="decodes with queries and probabilities in FP8 on Hopper",
         extras=(WINDOWS,),
         captures_decode=True,
         best_page_size=_BEST_PAGE_SIZE,

@@ -372,7 +372,9 @@ class BackendFacts:
     prefill_rank: int  # the least is the best
     decode_rank: int
     fp8_rank: int | None = None  # comes before the others with an FP8 KV cache; None: reads none
-    fp8_note: str = ""  # what users should know of prefill that reads FP8
+    # What users should know of prefill and of decode that read FP8.
+    fp8_prefill_note: str = ""
+    fp8_decode_note: str = ""
     extras: tuple[str, ...] = ()  # what it computes of ATTENTION_EXTRAS
     # Those of them that were not measured: a layer with one is left to other backends, unless the
     # user chooses this one, which reads no FP8 there.

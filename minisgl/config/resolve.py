@@ -462,8 +462,9 @@ def _resolve_attention(
         notes.append(
             f"attention: {prefill.name} for prefill, {decode.name} for decode, the best here"
         )
-    elif fp8 and prefill.fp8_note:
-        notes.append(f"{prefill.name} {prefill.fp8_note}")
+    elif fp8:
+        said = ((prefill, prefill.fp8_prefill_note), (decode, decode.fp8_decode_note))
+        notes.extend(f"{backend.name} {note}" for backend, note in said if note)
     return prefill, decode
 
 

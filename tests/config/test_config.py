@@ -368,8 +368,14 @@ def test_backends_for_an_fp8_cache() -> None:
         machine=dataclasses.replace(GPU, missing_backends=without), kv_cache_dtype="fp8"
     )
     assert (config.attn_prefill, config.attn_decode) == ("fi", "trtllm")
-    config = resolved(machine=machine, kv_cache_dtype="fp8", attn="fi,trtllm")
-    assert "fi prefills by FlashAttention 2" in "\n".join(config.notes)
+    prefill, decode = "fi prefills by FlashAttention 2", "trtllm decodes with queries and"
+    for attn, said in (
+        ("fi,trtllm", {prefill, decode}),
+        ("fi,triton", {prefill}),
+        ("triton,fi", ()),
+    ):
+        notes = "\n".join(resolved(machine=machine, kv_cache_dtype="fp8", attn=attn).notes)
+        assert {each for each in (prefill, decode) if each in notes} == set(said)
     for attn in ("fa", "triton,fa"):
         with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: --attn fa reads no FP8; allo"):
             resolved(machine=machine, kv_cache_dtype="fp8", attn=attn)

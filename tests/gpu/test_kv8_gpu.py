@@ -157,6 +157,8 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
     reference = TorchAttention()
     q = shape.queries(3).contiguous()
     out = attention.decode_backend.decode(q, kv, rows, shape.spec)
+    if name == "trtllm" and torch.cuda.get_device_capability() == (9, 0):
+        q = q.to(torch.float8_e4m3fn).to(q)  # as XQA multiplies it there
     expected = reference.decode(*in_float32(q, kv), rows, shape.spec)
     assert (out.float() - expected).abs().max() <= 0.02 * expected.abs().max()
     q = shape.queries(103).contiguous()
