@@ -159,9 +159,9 @@ def test_the_versions_of_python_and_torch_are_the_same_everywhere(
         assert is_refused == (minor not in pythons)
 
 
-def test_the_install_section_lists_the_extras_of_users() -> None:
-    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
+def test_the_page_about_installing_lists_the_extras_of_users() -> None:
+    page = (ROOT / ".github/INSTALL.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE))
     assert rows == {name: whats[0] for name, whats in EXTRAS.items() if name not in ("test", "dev")}
 
 
@@ -172,7 +172,7 @@ def test_the_wheel_that_hints_name_is_that_of_this_version(wheel: Path) -> None:
 
 def hints() -> list[tuple[str, str]]:
     """What `pip install` is followed by, and the file that says so."""
-    files = [ROOT / "README.md"]
+    files = [ROOT / "README.md", ROOT / ".github/INSTALL.md"]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     return [

@@ -52,18 +52,30 @@ def test_the_first_python_example_of_the_readme_runs(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
 
 
-def test_the_front_page_counts_the_architectures_as_they_are() -> None:
+def test_the_front_page_is_short() -> None:
+    assert len(README.split()) <= 1200
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("README.md", "[{} other decoders](minisgl/models/README.md#adopted-models)"),
+        ("README.md", "text parts of {1} multimodal ones"),
+        (
+            ".github/COMPARISON.md",
+            "[{} other decoders](../minisgl/models/README.md#adopted-models)",
+        ),
+        (".github/COMPARISON.md", "text parts of {1} multimodal ones"),
+        (BENCH, "the [{} other decoders and the {} text parts]"),
+    ],
+)
+def test_pages_count_the_architectures_as_they_are(page: str, words: str) -> None:
     counts = (len(ADOPTED - FAMILIES.keys()), len(TOWERS))
-    for words in (
-        "[{} other decoders](minisgl/models/README.md#adopted-models) with transformers' code; "
-        "text parts of {} multimodal ones",
-        "the [{} other decoders and the {} text parts]",
-    ):
-        assert words.format(*counts) in README
+    assert words.format(*counts) in (ROOT / page).read_text()
 
 
-def test_the_front_page_names_the_gpus_on_which_checks_have_run() -> None:
-    tried = README.partition("### What was tried\n")[2].partition("\n## ")[0]
+def test_the_page_of_measurements_names_the_gpus_on_which_checks_have_run() -> None:
+    tried = (ROOT / BENCH).read_text().partition("## What was tried\n")[2]
     named = set(re.findall(r"^\| (NVIDIA [\w ]+):", tried, re.MULTILINE))
     runs = [(name, run) for check in read_checks(LIST) for name, run in check.runs.items()]
     assert named == {name for name, run in runs if run.verdict in SHOWN}
