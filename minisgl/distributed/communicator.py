@@ -150,7 +150,7 @@ class GroupCommunicator:
             for ranks in members:
                 # A message may lie unread for as long as no request comes.
                 formed = dist.new_group(list(ranks), timeout=timedelta(days=365))
-                if self.rank in ranks:
+                if isinstance(formed, dist.ProcessGroup):  # it is a number on other ranks
                     own = formed
         if own is None:
             return None
