@@ -248,14 +248,14 @@ class Attention:
 
         q: [num_rows, num_heads, head_dim]; returns the same with the width of values.
         """
-        batch, its = batch.of(kv), self._of(kv)
+        batch, backends = batch.of(kv), self._of(kv)
         num_decodes, chunks = batch.decodes.num_rows, batch.chunks
         if num_decodes == q.shape[0]:
-            return its.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
+            return backends.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
         if num_decodes == 0:
-            return its.prefill_backend.prefill(q, kv, chunks, spec, sinks)
+            return backends.prefill_backend.prefill(q, kv, chunks, spec, sinks)
         rows, chunk_rows = q[:num_decodes], q[num_decodes:]
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
-        out[:num_decodes] = its.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
-        out[num_decodes:] = its.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
+        out[:num_decodes] = backends.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
+        out[num_decodes:] = backends.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
         return out

@@ -56,7 +56,7 @@ class Computation:
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
         the stage. tally: of the model's experts. max_run: of all plans. drafter: on the last stage,
-        if that is more than 1. window: as in SlotTables."""
+        if that is more than 1. window: of layers that have pages of their own; 0: none."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes

@@ -39,7 +39,7 @@ class RankRows(NamedTuple):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank, as in ForwardBatch."""
+        """The rows of each rank."""
         pairs = zip(self.decodes, self.chunk_rows, strict=True)
         return tuple(num * self.run + num_rows for num, num_rows in pairs)
 
