@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies, ranks_of
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.reference import (
-    ELSEWHERE,
     ByRouter,
     Choice,
     Clamped,
-    ExpertShare,
     Routing,
 )
 from minisgl.kernels.residual import Residual
@@ -25,17 +20,7 @@ from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.shards import Shard, block_shard, even_shard, uneven_shard, whole
-
-
-def places_of(held: Sequence[int], ranks: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
-    """As in ExpertShare, of a rank that holds these experts. ranks: as ranks_of of
-    minisgl/expert_copies.py."""
-    places = {expert: place for place, expert in enumerate(held)}
-    return [
-        [places[expert] if of == rank else ELSEWHERE for expert, of in enumerate(of_half)]
-        for of_half in ranks
-    ]
+from minisgl.shards import block_shard, even_shard, uneven_shard, whole
 
 
 class FusedExperts(nn.Module):
@@ -43,9 +28,8 @@ class FusedExperts(nn.Module):
     experts.
 
     It holds a part of the inner dimension of each expert, `inner`; biases of the results are then
-    part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `held`:
-    some of its own and then its `copies` of others'. It drops the pairs of a row and an expert that
-    another rank computes.
+    part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `own`,
+    and drops the pairs of a row and an expert that another rank has.
 
     `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
@@ -68,7 +52,6 @@ class FusedExperts(nn.Module):
         interleaved: bool = False,
         by_rank: bool = False,
         num_more: int = 0,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
         rank, size = (0, 1) if by_rank else (comm.rank, comm.size)  # of the inner dimension
@@ -76,16 +59,14 @@ class FusedExperts(nn.Module):
         if interleaved:
             self.inner = block_shard(expert_size, CHUNK, rank, size)
         self.hidden = whole(hidden_size)
-        own = uneven_shard(num_experts, comm.rank, comm.size) if by_rank else whole(num_experts)
-        self.copies = copies
-        copied = copies[comm.rank] if copies else ()
-        self.held = (*range(own.first, own.first + own.size), *copied)
-        self.share = ExpertShare(own)
+        self.own = whole(num_experts)
+        if by_rank:
+            self.own = uneven_shard(num_experts, comm.rank, comm.size)
         self.interleaved = interleaved
         self.holds_bias = rank == 0
         self.product = format.experts(
             num_experts,
-            len(self.held) + num_more,
+            self.own.size + num_more,
             hidden_size,
             self.inner,
             bias=bias,
@@ -93,43 +74,29 @@ class FusedExperts(nn.Module):
             gelu=gelu,
         )
         for name, weight in self.product.weights.items():
-            part = weight[: len(self.held)] if num_more else weight
+            part = weight[: self.own.size] if num_more else weight
             self.register_parameter(name, parameter(part))
         self._comm = comm
-        if copies:
-            places = places_of(self.held, self.ranks, comm.rank)
-            self.share = ExpertShare(own, torch.tensor(places, dtype=torch.int32))
 
     @property
     def num_experts(self) -> int:
         """Those of all ranks."""
-        return self.share.own.whole
+        return self.own.whole
 
     @property
-    def stacked_parts(self) -> list[tuple[slice, Shard]]:
-        """Where the stack of this rank has which experts of a stack of all: its own, then each
-        copy."""
-        own = self.share.own
-        copies = enumerate(self.held[own.size :], own.size)
-        return [
-            (slice(own.size), own),
-            *((slice(place, place + 1), Shard(expert, 1, own.whole)) for place, expert in copies),
-        ]
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """The rank that computes each expert, as ranks_of of minisgl/expert_copies.py."""
-        return ranks_of(self.num_experts, self._comm.size, self.copies)
+    def held(self) -> range:
+        """Those of this rank, by their numbers."""
+        return range(self.own.first, self.own.first + self.own.size)
 
     def more(self, name: str) -> Tensor:
         """The part of a stack of weights that is of the experts behind those held."""
-        return self.product.weights[name][len(self.held) :]
+        return self.product.weights[name][self.own.size :]
 
     def summand(self, x: Tensor, choice: Choice) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
         hidden_size]; returns a new tensor like x."""
-        if self.share.own.size < self.num_experts:
-            choice = select_experts.choose_of(choice, self.share)
+        if self.own.size < self.num_experts:
+            choice = select_experts.choose_of(choice, self.own)
         return self.product(x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:
@@ -153,7 +120,7 @@ class SparseMoeBlock(nn.Module):
 
     `normalize`: the weights of a row's experts are made to add up to 1. `router`: its name in a
     checkpoint. `bias`: of the router and of the experts, whose activation `clamped` is, and which
-    are `interleaved` in a checkpoint. `by_rank` and `copies`: as in FusedExperts.
+    are `interleaved` in a checkpoint. `by_rank`: as in FusedExperts.
     """
 
     def __init__(
@@ -171,7 +138,6 @@ class SparseMoeBlock(nn.Module):
         clamped: Clamped | None = None,
         interleaved: bool = False,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
         self.gate = Linear(whole(hidden_size), {router: whole(num_experts)}, format, bias=bias)
@@ -185,7 +151,6 @@ class SparseMoeBlock(nn.Module):
             clamped=clamped,
             interleaved=interleaved,
             by_rank=by_rank,
-            copies=copies,
         )
         self._routing = Routing(top_k, normalize)
 
@@ -210,7 +175,6 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         normalize: bool,
         shared_size: int,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
         super().__init__(
             hidden_size,
@@ -221,7 +185,6 @@ class SharedExpertMoeBlock(SparseMoeBlock):
             expert_size=expert_size,
             normalize=normalize,
             by_rank=by_rank,
-            copies=copies,
         )
         shared = format.within("shared_expert")
         self.shared_expert = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)

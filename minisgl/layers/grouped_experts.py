@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.select_experts import joins_shared
@@ -29,8 +28,8 @@ class GroupedMoeBlock(nn.Module):
     too: few rows take it as one more expert, which needs no launches of its own.
 
     `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
-    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`
-    and `copies`: as in FusedExperts.
+    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`:
+    as in FusedExperts.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class GroupedMoeBlock(nn.Module):
         shared_size: int,
         has_bias: bool,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
         self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
@@ -62,7 +60,6 @@ class GroupedMoeBlock(nn.Module):
             comm,
             by_rank=by_rank,
             num_more=int(self._joins),
-            copies=copies,
         )
         self.shared_experts: GatedMLP | None = None
         if shared_size:

@@ -16,7 +16,6 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
-from minisgl.expert_copies import Copies
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import Clamped
 
@@ -71,8 +70,6 @@ class ModelConfig(ABC):
     quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
     experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
-    # Of each layer with experts, where whole ones stand a second time; (): none does.
-    expert_copies: tuple[Copies, ...] = ()
 
     @abstractmethod
     def facts(self) -> ModelFacts:
@@ -141,12 +138,6 @@ class NativeConfig(ModelConfig):
     def by_request(self) -> Self:
         """As in ModelConfig."""
         return replace(self, divides_heads=False)
-
-    def copies_in(self, layer: int) -> Copies:
-        """Where experts of layer `layer`, which has some, stand a second time."""
-        if not self.experts_by_rank or not self.expert_copies or self.experts is None:
-            return ()
-        return self.expert_copies[sorted(self.experts.layers).index(layer)]
 
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""

@@ -30,7 +30,6 @@ def mlp_or_experts(
             expert_size=experts.size,
             normalize=experts.normalize,
             by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
     return GroupedMoeBlock(
         hidden_size,
@@ -42,5 +41,4 @@ def mlp_or_experts(
         shared_size=experts.shared_size,
         has_bias=experts.router_bias,
         by_rank=config.experts_by_rank,
-        copies=config.copies_in(index),
     )

@@ -325,7 +325,6 @@ class GemmaLayer(DecoderLayer):
                 comm,
                 gelu=True,
                 by_rank=config.experts_by_rank,
-                copies=config.copies_in(index),
             )
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
             self.pre_feedforward_layernorm_2 = norm()

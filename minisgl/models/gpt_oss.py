@@ -96,7 +96,6 @@ class GptOssDecoderLayer(DecoderLayer):
             clamped=experts.clamped,
             interleaved=True,
             by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
 
 

@@ -225,7 +225,6 @@ class HybridLayer(DecoderLayer):
             normalize=experts.normalize,
             shared_size=experts.shared_size,
             by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
 
 
