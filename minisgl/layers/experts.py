@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import select_experts
+from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import (
     ByRouter,
     Choice,
@@ -21,6 +23,30 @@ from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import block_shard, even_shard, uneven_shard, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that replaces the MLP in some layers."""
+
+    num_experts: int
+    num_chosen: int  # top_k: experts per token
+    size: int  # inner dimension of one expert's MLP
+    normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
+    layers: frozenset[int]  # indices of the layers with experts
+    # How they follow from the router's logits, if not by a softmax of those that are chosen.
+    routing: GroupRouting | None = None
+    router: str = "gate"  # its name in a checkpoint
+    router_bias: bool = False  # of each expert, which counts in that choice alone
+    shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
+    bias: bool = False  # of the router's map and of the experts'
+    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
+    interleaved: bool = False  # as in FusedExperts
+
+    @property
+    def inner_block(self) -> int:
+        """A rank's part of `size` is whole blocks of so many."""
+        return CHUNK if self.interleaved else 1
 
 
 class FusedExperts(nn.Module):
@@ -116,43 +142,33 @@ class FusedExperts(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """A router chooses `top_k` experts for each row; their weighted sum is added to the stream.
-
-    `normalize`: the weights of a row's experts are made to add up to 1. `router`: its name in a
-    checkpoint. `bias`: of the router and of the experts, whose activation `clamped` is, and which
-    are `interleaved` in a checkpoint. `by_rank`: as in FusedExperts.
-    """
+    """A router chooses experts for each row; their weighted sum is added to the stream. `by_rank`:
+    as in FusedExperts."""
 
     def __init__(
         self,
         hidden_size: int,
+        config: ExpertsConfig,
         format: WeightFormat,
         comm: Communicator,
         *,
-        num_experts: int,
-        top_k: int,
-        expert_size: int,
-        normalize: bool,
-        router: str = "gate",
-        bias: bool = False,
-        clamped: Clamped | None = None,
-        interleaved: bool = False,
         by_rank: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = Linear(whole(hidden_size), {router: whole(num_experts)}, format, bias=bias)
+        router = {config.router: whole(config.num_experts)}
+        self.gate = Linear(whole(hidden_size), router, format, bias=config.bias)
         self.experts = FusedExperts(
-            num_experts,
+            config.num_experts,
             hidden_size,
-            expert_size,
+            config.size,
             format.within("experts"),
             comm,
-            bias=bias,
-            clamped=clamped,
-            interleaved=interleaved,
+            bias=config.bias,
+            clamped=config.clamped,
+            interleaved=config.interleaved,
             by_rank=by_rank,
         )
-        self._routing = Routing(top_k, normalize)
+        self._routing = Routing(config.num_chosen, config.normalize)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
@@ -166,28 +182,15 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     def __init__(
         self,
         hidden_size: int,
+        config: ExpertsConfig,
         format: WeightFormat,
         comm: Communicator,
         *,
-        num_experts: int,
-        top_k: int,
-        expert_size: int,
-        normalize: bool,
-        shared_size: int,
         by_rank: bool = False,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            format,
-            comm,
-            num_experts=num_experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            normalize=normalize,
-            by_rank=by_rank,
-        )
+        super().__init__(hidden_size, config, format, comm, by_rank=by_rank)
         shared = format.within("shared_expert")
-        self.shared_expert = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
+        self.shared_expert = GatedMLP(hidden_size, config.shared_size, shared, comm, bias=False)
         gate = {"shared_expert_gate": whole(1)}
         self.shared_expert_gate = Linear(whole(hidden_size), gate, format)
         self._comm = comm

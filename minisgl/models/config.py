@@ -16,8 +16,7 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
-from minisgl.kernels.moe.grouped import GroupRouting
-from minisgl.kernels.moe.reference import Clamped
+from minisgl.layers.experts import ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +35,6 @@ class RopeConfig:
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn; multiplies cos and sin
     share: float = 1.0  # of the pairs of a head that rotate, the first; the others stand still
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """The mixture of experts that replaces the MLP in some layers."""
-
-    num_experts: int
-    num_chosen: int  # top_k: experts per token
-    size: int  # inner dimension of one expert's MLP
-    normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
-    layers: frozenset[int]  # indices of the layers with experts
-    # How they follow from the router's logits, if not by a softmax of those that are chosen.
-    routing: GroupRouting | None = None
-    router_bias: bool = False  # of each expert, which counts in that choice alone
-    shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
-    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
-    inner_block: int = 1  # a rank's part of `size` is whole blocks of so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
