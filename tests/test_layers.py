@@ -17,7 +17,7 @@ from support.folders import ROOT
 ROWS = (
     (
         *("errors", "events", "matcher", "parameters", "request", "sampling_options", "shards"),
-        *("expert_copies", "config", "paths", "keys", "progress", "printable", "subprocesses"),
+        *("config", "paths", "keys", "progress", "printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),

@@ -89,8 +89,8 @@ class BatchSlots(NamedTuple):
 class ForwardBatch:
     """The rows of one step: those of `decodes`, then those of `chunks`.
 
-    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` and
-    `marks` have those of all ranks, one after the other; rank r has shares[r] of them.
+    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` has
+    those of all ranks, one after the other; rank r has shares[r] of them.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -100,7 +100,6 @@ class ForwardBatch:
     chunks: PrefillBatch
     slots: BatchSlots
     shares: tuple[int, ...] = ()
-    marks: Tensor | None = None  # as ExpertTally takes them
     windowed: ForwardBatch | None = None  # the same for layers whose KV cache is `windowed`
 
     def __post_init__(self) -> None:
@@ -109,7 +108,8 @@ class ForwardBatch:
         numbers = [self.token_ids, self.positions, self.slot_mapping, self.decodes.lengths]
         numbers += [self.chunks.row_starts, self.chunks.ends]
         numbers += [self.slots.decodes, *self.slots.segments]
-        numbers += [each for each in (self.slots.num_kept, self.marks) if each is not None]
+        if self.slots.num_kept is not None:
+            numbers.append(self.slots.num_kept)
         assert all(each.is_contiguous() for each in numbers)
 
     def of(self, kv: PagedKV) -> ForwardBatch:

@@ -104,18 +104,6 @@ class EngineConfig:
         names=("--ep", "--enable-expert-parallel"),
         group="Parallelism",
     )
-    redundant_experts: int = option(
-        0,
-        "With --ep: copy up to so many experts of each layer, the busiest of --expert-counts, to "
-        "other ranks, and divide their tokens.",
-        group="Parallelism",
-    )
-    expert_counts: str | None = option(
-        None,
-        "For --redundant-experts: file with the tokens of each expert, as GET /expert_counts of a "
-        "server with --ep shows them.",
-        group="Parallelism",
-    )
     parallel: str = option(
         "given",
         "given: --tp, --ep and --dp-attention say how the GPUs share the model. auto: all GPUs of "
@@ -273,7 +261,6 @@ class EngineConfig:
         if self.parallel == "auto" and self.ep:
             refuse(self, "parallel", "it decides about --ep itself; allowed: auto without --ep")
         self._check_nodes()
-        self._check_copies()
         if self.dp_attention:
             self._check_dp_attention()
         check_at_least(self, "num_pages", 2)
@@ -322,32 +309,6 @@ class EngineConfig:
             refuse(self, "draft_acceptance", reason)
         if self.speculative is None:
             refuse(self, "draft_acceptance", "nothing is guessed without --speculative")
-
-    def _check_copies(self) -> None:
-        check_at_least(self, "redundant_experts", 0)
-        if not self.redundant_experts:
-            if self.expert_counts is not None:
-                reason = "it says which experts to copy, and none is"
-                refuse(self, "expert_counts", f"{reason}; allowed: with --redundant-experts")
-            return
-        reason = ""
-        if self.parallel == "auto":
-            reason = (
-                "--parallel auto gives no copies; allowed: 0, or with --ep and --parallel given"
-            )
-        elif not self.ep:
-            reason = "copies are of whole experts; allowed: 0, or with --ep"
-        elif self.pp > 1:
-            reason = "the tokens of experts are counted on one stage; allowed: 0, or with --pp 1"
-        elif self.expert_counts is None:
-            reason = (
-                "a file must say which experts are busy; allowed: with --expert-counts FILE, "
-                "which `curl ADDRESS/expert_counts` gets from a server with --ep that has worked"
-            )
-        elif self.page_size is not None and self.page_size % 2:
-            reason = "half of a page must be whole; allowed: 0, or an even --page-size"
-        if reason:
-            refuse(self, "redundant_experts", reason)
 
     def _check_dp_attention(self) -> None:
         if self.tp == 1:

@@ -59,8 +59,6 @@ class EngineOptions(OtherSpellings, total=False):
     dp_attention: bool
     pp: int
     ep: bool
-    redundant_experts: int
-    expert_counts: Text | None
     parallel: Literal["given", "auto"]
     nnodes: int
     node_rank: int

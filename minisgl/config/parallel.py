@@ -29,18 +29,10 @@ class Layout:
     tp: int
     ep: bool = False  # whole experts on each rank; else a part of each
     dp_attention: bool = False  # whole attention for a part of the requests; else a part of it
-    redundant_experts: int = 0  # of whole experts, those of a layer that two ranks have
 
     def __str__(self) -> str:
         """In the words of the options, for people."""
-        copies = f" --redundant-experts {self.redundant_experts}" * (self.redundant_experts > 0)
-        attention = " --dp-attention" * self.dp_attention
-        return f"--tp {self.tp}" + " --ep" * self.ep + copies + attention
-
-    @property
-    def copies_each(self) -> int:
-        """The most copies of a layer's experts on a rank."""
-        return -(-self.redundant_experts // self.tp)
+        return f"--tp {self.tp}" + " --ep" * self.ep + " --dp-attention" * self.dp_attention
 
     @property
     def by_head(self) -> Layout:
@@ -109,11 +101,7 @@ class RankShare:
         chosen = 1 - (1 - self.experts.num_chosen / total) ** num_rows
         if not self.layout.ep:
             return chosen
-        # A copy is read about as often as other experts: its own is busier, and has the other half.
-        held = [
-            uneven_shard(total, rank, self.layout.tp).size + self.layout.copies_each
-            for rank in range(self.layout.tp)
-        ]
+        held = [uneven_shard(total, rank, self.layout.tp).size for rank in range(self.layout.tp)]
         return _expected_largest(held, chosen) / max(held)
 
 
@@ -164,7 +152,7 @@ def _expert_bytes(experts: ExpertFacts | None, layout: Layout, dtype: str) -> fl
         return 0.0
     num_held, num_parts = experts.num_experts, layout.tp
     if layout.ep:
-        num_held, num_parts = -(-num_held // layout.tp) + layout.copies_each, 1
+        num_held, num_parts = -(-num_held // layout.tp), 1
     size = experts.size / num_parts
     if experts.inner_block > 1:
         size = block_shard(experts.size, experts.inner_block, 0, num_parts).size

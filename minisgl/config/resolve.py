@@ -241,10 +241,7 @@ def _advice(
         if not model.divides_requests:
             return None
         model = replace(model, divides_heads=True)
-    given = (
-        Layout(num_ranks),
-        Layout(num_ranks, ep=True, redundant_experts=config.redundant_experts),
-    )
+    given = Layout(num_ranks), Layout(num_ranks, ep=True)
     by_head = [layout for layout in given if layout.can_divide(model)]
     by_request = [replace(layout, dp_attention=True) for layout in given]
     by_request = [layout for layout in by_request if layout.can_divide(model)]
@@ -302,9 +299,6 @@ def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
     if config.tp > experts.num_experts:
         reason = f"this model has {experts.num_experts} experts, fewer than --tp {config.tp} ranks"
         refuse(config, "ep", f"{reason}; allowed: with --tp up to {experts.num_experts}")
-    if config.redundant_experts > experts.num_experts:
-        reason = f"this model has {experts.num_experts} experts"
-        refuse(config, "redundant_experts", f"{reason}; allowed: 0 to {experts.num_experts}")
 
 
 def _with_even_slots(config: EngineConfig, notes: list[str]) -> EngineConfig:

@@ -63,7 +63,6 @@ class AsyncEngine:
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
         self.vectors = Vectors(loaded, self.encode, self.submit)
         self._ranks = loaded.ranks
-        self._tally = loaded.tally
         self._refusal: str | None = None  # why new requests are refused
         self._closing: asyncio.Future[None] | None = None
 
@@ -336,7 +335,7 @@ class AsyncEngine:
         await self.close()
 
     def stats(self) -> EngineStats:
-        kv, tally = self._scheduler.kv, self._tally
+        kv = self._scheduler.kv
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_queued=self._scheduler.num_waiting,
@@ -349,7 +348,6 @@ class AsyncEngine:
             drafts=drafts_of(self._scheduler.speculation),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
-            experts=None if tally is None else tally.read(),
         )
 
     def audit(self) -> None:

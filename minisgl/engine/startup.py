@@ -21,10 +21,8 @@ from minisgl.config import (
     with_layout,
 )
 from minisgl.drafting.networks.loading import find_network
-from minisgl.engine.expert_counts import with_copies
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.errors import ConfigError
-from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
@@ -67,7 +65,6 @@ class Loaded(Generic[Handle]):
     model_name: str
     ranks: RemoteRanks | None = None  # None for a single rank
     draft_policy: DraftPolicy | None = None  # None: by what is measured
-    tally: ExpertTally | None = None  # with --ep
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
@@ -163,7 +160,6 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         defaults,
         name,
         ranks,
-        tally=runner.tally,
         load_rule=runner.load_rule,
         disk=runner.disk,
         fingerprint=partial(model_fingerprint, resolved, model_config, folder),
@@ -271,8 +267,6 @@ def _prepare(config: EngineConfig) -> _Prepared:
     can_divide = facts.can_divide(config.tp, by_rank=config.ep)
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
-    model_config, notes = with_copies(model_config, config)
-    resolved = replace(resolved, notes=(*resolved.notes, *notes))
     return _Prepared(folder, model_config, facts, resolved, embedding or default_rules(folder))
 
 

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.rank_caches import SnapshotsOfRanks
@@ -17,9 +16,6 @@ from minisgl.kvcache.snapshots import Snapshots
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.runs import DraftCounters, Speculation
 from minisgl.scheduler.state import SchedulerCounters
-
-if TYPE_CHECKING:  # it needs torch
-    from minisgl.kernels.moe.tally import ExpertTokens
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.
 STEP_BOUNDS = (
@@ -218,7 +214,6 @@ class EngineStats:
     transfers: TransferStats | None = None  # None: there are no other engines
     snapshots: SnapshotStats | None = None  # None: the model keeps no state of a request
     drafts: DraftCounters | None = None  # None: there is no speculation
-    experts: ExpertTokens | None = None  # None: they are not counted, as without --ep
 
     @property
     def num_used_pages(self) -> int:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies, ranks_of
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import select_experts
+from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.kernels.moe.reference import (
-    ELSEWHERE,
     ByRouter,
     Choice,
     Clamped,
-    ExpertShare,
     Routing,
 )
 from minisgl.kernels.residual import Residual
@@ -25,17 +22,31 @@ from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.shards import Shard, block_shard, even_shard, uneven_shard, whole
+from minisgl.shards import block_shard, even_shard, uneven_shard, whole
 
 
-def places_of(held: Sequence[int], ranks: Sequence[Sequence[int]], rank: int) -> list[list[int]]:
-    """As in ExpertShare, of a rank that holds these experts. ranks: as ranks_of of
-    minisgl/expert_copies.py."""
-    places = {expert: place for place, expert in enumerate(held)}
-    return [
-        [places[expert] if of == rank else ELSEWHERE for expert, of in enumerate(of_half)]
-        for of_half in ranks
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that replaces the MLP in some layers."""
+
+    num_experts: int
+    num_chosen: int  # top_k: experts per token
+    size: int  # inner dimension of one expert's MLP
+    normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
+    layers: frozenset[int]  # indices of the layers with experts
+    # How they follow from the router's logits, if not by a softmax of those that are chosen.
+    routing: GroupRouting | None = None
+    router: str = "gate"  # its name in a checkpoint
+    router_bias: bool = False  # of each expert, which counts in that choice alone
+    shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
+    bias: bool = False  # of the router's map and of the experts'
+    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
+    interleaved: bool = False  # as in FusedExperts
+
+    @property
+    def inner_block(self) -> int:
+        """A rank's part of `size` is whole blocks of so many."""
+        return CHUNK if self.interleaved else 1
 
 
 class FusedExperts(nn.Module):
@@ -43,9 +54,8 @@ class FusedExperts(nn.Module):
     experts.
 
     It holds a part of the inner dimension of each expert, `inner`; biases of the results are then
-    part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `held`:
-    some of its own and then its `copies` of others'. It drops the pairs of a row and an expert that
-    another rank computes.
+    part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `own`,
+    and drops the pairs of a row and an expert that another rank has.
 
     `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
@@ -68,7 +78,6 @@ class FusedExperts(nn.Module):
         interleaved: bool = False,
         by_rank: bool = False,
         num_more: int = 0,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
         rank, size = (0, 1) if by_rank else (comm.rank, comm.size)  # of the inner dimension
@@ -76,16 +85,14 @@ class FusedExperts(nn.Module):
         if interleaved:
             self.inner = block_shard(expert_size, CHUNK, rank, size)
         self.hidden = whole(hidden_size)
-        own = uneven_shard(num_experts, comm.rank, comm.size) if by_rank else whole(num_experts)
-        self.copies = copies
-        copied = copies[comm.rank] if copies else ()
-        self.held = (*range(own.first, own.first + own.size), *copied)
-        self.share = ExpertShare(own)
+        self.own = whole(num_experts)
+        if by_rank:
+            self.own = uneven_shard(num_experts, comm.rank, comm.size)
         self.interleaved = interleaved
         self.holds_bias = rank == 0
         self.product = format.experts(
             num_experts,
-            len(self.held) + num_more,
+            self.own.size + num_more,
             hidden_size,
             self.inner,
             bias=bias,
@@ -93,43 +100,29 @@ class FusedExperts(nn.Module):
             gelu=gelu,
         )
         for name, weight in self.product.weights.items():
-            part = weight[: len(self.held)] if num_more else weight
+            part = weight[: self.own.size] if num_more else weight
             self.register_parameter(name, parameter(part))
         self._comm = comm
-        if copies:
-            places = places_of(self.held, self.ranks, comm.rank)
-            self.share = ExpertShare(own, torch.tensor(places, dtype=torch.int32))
 
     @property
     def num_experts(self) -> int:
         """Those of all ranks."""
-        return self.share.own.whole
+        return self.own.whole
 
     @property
-    def stacked_parts(self) -> list[tuple[slice, Shard]]:
-        """Where the stack of this rank has which experts of a stack of all: its own, then each
-        copy."""
-        own = self.share.own
-        copies = enumerate(self.held[own.size :], own.size)
-        return [
-            (slice(own.size), own),
-            *((slice(place, place + 1), Shard(expert, 1, own.whole)) for place, expert in copies),
-        ]
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """The rank that computes each expert, as ranks_of of minisgl/expert_copies.py."""
-        return ranks_of(self.num_experts, self._comm.size, self.copies)
+    def held(self) -> range:
+        """Those of this rank, by their numbers."""
+        return range(self.own.first, self.own.first + self.own.size)
 
     def more(self, name: str) -> Tensor:
         """The part of a stack of weights that is of the experts behind those held."""
-        return self.product.weights[name][len(self.held) :]
+        return self.product.weights[name][self.own.size :]
 
     def summand(self, x: Tensor, choice: Choice) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
         hidden_size]; returns a new tensor like x."""
-        if self.share.own.size < self.num_experts:
-            choice = select_experts.choose_of(choice, self.share)
+        if self.own.size < self.num_experts:
+            choice = select_experts.choose_of(choice, self.own)
         return self.product(x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:
@@ -149,45 +142,33 @@ class FusedExperts(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """A router chooses `top_k` experts for each row; their weighted sum is added to the stream.
-
-    `normalize`: the weights of a row's experts are made to add up to 1. `router`: its name in a
-    checkpoint. `bias`: of the router and of the experts, whose activation `clamped` is, and which
-    are `interleaved` in a checkpoint. `by_rank` and `copies`: as in FusedExperts.
-    """
+    """A router chooses experts for each row; their weighted sum is added to the stream. `by_rank`:
+    as in FusedExperts."""
 
     def __init__(
         self,
         hidden_size: int,
+        config: ExpertsConfig,
         format: WeightFormat,
         comm: Communicator,
         *,
-        num_experts: int,
-        top_k: int,
-        expert_size: int,
-        normalize: bool,
-        router: str = "gate",
-        bias: bool = False,
-        clamped: Clamped | None = None,
-        interleaved: bool = False,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
-        self.gate = Linear(whole(hidden_size), {router: whole(num_experts)}, format, bias=bias)
+        router = {config.router: whole(config.num_experts)}
+        self.gate = Linear(whole(hidden_size), router, format, bias=config.bias)
         self.experts = FusedExperts(
-            num_experts,
+            config.num_experts,
             hidden_size,
-            expert_size,
+            config.size,
             format.within("experts"),
             comm,
-            bias=bias,
-            clamped=clamped,
-            interleaved=interleaved,
+            bias=config.bias,
+            clamped=config.clamped,
+            interleaved=config.interleaved,
             by_rank=by_rank,
-            copies=copies,
         )
-        self._routing = Routing(top_k, normalize)
+        self._routing = Routing(config.num_chosen, config.normalize)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
@@ -201,30 +182,15 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     def __init__(
         self,
         hidden_size: int,
+        config: ExpertsConfig,
         format: WeightFormat,
         comm: Communicator,
         *,
-        num_experts: int,
-        top_k: int,
-        expert_size: int,
-        normalize: bool,
-        shared_size: int,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
-        super().__init__(
-            hidden_size,
-            format,
-            comm,
-            num_experts=num_experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            normalize=normalize,
-            by_rank=by_rank,
-            copies=copies,
-        )
+        super().__init__(hidden_size, config, format, comm, by_rank=by_rank)
         shared = format.within("shared_expert")
-        self.shared_expert = GatedMLP(hidden_size, shared_size, shared, comm, bias=False)
+        self.shared_expert = GatedMLP(hidden_size, config.shared_size, shared, comm, bias=False)
         gate = {"shared_expert_gate": whole(1)}
         self.shared_expert_gate = Linear(whole(hidden_size), gate, format)
         self._comm = comm

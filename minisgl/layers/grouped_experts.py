@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies
 from minisgl.kernels.linear.dense_product import DenseProduct
-from minisgl.kernels.moe.grouped import ByScores, GroupRouting
+from minisgl.kernels.moe.grouped import ByScores
 from minisgl.kernels.moe.select_experts import joins_shared
 from minisgl.kernels.residual import Residual
-from minisgl.layers.experts import FusedExperts
+from minisgl.layers.experts import ExpertsConfig, FusedExperts
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
@@ -26,43 +25,36 @@ class GroupedMoeBlock(nn.Module):
     the stream.
 
     An MLP as large as an expert, where no weights are quantised, is the last of the experts' stack,
-    too: few rows take it as one more expert, which needs no launches of its own.
-
-    `shared_size`: inner dimension of that MLP; 0: there is none. `has_bias`: whether the router
-    has one for each expert, `e_score_correction_bias`, which counts in the choice alone. `by_rank`
-    and `copies`: as in FusedExperts.
+    too: few rows take it as one more expert, which needs no launches of its own. `by_rank`: as in
+    FusedExperts.
     """
 
     def __init__(
         self,
         hidden_size: int,
+        config: ExpertsConfig,
         format: WeightFormat,
         comm: Communicator,
         *,
-        routing: GroupRouting,
-        num_experts: int,
-        expert_size: int,
-        shared_size: int,
-        has_bias: bool,
         by_rank: bool = False,
-        copies: Copies = (),
     ) -> None:
         super().__init__()
+        assert config.routing is not None
+        num_experts, shared_size = config.num_experts, config.shared_size
         self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
         self.e_score_correction_bias: nn.Parameter | None = None
-        if has_bias:
+        if config.router_bias:
             bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = parameter(bias)
-        self._joins = shared_size == expert_size and not by_rank and isinstance(format, DenseFormat)
+        self._joins = shared_size == config.size and not by_rank and isinstance(format, DenseFormat)
         self.experts = FusedExperts(
             num_experts,
             hidden_size,
-            expert_size,
+            config.size,
             format.within("experts"),
             comm,
             by_rank=by_rank,
             num_more=int(self._joins),
-            copies=copies,
         )
         self.shared_experts: GatedMLP | None = None
         if shared_size:
@@ -72,7 +64,7 @@ class GroupedMoeBlock(nn.Module):
                 [gate_up], [down] = map(self.experts.more, ("gate_up_proj", "down_proj"))
                 self.shared_experts.gate_up_proj.replace_product(DenseProduct(gate_up))
                 self.shared_experts.down_proj.replace_product(DenseProduct(down))
-        self._routing, self._comm = routing, comm
+        self._routing, self._comm = config.routing, comm
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)

@@ -16,9 +16,7 @@ from minisgl.config import (
     QuantScheme,
     StateSpec,
 )
-from minisgl.expert_copies import Copies
-from minisgl.kernels.moe.grouped import GroupRouting
-from minisgl.kernels.moe.reference import Clamped
+from minisgl.layers.experts import ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +38,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """The mixture of experts that replaces the MLP in some layers."""
-
-    num_experts: int
-    num_chosen: int  # top_k: experts per token
-    size: int  # inner dimension of one expert's MLP
-    normalize: bool  # whether the weights of a token's experts are scaled to add up to 1
-    layers: frozenset[int]  # indices of the layers with experts
-    # How they follow from the router's logits, if not by a softmax of those that are chosen.
-    routing: GroupRouting | None = None
-    router_bias: bool = False  # of each expert, which counts in that choice alone
-    shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
-    clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
-    inner_block: int = 1  # a rank's part of `size` is whole blocks of so many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ABC):
     """What is known of every model before its weights are read."""
 
@@ -71,8 +52,6 @@ class ModelConfig(ABC):
     quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
     experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
-    # Of each layer with experts, where whole ones stand a second time; (): none does.
-    expert_copies: tuple[Copies, ...] = ()
 
     @abstractmethod
     def facts(self) -> ModelFacts:
@@ -141,12 +120,6 @@ class NativeConfig(ModelConfig):
     def by_request(self) -> Self:
         """As in ModelConfig."""
         return replace(self, divides_heads=False)
-
-    def copies_in(self, layer: int) -> Copies:
-        """Where experts of layer `layer`, which has some, stand a second time."""
-        if not self.experts_by_rank or not self.expert_copies or self.experts is None:
-            return ()
-        return self.expert_copies[sorted(self.experts.layers).index(layer)]
 
     def facts(self) -> ModelFacts:
         """As in ModelConfig."""

@@ -11,7 +11,8 @@ import reprlib
 from collections.abc import Callable
 
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
-from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
+from minisgl.layers.experts import ExpertsConfig
+from minisgl.models.config import NativeConfig, RopeConfig
 from minisgl.models.config_reader import (
     CONFIG_FILE,
     HARMLESS_FIELDS,

@@ -14,6 +14,7 @@ from minisgl.config import AttentionSpec, ModelFacts, Quantized
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
+from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.latent_attention import (
     LatentAttention,
@@ -22,7 +23,7 @@ from minisgl.layers.latent_attention import (
     prepare_latents,
 )
 from minisgl.layers.linear import Linear
-from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
+from minisgl.models.config import NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.text_part import text_part

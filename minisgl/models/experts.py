@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.layers.experts import SparseMoeBlock
+from minisgl.layers.experts import SharedExpertMoeBlock, SparseMoeBlock
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.mlp import GatedMLP
@@ -20,27 +20,9 @@ def mlp_or_experts(
     if experts is None or index not in experts.layers:
         size, bias = config.intermediate_size, config.mlp_bias
         return GatedMLP(hidden_size, size, format, comm, bias=bias)
-    if experts.routing is None:
-        return SparseMoeBlock(
-            hidden_size,
-            format,
-            comm,
-            num_experts=experts.num_experts,
-            top_k=experts.num_chosen,
-            expert_size=experts.size,
-            normalize=experts.normalize,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
-        )
-    return GroupedMoeBlock(
-        hidden_size,
-        format,
-        comm,
-        routing=experts.routing,
-        num_experts=experts.num_experts,
-        expert_size=experts.size,
-        shared_size=experts.shared_size,
-        has_bias=experts.router_bias,
-        by_rank=config.experts_by_rank,
-        copies=config.copies_in(index),
-    )
+    kind: type[SparseMoeBlock | GroupedMoeBlock] = SparseMoeBlock
+    if experts.routing is not None:
+        kind = GroupedMoeBlock
+    elif experts.shared_size:
+        kind = SharedExpertMoeBlock
+    return kind(hidden_size, experts, format, comm, by_rank=config.experts_by_rank)

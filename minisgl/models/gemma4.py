@@ -18,7 +18,7 @@ from minisgl.kernels.elementwise.reference import PostNorm
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.residual import Residual
 from minisgl.layers.by_request import mixed_apart
-from minisgl.layers.experts import FusedExperts
+from minisgl.layers.experts import ExpertsConfig, FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
@@ -26,7 +26,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.normed_attention import NormedAttention
 from minisgl.layers.post_norm import PostNormed
 from minisgl.layers.step import Step
-from minisgl.models.config import ExpertsConfig, NativeConfig, RopeConfig
+from minisgl.models.config import NativeConfig, RopeConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, read_rope
 from minisgl.models.text_part import text_part
@@ -325,7 +325,6 @@ class GemmaLayer(DecoderLayer):
                 comm,
                 gelu=True,
                 by_rank=config.experts_by_rank,
-                copies=config.copies_in(index),
             )
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
             self.pre_feedforward_layernorm_2 = norm()

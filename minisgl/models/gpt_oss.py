@@ -3,14 +3,9 @@ attention with sinks, in every other layer within a window."""
 
 from __future__ import annotations
 
-from torch import nn
-
-from minisgl.distributed.communicator import Communicator
-from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe.reference import Clamped
-from minisgl.layers.experts import SparseMoeBlock
-from minisgl.layers.formats import WeightFormat
-from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.layers.experts import ExpertsConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import (
     DECODER_FIELDS,
@@ -18,7 +13,6 @@ from minisgl.models.decoder_reader import (
     windows_of_all,
     windows_of_kinds,
 )
-from minisgl.models.transformer import CausalLM, DecoderLayer
 
 ARCHITECTURE = "GptOssForCausalLM"
 
@@ -71,36 +65,7 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
             limit=fields.number_above(0, "swiglu_limit", 7.0),
             alpha=fields.number("swiglu_alpha", 1.702),
         ),
-        inner_block=CHUNK,
+        router="router",
+        bias=True,
+        interleaved=True,
     )
-
-
-class GptOssDecoderLayer(DecoderLayer):
-    """A layer with experts."""
-
-    def make_mlp(
-        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
-    ) -> nn.Module:
-        experts = config.experts
-        assert experts is not None
-        return SparseMoeBlock(
-            config.hidden_size,
-            format,
-            comm,
-            num_experts=experts.num_experts,
-            top_k=experts.num_chosen,
-            expert_size=experts.size,
-            normalize=experts.normalize,
-            router="router",
-            bias=True,
-            clamped=experts.clamped,
-            interleaved=True,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
-        )
-
-
-class GptOssForCausalLM(CausalLM):
-    """gpt-oss."""
-
-    layer_type = GptOssDecoderLayer

@@ -28,22 +28,9 @@ from minisgl.shards import Shard, whole
 
 
 def expert_targets(path: str, module: FusedExperts) -> dict[str, Target]:
-    """Where the tensors of `module` go, by their names, but for its copies."""
-    return _targets(path, module, *module.stacked_parts[0])
-
-
-def stacks(path: str, module: FusedExperts) -> dict[str, tuple[Target, ...]]:
-    """All destinations of these tensors, where copies have some, too."""
-    if not module.copies:
-        return {}
-    parts = [_targets(path, module, *part) for part in module.stacked_parts]
-    return {name: tuple(part[name] for part in parts) for name in parts[0]}
-
-
-def _targets(path: str, module: FusedExperts, places: slice, experts: Shard) -> dict[str, Target]:
-    """For the experts at these places."""
-    hidden, inner, product = module.hidden, module.inner, module.product
-    weights = {name: weight[places] for name, weight in product.weights.items()}
+    """Where the tensors of `module` go, by their names."""
+    experts, hidden, inner, product = module.own, module.hidden, module.inner, module.product
+    weights = product.weights
     gate_up = inner.times(2)
     summed = hidden if module.holds_bias else Shard(hidden.size, hidden.size, hidden.size)
     found = {
@@ -53,12 +40,9 @@ def _targets(path: str, module: FusedExperts, places: slice, experts: Shard) -> 
         "down_proj_bias": Target(weights["down_proj_bias"], (experts, summed)),
     }
     if isinstance(product, Mxfp4Experts):
-        up, down = (
-            Mxfp4Weights(each.data[places], each.scale[places])
-            for each in (product.gate_up, product.down)
-        )
-        found |= _mxfp4("gate_up_proj", up, (experts, gate_up, hidden), in_turn=True)
-        found |= _mxfp4("down_proj", down, (experts, hidden, inner), in_turn=False)
+        up_cut, down_cut = (experts, gate_up, hidden), (experts, hidden, inner)
+        found |= _mxfp4("gate_up_proj", product.gate_up, up_cut, in_turn=True)
+        found |= _mxfp4("down_proj", product.down, down_cut, in_turn=False)
     else:
         found["gate_up_proj"] = Target(
             weights["gate_up_proj"],

@@ -11,9 +11,10 @@ from torch import nn
 from minisgl.config import AttentionSpec, StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import UnsupportedModelError
+from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.short_conv import ShortConv, state_of
-from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.transformer import CausalLM, DecoderLayer

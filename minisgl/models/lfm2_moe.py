@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minisgl.kernels.moe.grouped import GroupRouting
-from minisgl.models.config import ExpertsConfig
+from minisgl.layers.experts import ExpertsConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.lfm2 import CONV_FIELDS, ConvConfig, read_with_convolutions
 

@@ -126,7 +126,7 @@ def log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
     num_maps = num_quantized = num_bytes = 0
     for path, module in model.named_modules():
         if "layers." in path and isinstance(module, Linear | FusedExperts):
-            size = len(module.parts) if isinstance(module, Linear) else 3 * len(module.held)
+            size = len(module.parts) if isinstance(module, Linear) else 3 * module.own.size
             num_maps += size
             if quantized_weights(module):
                 num_quantized += size

@@ -13,11 +13,11 @@ from torch import nn
 from minisgl.config import AttentionSpec, StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError
-from minisgl.layers.experts import SharedExpertMoeBlock
+from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.gated_delta import DeltaHeads, GatedDeltaNet
 from minisgl.layers.linear import MergedMap
-from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.text_part import text_part
@@ -207,25 +207,6 @@ class HybridLayer(DecoderLayer):
             comm,
             norm_eps=config.norm_eps,
             merged=config.merged,
-        )
-
-    def make_mlp(
-        self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
-    ) -> nn.Module:
-        experts = config.experts
-        if experts is None or index not in experts.layers:
-            return super().make_mlp(config, index, format, comm)
-        return SharedExpertMoeBlock(
-            config.hidden_size,
-            format,
-            comm,
-            num_experts=experts.num_experts,
-            top_k=experts.num_chosen,
-            expert_size=experts.size,
-            normalize=experts.normalize,
-            shared_size=experts.shared_size,
-            by_rank=config.experts_by_rank,
-            copies=config.copies_in(index),
         )
 
 

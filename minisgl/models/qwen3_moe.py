@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl.models.config import ExpertsConfig, NativeConfig
+from minisgl.layers.experts import ExpertsConfig
+from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows
 

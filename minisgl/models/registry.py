@@ -57,7 +57,7 @@ FAMILIES = {
         (gemma4.TEXT, gemma4.WITH_TOWERS),
         Family(gemma4.read_config, gemma4.GemmaForCausalLM, gemma4.name_of, else_adopted=True),
     ),
-    gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config, gpt_oss.GptOssForCausalLM),
+    gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config),
     lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     lfm2_moe.ARCHITECTURE: Family(lfm2_moe.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     llama.ARCHITECTURE: Family(llama.read_config),

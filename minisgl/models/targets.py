@@ -235,8 +235,7 @@ def part_size(part: slice) -> int:
 def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantScheme | None
 ) -> dict[str, Target]:
-    """The tensors of each matrix of each expert of this rank, or those of all of them, which may
-    have a stack for the copies."""
+    """The tensors of each matrix of each expert of this rank, or those of all of them."""
     if module.interleaved:
         return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
@@ -293,32 +292,22 @@ def checkpoint_stacks(
             stacks |= _convolution(path, module)
         if not isinstance(module, FusedExperts):
             continue
-        if module.interleaved:
-            stacks |= {
-                name: Stack(targets, (name,))
-                for name, targets in interleaved_experts.stacks(path, module).items()
-            }
+        if module.interleaved or (scheme is not None and scheme.storage != Storage.FLOAT):
             continue
-        if scheme is not None and scheme.storage != Storage.FLOAT:
-            continue
-        hidden, inner, parts = module.hidden, module.inner, module.stacked_parts
+        experts, hidden, inner = module.own, module.hidden, module.inner
         names = [f"{path}.{expert}" for expert in module.held]
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
         ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
         gate_up, down = _stacked(module)
         stacks[f"{path}.gate_up_proj"] = Stack(
             tuple(
-                _stack_target(gate_up, places, first, (experts, part, hidden))
-                for places, experts in parts
+                _stack_target(gate_up, first, (experts, part, hidden))
                 for first, part in ((0, gates), (inner.size, ups))
             ),
             tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
         )
         stacks[f"{path}.down_proj"] = Stack(
-            tuple(
-                _stack_target(down, places, 0, (experts, hidden, inner))
-                for places, experts in parts
-            ),
+            (_stack_target(down, 0, (experts, hidden, inner)),),
             tuple(f"{name}.down_proj.weight" for name in names),
         )
     return stacks
@@ -346,14 +335,14 @@ def _stacked(module: FusedExperts) -> tuple[Tensor | Fp8Weights, Tensor | Fp8Wei
 
 
 def _stack_target(
-    weights: Tensor | Fp8Weights, places: slice, first: int, cut: tuple[Shard, ...]
+    weights: Tensor | Fp8Weights, first: int, cut: tuple[Shard, Shard, Shard]
 ) -> Target:
-    """Of the rows from `first` on of each of the experts at these places."""
-    _, outputs, inputs = cut
-    rows = slice(first, first + outputs.size)
+    """Of the rows from `first` on of each expert of the cut."""
+    experts, outputs, inputs = cut
+    held, rows = slice(experts.size), slice(first, first + outputs.size)
     if isinstance(weights, Tensor):
-        return Target(weights[places, rows], cut)
-    part = Fp8Weights(weights.data[places, rows], weights.scale[places, rows])
+        return Target(weights[held, rows], cut)
+    part = Fp8Weights(weights.data[held, rows], weights.scale[held, rows])
     return Target(
         part.data,
         (*cut[:2], whole(inputs.whole)),

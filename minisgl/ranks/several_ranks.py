@@ -179,7 +179,6 @@ class SeveralRanks:
     ) -> None:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
-        self.tally = own.tally
         self.load_rule = own.load_rule
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))

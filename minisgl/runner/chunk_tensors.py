@@ -25,7 +25,6 @@ class ChunkTensors:
 
     # of all ranks
     token_ids: Tensor  # [num_chunk_rows], in the order of the rows
-    marks: Tensor  # the same, as in ForwardBatch; empty unless ranks divide requests
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
     last_rows: Tensor  # [num_chunks]: among all rows of the step, whose number an empty chunk has
@@ -47,8 +46,7 @@ class ChunkTensors:
     def split(packed: Tensor, shape: StepShape, of_ranks: RankRows, rank: int) -> ChunkTensors:
         """Split the tensor that `pack_chunks` made into views."""
         chunks, num_own_rows = shape.num_chunks, of_ranks.chunk_rows[rank]
-        num_marks = shape.num_chunk_rows if of_ranks.are_divided else 0
-        sizes = [shape.num_chunk_rows, num_marks, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
+        sizes = [shape.num_chunk_rows, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
         sizes += [num_own_rows, num_own_rows, chunks + 1, chunks, chunks]
         sizes += [shape.num_segments, shape.num_segments, shape.num_segments + 1]
         return ChunkTensors(*packed.split(sizes))
@@ -57,9 +55,7 @@ class ChunkTensors:
 _Part = tuple[Sequence[ArrayLike], int, int]  # content, size, padding
 
 
-def pack_chunks(
-    plan: StepPlan, shape: StepShape, order: RowOrder, page_size: int
-) -> NDArray[np.int64]:
+def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np.int64]:
     """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
     Works on whole arrays: a loop over thousands of tokens would block the event loop.
@@ -78,14 +74,10 @@ def pack_chunks(
         for chunk, first in zip(chunks, _among_chunk_rows(plan, order, rows, firsts), strict=True)
     ]
     token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
-    marks = np.zeros_like(token_ids) if rows.are_divided else token_ids[:0]
     for chunk, at_row in zip(chunks, at_rows, strict=True):
         token_ids[at_row] = chunk.token_ids
-        if rows.are_divided:
-            marks[at_row] = np.arange(page_size + chunk.start, page_size + chunk.end)
     parts: tuple[_Part, ...] = (
         ([token_ids], shape.num_chunk_rows, 0),
-        ([marks], len(marks), 0),
         ([slots], num_chunks, scratch_slot),
         ([ends], num_chunks, 0),
         ([lasts], num_chunks, shape.num_rows),

@@ -13,7 +13,6 @@ from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
-from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import snapshot_slot
 from minisgl.runner.draft_sampling import drawing
@@ -49,14 +48,13 @@ class Computation:
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
-        tally: ExpertTally | None = None,
         max_run: int = 1,
         drafter: Drafter | None = None,
         window: int = 0,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. tally: of the model's experts. max_run: of all plans. drafter: on the last stage,
-        if that is more than 1. window: of layers that have pages of their own; 0: none."""
+        the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
+        window: of layers that have pages of their own; 0: none."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -67,7 +65,6 @@ class Computation:
         self._num_layers = len(states) - (len(drafter.layer_specs("float32")) if drafter else 0)
         self._attention = attention
         self._captured_attention = captured_attention
-        self.tally = tally
         self.sampler = Sampler(
             capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
         )
@@ -127,8 +124,6 @@ class Computation:
         inputs, samples = self.tables.inputs(plan, shape, packed_chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
-        if self.tally is not None:
-            self.tally.marks = inputs.slot_mapping if inputs.marks is None else inputs.marks
         states, taps = self.states[: self._num_layers], None
         if self._drafter is not None:
             taps = self.stage.taps(self._drafter.taps, len(inputs.token_ids))

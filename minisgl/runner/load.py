@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,10 +32,8 @@ from minisgl.drafting.networks.loading import find_network, load_network
 from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.drafting.ngram import NgramDrafter
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
-from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.layers.experts import FusedExperts
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
@@ -137,9 +134,7 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
     stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
-    counts = ranks.rank == 0 and stage.is_last
-    tally = _tally(model, config, ranks, device, counts=counts) if config.ep else None
-    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage, tally)
+    build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config), num_window_pages=pages_for_largest_step(config))
     try:
@@ -294,26 +289,6 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
-def _tally(
-    model: Decoder,
-    config: ResolvedConfig,
-    ranks: Communicator,
-    device: torch.device,
-    *,
-    counts: bool,
-) -> ExpertTally | None:
-    """Let the layers with experts know the rows of steps, and count the tokens of each expert if
-    this rank is the one that does; None if there is no need."""
-    module: Any = getattr(model, "module", model)  # an adopted model has one
-    layers = [each for each in module.modules() if isinstance(each, FusedExperts)]
-    if not layers or not (counts or any(each.copies for each in layers)):
-        return None
-    tally = ExpertTally([each.ranks for each in layers], ranks.size, config.page_size, device)
-    for each, of_layer in zip(layers, tally.layers, strict=True):
-        each.share = each.share._replace(tally=tally, counts=of_layer if counts else None)
-    return tally
-
-
 class _Builder:
     """Makes runners of one model with different numbers of pages."""
 
@@ -327,14 +302,12 @@ class _Builder:
         lanes: Lanes,
         ranks: Communicator,
         stage: Stage,
-        tally: ExpertTally | None,
     ) -> None:
         """facts: for this rank of its stage. network: that drafts, if it is one."""
         self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
         self._stage = stage
-        self._tally = tally
         self._facts = facts
         self._model = model
         self._layer_specs = layer_specs
@@ -421,11 +394,8 @@ class _Builder:
             max_run=config.max_run,
             drafter=self._drafter(capacity),
             window=0 if windows is None else windows.window,
-            tally=self._tally,
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
-        if self._tally is not None:
-            self._tally.reset()
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner

@@ -75,7 +75,6 @@ class ModelRunner:
         self.capacity = capacity
         self.vocab_size = computation.vocab_size
         self.lanes = computation.lanes
-        self.tally = computation.tally
         self.load_rule = load_rule
         self.disk = disk
         self._tiers = tiers

@@ -112,7 +112,7 @@ class SlotTables:
         `ChunkTensors.split`; None if the shape has no room for chunks."""
         if not shape.num_chunks:
             return None
-        return self._lanes.upload([pack_chunks(plan, shape, self.order, self.state.page_size)])[0]
+        return self._lanes.upload([pack_chunks(plan, shape, self.order)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
@@ -147,7 +147,6 @@ class SlotTables:
         rows = self._rows.part(slice(shape.num_decode_rows), width)
         read_slots(order.taken(self._decode_slots, of_ranks.decodes), state, rows, run)
         own, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
-        marks = rows.slot_mapping if of_ranks.are_divided else None
         if of_ranks.are_divided:
             own = rows.part(own_rows)
             kept = None if kept is None else kept[own_rows.start // run : own_rows.stop // run]
@@ -159,8 +158,6 @@ class SlotTables:
             state.lengths[chunks.slots] = chunks.ends.int()
             self._kept.cover(chunks.slots, chunks.ends)
             token_ids = of_ranks.joined(token_ids, chunks.token_ids)
-            if marks is not None:
-                marks = of_ranks.joined(marks, chunks.marks)
             positions = torch.cat((positions, chunks.positions))
             of_chunks = slot_mapping_of(
                 state.page_table, chunks.token_slots, chunks.positions, state.page_size
@@ -177,7 +174,6 @@ class SlotTables:
             chunks=prefill,
             slots=BatchSlots(self._states_of(own.slots[::run].contiguous()), segments, kept),
             shares=of_ranks.shares if of_ranks.are_divided else (),
-            marks=marks,
         )
         return with_windows(batch, own, chunks, state), samples
 

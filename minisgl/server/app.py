@@ -119,7 +119,6 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/version", routes.version),
             Route("/metrics", routes.metrics),
             Route("/metrics/history", routes.metrics_history),
-            Route("/expert_counts", routes.expert_counts),
             Route("/openapi.json", routes.openapi),
         ],
         middleware,

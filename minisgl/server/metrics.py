@@ -83,13 +83,6 @@ class Metrics(MetricsPage):
         stats = self._state.stats()
         if stats is not None:
             yield from _figures(stats)
-            if stats.experts is not None:
-                yield counter(
-                    "minisgl_expert_tokens",
-                    "With --ep: tokens that the experts of each rank have taken, added up over the "
-                    "layers of the last stage.",
-                    *("rank", {str(rank): num for rank, num in enumerate(stats.experts.by_rank)}),
-                )
             if stats.host is not None:
                 yield from _tiers(stats, stats.host)
             if stats.transfers is not None:

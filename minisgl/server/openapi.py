@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
-from minisgl.engine.expert_counts import ExpertCounts
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
 from minisgl.server.apis.openai import answer_types
@@ -159,11 +158,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "/metrics": Operation(summary="Figures for Prometheus."),
     "/metrics/history": Operation(
         summary="The last hour of the figures that the page draws.", answer=MetricsHistory
-    ),
-    "/expert_counts": Operation(
-        summary="The tokens of each expert, for --expert-counts.",
-        answer=ExpertCounts,
-        errors=(404, 503),
     ),
     "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
     "/openapi.json": Operation(summary="This description."),

@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
-from minisgl.engine.expert_counts import ExpertCounts
-from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
@@ -67,19 +66,6 @@ MEGABYTE = 1_000_000
 MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 
 Put = TypeVar("Put")
-
-
-class NoExpertCountsError(CallerError):
-    """A question for the tokens of experts to an engine that does not count them."""
-
-    http_status = 404
-    code = "no_expert_counts"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "This server does not count the tokens of experts: it does so with --ep, for a model "
-            "with experts."
-        )
 
 
 class Routes:
@@ -276,12 +262,6 @@ class Routes:
     async def metrics_history(self, request: Request) -> Response:
         samples = self._state.history.samples()
         return json_response(MetricsHistory(SECONDS, {"": samples}))
-
-    async def expert_counts(self, request: Request) -> Response:
-        tokens = self._state.engine().stats().experts
-        if tokens is None:
-            raise NoExpertCountsError
-        return json_response(ExpertCounts([[*layer] for layer in tokens.by_layer]))
 
     async def openapi(self, request: Request) -> Response:
         with_key = bool(self._state.config.api_key)

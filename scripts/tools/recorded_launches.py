@@ -62,7 +62,6 @@ class Served:
     quantization: str | None = None
     tp: int = 1
     ep: bool = False
-    num_copies: int = 0  # of experts, on rank 0
     kv_cache_dtype: str = "auto"
     dense_copies: str = "auto"
     speculative: str | None = None
@@ -95,7 +94,6 @@ SERVED = (
     Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "int4"),
     Served("Qwen3-30B-A3B", tp=2, ep=True),
-    Served("Qwen3-30B-A3B", tp=2, ep=True, num_copies=4),
     Served("Qwen3-30B-A3B", "fp8-block", tp=2, ep=True, multiplies_fp8=True),
     Served("gpt-oss-20b"),
     Served("gpt-oss-20b", "none"),
@@ -245,7 +243,6 @@ def _serve(served: Served) -> None:
         (folder / "config.json").write_text(few)
         model = read_model_config(folder)
         config = _resolved(served, model)
-        model = _with_copies(served, model)
         ranks = pretended_ranks(served.tp, model.hidden_size, getattr(torch, config.dtype))
         runner = load_runner(config, model, folder, ranks=ranks)
     for length in CHUNKS:
@@ -353,16 +350,6 @@ def _resolved(served: Served, model: ModelConfig) -> ResolvedConfig:
     )
     facts = model.facts()
     return resolve(options, facts, device_facts(facts.on_rank(served.tp)), overlap=True)
-
-
-def _with_copies(served: Served, model: ModelConfig) -> ModelConfig:
-    """Of the last experts, which rank 0 has not."""
-    experts = model.facts().experts
-    if experts is None or not served.num_copies:
-        return model
-    last = range(experts.num_experts - served.num_copies, experts.num_experts)
-    copies = (tuple(last), *((),) * (served.tp - 1))
-    return replace(model, expert_copies=(copies,) * experts.num_layers)
 
 
 def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> None:

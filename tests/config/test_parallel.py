@@ -145,33 +145,6 @@ def test_engines_have_room_for_the_tokens_of_the_arithmetic(
     assert found[1] == pytest.approx(gain * found[0], abs=tp)
 
 
-def test_a_rank_holds_the_copies_that_the_arithmetic_says(tmp_path: Path) -> None:
-    folder = make_checkpoint(spec_named("moe-60"), tmp_path)
-    config = read_model_config(folder)
-    facts, layout = config.facts(), Layout(4, ep=True, redundant_experts=7)
-    assert facts.experts is not None
-    model: Any = load_model(
-        replace(
-            config,
-            experts_by_rank=True,
-            expert_copies=(((15, 16), (0,), (), ()),) * facts.experts.num_layers,
-        ),
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="dummy",
-        max_seq_len=64,
-        ranks=Rank(0, 4),
-    )
-    share, without = (
-        rank_share(facts, each, **FLOAT32)
-        for each in (layout, replace(layout, redundant_experts=0))
-    )
-    assert share.weight_bytes == pytest.approx(matrix_bytes(model), rel=1e-3)
-    assert share.expert_bytes == pytest.approx(without.expert_bytes * 17 / 15)
-    assert str(layout) == "--tp 4 --ep --redundant-experts 7"
-
-
 @pytest.mark.parametrize("ep", [False, True])
 def test_an_engine_of_two_ranks_allocates_what_the_arithmetic_says(
     ep: bool, tmp_path: Path

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from support.resolving import MODEL, resolved
 
-from minisgl.config import ExpertFacts
 from minisgl.drafting.networks.loading import find_network
-from minisgl.engine.expert_counts import read_counts
 from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_FOLDER, locate_model
 from minisgl.models.registry import read_model_config
@@ -19,7 +17,6 @@ from minisgl.paths import path_of
 from minisgl.text.template_file import read_template
 from minisgl.tiers.disk.disk_cache import check_folder
 
-EXPERTS = ExpertFacts(num_layers=1, num_experts=4, num_chosen=2, num_weights=1000, size=6)
 NO_USER = "~no-such-user-here/file"
 LONG = "x" * 300
 
@@ -37,7 +34,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "--model": locate_model,
     "--speculative": read_drafter,
     "--chat-template": read_template,
-    "--expert-counts": lambda name: read_counts(name, EXPERTS),
     "--disk-cache": open_disk_cache,
 }
 

@@ -195,11 +195,6 @@ def check(
         assert len(rows) <= share
     order = torch.tensor([places[row] for row in range(len(wanted.token_ids))])
     assert torch.equal(batch.token_ids[order], wanted.token_ids)
-    # Numbers with the parity of the position, and of the first page for padding alone.
-    assert batch.marks is not None
-    assert torch.equal(batch.marks[order] % 2, wanted.slot_mapping % 2)
-    assert torch.equal(batch.marks[order] >= PAGE, wanted.slot_mapping >= PAGE)
-    assert int((batch.marks >= PAGE).sum()) == int((wanted.slot_mapping >= PAGE).sum())
     rows = torch.tensor(own[rank], dtype=torch.int64)
     here = order[rows] - starts[rank]
     assert len(batch.positions) == batch.shares[rank]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
@@ -18,10 +16,7 @@ from support.folders import ROOT
 from support.http_server import http_client
 from support.waiting import until
 
-from minisgl.config import ExpertFacts
-from minisgl.engine.expert_counts import read_counts
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
-from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -249,7 +244,6 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     async with engine_on(runner, **options) as engine, http_client(engine) as client:
         await engine.share_pages(str(tmp_path / "pages"), always_load=False)
         engine._scheduler.kv.snapshots = Snapshots(3)  # as of a model with states
-        engine._tally = ExpertTally([[[0, 1]] * 2], 2, 1, torch.device("cpu"))  # as with --ep
         await client.get("/version")
         found = await scrape(client)
     expected = []
@@ -265,22 +259,3 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `minisgl_")]
     documented = [(name.split("`")[1].partition("{")[0], kind.strip()) for name, kind in rows]
     assert documented == expected
-
-
-async def test_the_tokens_of_experts_are_a_file_for_the_next_start(tmp_path: Path) -> None:
-    runner = ScriptedRunner(page_size=4)
-    async with engine_on(runner) as engine, http_client(engine) as client:
-        refused = await client.get("/expert_counts")
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (404, "no_expert_counts")
-        assert "--ep" in error["message"]
-        tally = ExpertTally([[[0, 1]] * 2] * 3, 2, 1, torch.device("cpu"))
-        engine._tally = tally
-        tally.layers[1].copy_(torch.tensor([[7, 0], [4, 5]]))
-        answer = await client.get("/expert_counts")
-    file = tmp_path / "counts.json"
-    file.write_bytes(answer.content)
-    experts = ExpertFacts(num_layers=3, num_experts=2, num_chosen=1, num_weights=1, size=1)
-    assert read_counts(str(file), experts) == [[0, 0], [11, 5], [0, 0]]
-    file.write_bytes(BOM_UTF8 + answer.content)
-    assert read_counts(str(file), experts) == [[0, 0], [11, 5], [0, 0]]

@@ -27,7 +27,6 @@ from support.forked_ranks import forked_ranks
 from minisgl.config import EngineConfig, resolve
 from minisgl.drafting.networks.loading import find_network
 from minisgl.engine import AsyncEngine
-from minisgl.engine.expert_counts import with_copies
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
@@ -112,7 +111,6 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
     given = EngineConfig(model=str(folder), **options)
     config = resolve(given, facts, device_facts(facts), overlap=overlap)
-    model_config, _ = with_copies(model_config, given)
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
     if config.disk_cache:
@@ -131,7 +129,6 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     return Loaded(
         *(runner, config, runner.capacity, facts, None, defaults, "test"),
         ranks=runner.others,
-        tally=runner.tally,
         disk=runner.disk,
         draft_policy=policy,
     )

@@ -12,7 +12,6 @@ from support.fp8_expert_cases import Blocks
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.expert_copies import ranks_of
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
 from minisgl.kernels.moe import (
     fp8_experts,
@@ -25,17 +24,13 @@ from minisgl.kernels.moe import (
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import (
-    ELSEWHERE,
     ByRouter,
     Choice,
     Chosen,
     ExpertBiases,
-    ExpertShare,
     Routing,
 )
-from minisgl.kernels.moe.tally import ExpertTally
-from minisgl.layers.experts import places_of
-from minisgl.shards import Shard, uneven_shard
+from minisgl.shards import Shard
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 128, 64
 # Of three experts and of two; and of one, two, one and one.
@@ -146,7 +141,7 @@ def check_parts(made: Made, num_rows: int, *, device: torch.device, tolerance: f
     for bounds in DIVISIONS:
         total = torch.zeros_like(wanted)
         for first, end in itertools.pairwise(bounds):
-            share = ExpertShare(Shard(first, end - first, NUM_EXPERTS))
+            share = Shard(first, end - first, NUM_EXPERTS)
             with unwritten_is_nan():
                 own = of(slice(first, end))(x, routing.choose_of(choice, share, pdl=False))
                 again = of(slice(first, end))(x, routing.choose_of(given, share, pdl=False))
@@ -163,69 +158,8 @@ def check_choose_of(num_rows: int, *, device: torch.device) -> None:
     logits = expert_cases.random_logits(num_rows, 60, torch.float32, device)
     choice = ByRouter(logits, Routing(4, normalize=True))
     for own in (Shard(0, 7, 60), Shard(7, 20, 60), Shard(59, 1, 60)):
-        _check_choice(choice, ExpertShare(own), own.size)
-
-
-def _check_choice(choice: ByRouter, share: ExpertShare, num_held: int) -> None:
-    got = routing.choose_of(choice, share, pdl=False)
-    wanted = reference.choose_of(choice, share)
-    assert torch.equal(got.experts, wanted.experts) and got.experts.dtype == torch.int32
-    torch.testing.assert_close(got.weights, wanted.weights)
-    assert got.num_experts == 60 and int(got.experts.max()) < num_held
-
-
-def check_copies(*, device: torch.device) -> None:
-    """The kernel chooses what the reference does where experts have copies, counts, and each pair
-    is computed by one of the ranks: of an expert that is copied, by one rank for even KV slots and
-    by another for odd ones."""
-    logits = expert_cases.random_logits(12, 60, torch.float32, device)
-    choice, copies = ByRouter(logits, Routing(8, normalize=True)), ((30, 59), (3,), (0, 21))
-    chosen, _ = reference.topk_softmax(*choice)
-    kv_slots = torch.tensor([4, 5, 6, 7, 10, 13, 2, 3, 21, 22, 24, 25], device=device)
-    ranks = ranks_of(60, 3, copies)
-    of_pairs = torch.tensor(ranks, device=device)[(kv_slots & 1)[:, None], chosen.long()]
-    tally = ExpertTally([ranks], 3, 4, device)
-    tally.marks = kv_slots
-    for rank in range(3):
-        own = uneven_shard(60, rank, 3)
-        held = [*range(own.first, own.first + own.size), *copies[rank]]
-        places = torch.tensor(places_of(held, ranks, rank), dtype=torch.int32, device=device)
-        share = ExpertShare(own, places, tally, tally.layers[0])
-        _check_choice(choice, share, len(held))
-        here = routing.choose_of(choice, share, pdl=False).experts
-        assert torch.equal(here != ELSEWHERE, of_pairs == rank)
-        is_here = here != ELSEWHERE
-        numbers = torch.tensor(held, dtype=torch.int32, device=device)
-        assert torch.equal(numbers[here[is_here].long()], chosen[is_here])
-    tokens = tally.read()
-    is_real = (kv_slots >= 4)[:, None].expand_as(chosen)
-    # Each rank has counted three times.
-    assert tokens.by_rank == tuple((9 * of_pairs[is_real].bincount(minlength=3)).tolist())
-    assert [*tokens.by_layer[0]] == (9 * chosen[is_real].bincount(minlength=60)).tolist()
-
-
-def check_tally(*, device: torch.device) -> None:
-    """The kernel counts what the reference does, and neither of them counts padding."""
-    logits = expert_cases.random_logits(9, 60, torch.float32, device)
-    choice = ByRouter(logits, Routing(4, normalize=True))
-    own, given = Shard(7, 20, 60), Chosen(*reference.topk_softmax(*choice))
-    page_size = 4
-    kv_slots = torch.tensor([4, 17, 2, 0, 90, 5, 3, 33, 1], device=device)
-    found: list[list[list[int]]] = []
-    ways: list[Callable[[ExpertShare], object]] = [
-        lambda share: routing.choose_of(choice, share, pdl=False),
-        lambda share: routing.choose_of(given, share, pdl=False),
-        lambda share: reference.choose_of(choice, share),
-    ]
-    for way in ways:
-        tally = ExpertTally([ranks_of(60, 1, ())], 1, page_size, device)
-        tally.marks = kv_slots
-        share = ExpertShare(own, None, tally, tally.layers[0])
-        way(share)
-        way(share)
-        found.append(tally.layers[0].tolist())
-    wanted: list[list[int]] = []
-    for half in (0, 1):
-        rows = (kv_slots >= page_size) & (kv_slots % 2 == half)
-        wanted.append((2 * given.experts[rows].flatten().bincount(minlength=60)).tolist())
-    assert found == [wanted] * 3
+        got = routing.choose_of(choice, own, pdl=False)
+        wanted = reference.choose_of(choice, own)
+        assert torch.equal(got.experts, wanted.experts) and got.experts.dtype == torch.int32
+        torch.testing.assert_close(got.weights, wanted.weights)
+        assert got.num_experts == 60 and int(got.experts.max()) < own.size

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import gated_mul
 from minisgl.kernels.moe.grouped import ByScores, choose_grouped
-from minisgl.kernels.moe.tally import ExpertTally
 from minisgl.shards import Shard
 
 ELSEWHERE = -1  # stands for an expert that another rank has
@@ -66,17 +65,6 @@ def rows_held(num_rows: int, choice: Choice, num_held: int) -> int:
     if not isinstance(choice, Chosen) or choice.num_experts is None:
         return num_rows
     return -(-num_rows * num_held // choice.num_experts)
-
-
-class ExpertShare(NamedTuple):
-    """What a rank that has some experts of a layer knows of them all."""
-
-    own: Shard  # that no other rank has, but copies of them
-    # [2, num_experts] int32, if there are copies: where an expert is among those of this rank, for
-    # rows with even marks and for those with odd ones; or ELSEWHERE.
-    places: Tensor | None = None
-    tally: ExpertTally | None = None  # knows the marks of the rows; needed for both others
-    counts: Tensor | None = None  # of the layer in the tally, if this rank counts
 
 
 class Clamped(NamedTuple):
@@ -153,21 +141,11 @@ def choose(choice: Choice) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice))
 
 
-def choose_of(choice: Choice, share: ExpertShare) -> Chosen:
-    """The experts of each row as a rank sees them that has a share of them. Counts the tokens of
-    all, if that is asked for."""
+def choose_of(choice: Choice, own: Shard) -> Chosen:
+    """The experts of each row as a rank sees them that has only its `own`."""
     experts, weights, _ = choose(choice)
-    own, places, tally, counts = share
-    if tally is not None and counts is not None:
-        half = (tally.marks & 1)[:, None] * own.whole
-        is_real = (tally.marks >= tally.first_mark).long()
-        each = is_real.repeat_interleave(experts.shape[1])
-        counts.view(-1).index_add_(0, (half + experts.long()).flatten(), each)
-    if tally is not None and places is not None:
-        here = places[(tally.marks & 1)[:, None], experts.long()]
-    else:
-        here = experts - own.first
-        here = torch.where((here >= 0) & (here < own.size), here, ELSEWHERE)
+    here = experts - own.first
+    here = torch.where((here >= 0) & (here < own.size), here, ELSEWHERE)
     return Chosen(here, weights, own.whole)
 
 

@@ -16,11 +16,10 @@ from minisgl.kernels.moe.reference import (
     Choice,
     Chosen,
     Clamped,
-    ExpertShare,
     Routing,
 )
 from minisgl.kernels.moe.reference import choose_of as choose_given_of
-from minisgl.shards import whole
+from minisgl.shards import Shard
 
 
 def place_for_sum(
@@ -37,14 +36,13 @@ def topk_softmax(
     routing: Routing,
     scales: Tensor | None = None,
     *,
-    share: ExpertShare | None = None,
+    own: Shard | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. share: as in `choose_of`; None: all
+    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all
     experts are here. pdl: overlap launches where the device can, by the rule of
     kernels/launch_options.py."""
     num_rows, num_experts = logits.shape
-    own, places, tally, counts = share or ExpertShare(whole(num_experts))
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     _topk_softmax_row[(num_rows,)](
@@ -52,16 +50,12 @@ def topk_softmax(
         scales,
         chosen,
         weights,
-        None if tally is None else tally.marks,
-        None if tally is None else counts,
-        None if tally is None else places,
-        first_mark=0 if tally is None else tally.first_mark,
         num_experts=num_experts,
         top_k=routing.top_k,
         normalize=routing.normalize,
         experts_block=triton.next_power_of_2(num_experts),
-        first=None if share is None else own.first,
-        num_own=own.size,
+        first=None if own is None else own.first,
+        num_own=num_experts if own is None else own.size,
         num_warps=4,
         **pdl_options(logits.device, pdl),
     )
@@ -76,11 +70,11 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
     return choice if isinstance(choice, Chosen) else Chosen(*topk_softmax(*choice, pdl=pdl))
 
 
-def choose_of(choice: Choice, share: ExpertShare, *, pdl: bool = True) -> Chosen:
+def choose_of(choice: Choice, own: Shard, *, pdl: bool = True) -> Chosen:
     """As choose_of of reference.py. pdl: as in topk_softmax."""
     if not isinstance(choice, ByRouter):
-        return choose_given_of(choose(choice, pdl=pdl), share)
-    return Chosen(*topk_softmax(*choice, share=share, pdl=pdl), share.own.whole)
+        return choose_given_of(choose(choice, pdl=pdl), own)
+    return Chosen(*topk_softmax(*choice, own=own, pdl=pdl), own.whole)
 
 
 def clamp_options(clamped: Clamped | None) -> dict[str, float | None]:
@@ -215,10 +209,6 @@ def _topk_softmax_row(
     scales,
     chosen,
     weights,
-    marks,
-    counts,
-    places,
-    first_mark: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     normalize: tl.constexpr,
@@ -235,15 +225,7 @@ def _topk_softmax_row(
     weight = weights_of(probability, place, scales, num_experts, top_k, normalize)
     target = row * top_k + place
     expert = tl.arange(0, experts_block)
-    if counts is not None:
-        mark = tl.load(marks + row)
-        half = counts + (mark & 1) * num_experts
-        is_real = mark >= first_mark
-        tl.atomic_add(half + expert, 1, mask=(place < top_k) & is_real, sem="relaxed")
-    if places is not None:
-        half = places + (tl.load(marks + row) & 1) * num_experts
-        expert = tl.load(half + expert, mask=place < top_k, other=0)
-    elif first is not None:
+    if first is not None:
         expert -= first
         expert = tl.where((expert >= 0) & (expert < num_own), expert, -1)  # ELSEWHERE
     tl.store(chosen + target, expert, mask=place < top_k)

@@ -16,18 +16,18 @@ from minisgl.kernels.moe.reference import (
     Chosen,
     Clamped,
     ExpertBiases,
-    ExpertShare,
 )
 from minisgl.kernels.tuning import tuning_of
+from minisgl.shards import Shard
 
 
-def choose_of(choice: Choice, share: ExpertShare) -> Chosen:
+def choose_of(choice: Choice, own: Shard) -> Chosen:
     """As choose_of of reference.py."""
     if not isinstance(choice, Chosen) and runs_triton(choice.logits.device):
         from minisgl.kernels.moe import routing
 
-        return routing.choose_of(choice, share)
-    return reference.choose_of(choice, share)
+        return routing.choose_of(choice, own)
+    return reference.choose_of(choice, own)
 
 
 def fp8_experts(

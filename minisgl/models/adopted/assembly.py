@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from minisgl.config import ModelFacts
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies
 from minisgl.layers.formats import WeightFormat
 from minisgl.models.adopted.attend import ATTENTION, register
 from minisgl.models.adopted.discover import Discovered
@@ -51,13 +49,12 @@ def assemble(
     comm: Communicator,
     layers: range,
     experts_by_rank: bool = False,
-    expert_copies: Sequence[Copies] = (),
     by_request: bool = False,
 ) -> AdoptedModel:
     """Put minisgl's modules into a skeleton, and make room for its other weights.
 
-    facts: of the whole model. comm and layers: of the stage. experts_by_rank, expert_copies: as in
-    ModelConfig, of the stage. by_request: whether ranks divide the requests in attention, where
+    facts: of the whole model. comm and layers: of the stage. experts_by_rank: as in
+    ModelConfig. by_request: whether ranks divide the requests in attention, where
     each then has all heads. Raises UnsupportedModelError if it cannot be a stage.
     """
     is_first, is_last = layers.start == 0, layers.stop == len(found.layers)
@@ -79,7 +76,6 @@ def assemble(
         format=format,
         comm=comm,
         experts_by_rank=experts_by_rank,
-        expert_copies=iter(expert_copies),
         heads=heads,
     )
     vocab = vocab_shard(model.config.vocab_size, comm.rank, comm.size)

@@ -61,7 +61,6 @@ class Blueprint:
             comm=comm,
             layers=layers,
             experts_by_rank=config.experts_by_rank,
-            expert_copies=config.expert_copies if config.experts_by_rank else (),
             by_request=config.attends_by_request,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.expert_copies import Copies
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.reference import Routing
@@ -58,7 +57,6 @@ class Swap:
     format: WeightFormat
     comm: Communicator
     experts_by_rank: bool  # as in ModelConfig
-    expert_copies: Iterator[Copies]  # for the layers with experts, in their order
     heads: Heads
     products: list[Product] = field(default_factory=list)  # that were made
     split: dict[str, Shard] = field(default_factory=dict)  # parameters, in their first dimension
@@ -145,7 +143,6 @@ class Swap:
         made = ExpertsOf(
             *(num_experts, hidden_size, size, format, self.comm),
             by_rank=self.experts_by_rank,
-            copies=next(self.expert_copies, ()),
         )
         made.fuses = self.way.fuses
         self.put(name, made)

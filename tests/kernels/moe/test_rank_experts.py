@@ -15,9 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.rank_expert_cases import (
     FORMATS,
     check_choose_of,
-    check_copies,
     check_parts,
-    check_tally,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,11 +34,3 @@ def test_the_parts_of_all_ranks_add_up_to_the_whole(name: str, num_rows: int) ->
 
 def test_a_rank_chooses_its_own_experts() -> None:
     check_choose_of(9, device=DEVICE)
-
-
-def test_a_rank_chooses_copies_for_its_half_of_the_rows() -> None:
-    check_copies(device=DEVICE)
-
-
-def test_the_tokens_of_all_experts_are_counted() -> None:
-    check_tally(device=DEVICE)
