@@ -16,7 +16,6 @@ class Note(NamedTuple):
 
 
 NO_EFFECT = "Accepted, and without effect."
-NOT_SUPPORTED = "Not supported: leave it out, or set it to null."
 CHECKPOINT = "that of the checkpoint"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -95,20 +94,6 @@ NOTES: Mapping[str, Note] = {
     ),
     "structured_outputs": Note("One constraint, by its kind.", "none", {"choice": ["yes", "no"]}),
     "json_schema": Note("Holds the answer to JSON of this schema.", "none", SCHEMA),
-    "guided_json": Note("Holds the answer to JSON of this schema.", "none", SCHEMA),
-    "guided_json_object": Note("Holds the answer to a JSON object.", "false", True),
-    "regex": Note("Holds the answer to a regex, in Rust's syntax.", "none", "[0-9]{3}"),
-    "guided_regex": Note("Holds the answer to a regex, in Rust's syntax.", "none", "[0-9]{3}"),
-    "guided_choice": Note("Holds the answer to one of these texts.", "none", ["yes", "no"]),
-    "grammar": Note(
-        "Holds the answer to a grammar, in Lark or GBNF.", "none", 'root ::= "yes" | "no"'
-    ),
-    "guided_grammar": Note(
-        "Holds the answer to a grammar, in Lark or GBNF.", "none", 'root ::= "yes" | "no"'
-    ),
-    "ebnf": Note(
-        "Holds the answer to a grammar, in Lark or GBNF.", "none", 'root ::= "yes" | "no"'
-    ),
     "structural_tag": Note(
         "Free text in which each trigger begins a tag whose content has a schema.",
         "none",
@@ -116,9 +101,6 @@ NOTES: Mapping[str, Note] = {
             "structures": [{"begin": "<city>", "schema": SCHEMA, "end": "</city>"}],
             "triggers": ["<city>"],
         },
-    ),
-    "guided_whitespace_pattern": Note(
-        "A regex for the blanks between the parts of JSON.", "a space or a line break", " ?"
     ),
     # tools
     "tools": Note("What the model may call.", "none", [{"type": "function", "function": FUNCTION}]),
@@ -191,7 +173,7 @@ NOTES: Mapping[str, Note] = {
     **dict.fromkeys(
         (
             *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-            *("guided_decoding_backend", "verbosity", "client_metadata", "cache_control"),
+            *("verbosity", "client_metadata", "cache_control"),
             *("metadata", "store", "context_management", "prompt_cache_options", "compaction"),
             *("container", "speed", "inference_geo", "betas", "billing_policy", "diagnostics"),
             *("fallbacks", "fallback_credit_token", "thread", "user_profile_id", "workspace_id"),
@@ -298,7 +280,7 @@ def explain(kind: str, fields: dict[str, dict[str, Any]]) -> None:
 def _plain_note(schema: dict[str, Any]) -> Note | None:
     """What follows from the schema: a field that is not supported, or takes a single value."""
     if schema.get("type") == "null":
-        return Note(NOT_SUPPORTED)
+        return Note(schema["description"])
     for choice in schema.get("anyOf", ()):
         values = choice.get("enum", [choice["const"]] if "const" in choice else [])
         if len(values) == 1:

@@ -38,15 +38,9 @@ from minisgl.server.requests.chat_messages import (
     Messages,
     Reasoning,
     TemplateOptions,
-    Unsupported,
 )
-from minisgl.server.requests.constraint_types import (
-    NOT_GIVEN,
-    Choices,
-    ResponseFormat,
-    Schema,
-    StructuredFields,
-)
+from minisgl.server.requests.constraint_types import ResponseFormat, Schema, StructuredFields
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, unsupported
 from minisgl.server.requests.tools import OfferedTools, ToolChoice
 from minisgl.server.served_engine import SamplingDefaults
 
@@ -57,7 +51,6 @@ MAX_ID_DIGITS = len(str(MAX_INTEGER))
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
 # Values that are not decoded: a client could send many numbers that take long to read.
-Ignored: TypeAlias = Raw
 Detail: TypeAlias = Raw  # of a sampler: see SAMPLER_DETAILS
 NULL = Raw(b"null")
 # Bounded because reading integers of thousands of digits takes long; the engine checks the rest.
@@ -137,6 +130,19 @@ class ClientFields(Struct, kw_only=True):
 
 # Parameters that are fields of another form in each API, or stand elsewhere.
 NOT_COMMON = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+# Constraints by the names of older servers, and what to send for them.
+REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_json_object": "structured_outputs.json_object",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "structured_outputs, for which there is one backend,",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+}
 if TYPE_CHECKING:
     ParameterFields = ClientFields
 else:
@@ -146,6 +152,10 @@ else:
             (name, Annotated[parameter.kind, _bounds(parameter)] | None, None)
             for name, parameter in PARAMETERS.items()
             if name not in NOT_COMMON
+        ]
+        + [
+            (name, Annotated[None, unsupported(f"send {other} instead")], None)
+            for name, other in REPLACED.items()
         ],
         bases=(ClientFields,),
         kw_only=True,
@@ -165,15 +175,6 @@ class CommonFields(ParameterFields, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredFields | None = None
-    guided_json: Schema = NOT_GIVEN
-    guided_json_object: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    grammar: str | None = None
     json_schema: Schema = NOT_GIVEN
     structural_tag: Schema = NOT_GIVEN
     stop_regex: Unsupported = None
@@ -195,7 +196,6 @@ class CommonFields(ParameterFields, kw_only=True):
     dry_allowed_length: Detail = NOT_GIVEN
     dry_penalty_last_n: Detail = NOT_GIVEN
     dry_sequence_breakers: Detail = NOT_GIVEN
-    guided_decoding_backend: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         check_off(use_beam_search=self.use_beam_search)

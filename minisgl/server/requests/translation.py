@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from minisgl.errors import ContextLengthError, InvalidRequestError
-from minisgl.server.requests.chat_messages import Images, Message, ToolCall, Unsupported
+from minisgl.server.requests.chat_messages import Images, Message, ToolCall
+from minisgl.server.requests.described import Unsupported
 from minisgl.server.requests.request_types import ChatRequest, CommonFields, Off
 from minisgl.text.history import Role
 

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_MESSAGES, Unsupported
-from minisgl.server.requests.constraint_types import NOT_GIVEN
-from minisgl.server.requests.request_types import Ignored, PositiveCount, StopStrings, check_off
+from minisgl.server.requests.chat_messages import MAX_MESSAGES
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported
+from minisgl.server.requests.request_types import PositiveCount, StopStrings, check_off
 from minisgl.server.requests.tools import MAX_TOOLS
 from minisgl.server.requests.translation import TranslatedFields
 

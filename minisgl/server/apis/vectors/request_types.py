@@ -10,15 +10,8 @@ from msgspec import Meta, Struct
 from minisgl.engine.vector_types import EmbedOptions, Input, RerankOptions
 from minisgl.errors import InvalidRequestError
 from minisgl.server.http.validation_errors import NOT_SUPPORTED
-from minisgl.server.requests.chat_messages import Unsupported
-from minisgl.server.requests.constraint_types import NOT_GIVEN
-from minisgl.server.requests.request_types import (
-    ClientFields,
-    Ignored,
-    NumKept,
-    PositiveCount,
-    TokenId,
-)
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported
+from minisgl.server.requests.request_types import ClientFields, NumKept, PositiveCount, TokenId
 
 MAX_INPUTS = 2048  # of one request: texts, documents, or pairs of texts
 
