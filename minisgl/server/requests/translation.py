@@ -25,14 +25,15 @@ class TranslatedFields(CommonFields, kw_only=True):
 
     # Of chats. They would have an effect there.
     n: Literal[1] | None = None
+    """Only 1. Example: `1`"""
     max_completion_tokens: Unsupported = None
     response_format: Unsupported = None
     reasoning_effort: Unsupported = None
     thinking_token_budget: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     prompt_logprobs: Unsupported = None
-    logprobs: Off | None = None
-    return_token_ids: Off | None = None
+    logprobs: Off = None
+    return_token_ids: Off = None
 
 
 @dataclass(slots=True)

@@ -225,25 +225,39 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     """POST /v1/responses"""
 
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    """The question, or the items of a conversation. Example: `"Hello!"`"""
     instructions: str | None = None
+    """The system prompt of this response. Default: none. Example: `"Be brief."`"""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. Default: none. Example: `[{"type": "function", "name":
+    "get_weather", "parameters": {"type": "object", "properties": {"city": {"type":
+    "string"}}}}]`"""
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    """Holds the answer to JSON, or to JSON of a schema. Default: free text. Example: `{"format":
+    {"type": "json_object"}}`"""
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     max_output_tokens: PositiveCount | None = None
+    """How many tokens the answer may have. Default: the room that is left. Example: `100`"""
     include: list[str] | None = None
+    """What a response has besides its text. Default: nothing. Example: `[]`"""
     top_logprobs: NumLogprobs | None = None
+    """How many alternatives each token has. Default: 0. Example: `5`"""
     stream: bool | None = None
     metadata: Metadata | None = None
+    """Repeated in the answer. Default: none. Example: `{"topic": "weather"}`"""
     truncation: Literal["auto", "disabled"] | None = None
+    """auto: drop the oldest items if there is no room. Default: disabled. Example: `"auto"`"""
     previous_response_id: str | None = None
+    """The id of a stored response to go on from. Default: none. Example: `"resp_1"`"""
     store: bool | None = None
+    """Whether the answer is kept, to go on from its id. Default: true. Example: `false`"""
 
     conversation: Annotated[None, NO_CONVERSATIONS] = None
     prompt: Annotated[None, NO_PROMPTS] = None
-    background: Off | None = None
+    background: Off = None
     moderation: Unsupported = None
 
     # Of chats.
