@@ -132,10 +132,16 @@ class SamplingParams:
     """
 
     temperature: float = number(1.0, 0, 2, column=0)
+    """0 takes the likeliest token; more makes others likelier. Example: `0.7`"""
     top_p: float = number(1.0, 0, 1, column=1, role=Role.FILTER)
-    top_k: int = number(0, -1, MAX_INTEGER, kind=int, column=1, role=Role.FILTER)  # 0 or -1: off
+    """Keeps the likeliest tokens that together have this probability. Example: `0.9`"""
+    top_k: int = number(0, -1, MAX_INTEGER, kind=int, column=1, role=Role.FILTER)
+    """Keeps so many of the likeliest tokens; 0 and -1 keep all. Example: `40`"""
     min_p: float = number(0.0, 0, 1, column=2, role=Role.FILTER)
-    top_n_sigma: float = number(0.0, -1, 100, column=6, role=Role.RARE_FILTER)  # 0 or less: off
+    """Keeps tokens with at least this share of the likeliest one's probability. Example: `0.05`"""
+    top_n_sigma: float = number(0.0, -1, 100, column=6, role=Role.RARE_FILTER)
+    """Keeps tokens whose logit is at most so many standard deviations below the largest; 0 or less
+    turns it off. Example: `1.0`"""
     max_tokens: int | None = number(None, 0, MAX_INTEGER, kind=int)  # None: the rest of the context
     # Before it, EOS and stop_token_ids are masked, and stop strings ignored.
     min_tokens: int = number(0, 0, MAX_INTEGER, kind=int, column=2)
@@ -143,13 +149,18 @@ class SamplingParams:
     include_stop: bool = False  # keep the matched stop string in the text
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    seed: int | None = number(None, -(2**63), 2**63 - 1, kind=int)  # None: drawn at submission
+    seed: int | None = number(None, -(2**63), 2**63 - 1, kind=int)
+    """The same seed gives the same answer to the same request. Default: drawn. Example: `42`"""
     # Over generated tokens.
     presence_penalty: float = number(0.0, -2, 2, column=5, role=Role.PENALTY)
+    """Lowers the logits of tokens that the answer has. Example: `0.5`"""
     frequency_penalty: float = number(0.0, -2, 2, column=4, role=Role.PENALTY)
+    """Lowers the logits of tokens by how often the answer has them. Example: `0.5`"""
     # Over prompt and generated tokens. The bounds are wider than any use, and safe from underflow
     # and overflow in float32.
     repetition_penalty: float = number(1.0, 1e-6, 1e6, column=3, role=Role.PENALTY)
+    """Divides the logits of tokens that the prompt or the answer has; 1 turns it off. Example:
+    `1.1`"""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None  # all others are masked, EOS as well
     bad_words: Sequence[str] = ()  # the last token of each is masked behind those before it

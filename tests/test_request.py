@@ -146,8 +146,8 @@ def test_later_changes_of_the_callers_objects_have_no_effect() -> None:
         ({}, "structured: takes one of json_schema, .*; none was given"),
         ({"regex": "a", "choice": ["b"]}, "2 were given: regex, choice"),
         (
-            {"json_schema": {}, "json_object": True, "field": "guided_json"},
-            "guided_json: takes one",
+            {"json_schema": {}, "json_object": True, "field": "json_schema"},
+            "json_schema: takes one",
         ),
         ({"json_schema": [1]}, "structured.json_schema: must be a JSON schema"),
         ({"regex": 5}, "structured.regex: must be a text"),

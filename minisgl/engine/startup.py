@@ -42,7 +42,7 @@ from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.run_lengths import RunChooser
-from minisgl.scheduler.runs import DraftPolicy, Speculation
+from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
@@ -64,13 +64,18 @@ class Loaded(Generic[Handle]):
     defaults: GenerationDefaults
     model_name: str
     ranks: RemoteRanks | None = None  # None for a single rank
-    draft_policy: DraftPolicy | None = None  # None: by what is measured
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     # Computes the fingerprint of the model, which reads all of its weights the first time.
     fingerprint: Callable[[], bytes] = bytes
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
+
+    def speculation(self) -> Speculation | None:
+        """What decides about drafts, if any are made."""
+        if not self.config.num_drafts:
+            return None
+        return Speculation(RunChooser(self.config.num_drafts), self.config.max_run_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +185,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         client_share=config.key_share,
-        speculation=_speculation_of(loaded),
+        speculation=loaded.speculation(),
         num_stages=config.pp,
         look_ahead=config.overlap,
     )
@@ -217,14 +222,6 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager | RankCaches:
     if len(caches) == 1:
         return caches[0]
     return RankCaches(caches, capacity.num_slots // capacity.num_attending)
-
-
-def _speculation_of(loaded: Loaded[Any]) -> Speculation | None:
-    config = loaded.config
-    if not config.num_drafts:
-        return None
-    policy = loaded.draft_policy or RunChooser((0, config.num_drafts))
-    return Speculation(policy, config.num_drafts, config.max_run_rows)
 
 
 def work_for_node_0(config: EngineConfig) -> None:

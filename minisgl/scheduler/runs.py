@@ -4,45 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from minisgl.request import Request
 from minisgl.scheduler.plan import StepResult
+from minisgl.scheduler.run_lengths import RunChooser
 from minisgl.scheduler.state import Launched, Running, StepWork
-
-
-class DraftPolicy(Protocol):
-    """Chooses the number of drafts of each step."""
-
-    def choose(self, num_rows: int, num_drafting: int, *, is_timed: bool) -> int:
-        """The number of drafts for a step of `num_rows` decode rows, of which `num_drafting` take
-        any. is_timed: `settled` will get its time, because it computes no prompt besides."""
-        ...
-
-    def settled(
-        self,
-        num_rows: int,
-        num_drafting: int,
-        num_drafts: int,
-        run_lengths: Sequence[int],
-        seconds: float | None,
-    ) -> None:
-        """Record a step that has ended, in the order of the plans. run_lengths: of its decode rows;
-        empty if all are 1. seconds: the time that it took; None if it computed a prompt, too."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SameDrafts:
-    """The same number in each step, for tests and measurements."""
-
-    num_drafts: int
-
-    def choose(self, num_rows: int, num_drafting: int, *, is_timed: bool) -> int:
-        return self.num_drafts
-
-    def settled(self, *_: object) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -58,12 +24,11 @@ class DraftCounters:
 class Speculation:
     """Decides how long the runs of a step may be, and counts drafts of steps and of requests."""
 
-    def __init__(self, policy: DraftPolicy, num_drafts: int, max_rows: int | None = None) -> None:
-        """num_drafts: of a row, at most. max_rows: of a step that verifies drafts, at most; None:
-        any number."""
-        self.num_drafts = num_drafts
+    def __init__(self, chooser: RunChooser, max_rows: int | None = None) -> None:
+        """max_rows: of a step that verifies drafts, at most; None: any number."""
+        self.num_drafts = chooser.num_drafts
         self.counters = DraftCounters()
-        self._policy = policy
+        self._chooser = chooser
         self._max_rows = max_rows
         self._last_rows: tuple[Collection[Running], int] = ((), 0)  # and those that take drafts
 
@@ -75,7 +40,7 @@ class Speculation:
         )
         num = 0
         if self._max_rows is None or num_rows * (1 + self.num_drafts) <= self._max_rows:
-            num = self._policy.choose(num_rows, num_drafting, is_timed=not work.chunks)
+            num = self._chooser.choose(num_rows, num_drafting, is_timed=not work.chunks)
         self.counters.num_in_use = num
         return 1 + num
 
@@ -89,7 +54,7 @@ class Speculation:
         """Count the drafts of a step. num_tokens: that requests have got. seconds: its time."""
         rows, counters = launched.decoding, self.counters
         num_drafting, lengths = self._num_drafting(rows), (result.run_lengths or ())[: len(rows)]
-        self._policy.settled(
+        self._chooser.settled(
             len(rows),
             num_drafting,
             launched.plan.max_run - 1,

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
+from minisgl.models.generation import FROM_CHECKPOINT
+from minisgl.request import SamplingParams
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
 from minisgl.server.apis.openai import answer_types
@@ -18,10 +20,10 @@ from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse
 from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, ScoreList
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
-from minisgl.server.field_notes import BODIES, explain
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.requests.described import descriptions
 from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
@@ -162,6 +164,22 @@ OPERATIONS: Mapping[str, Operation] = {
     "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
     "/openapi.json": Operation(summary="This description."),
 }
+HELLO = [{"role": "user", "content": "Hello!"}]
+RANKED = {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}
+# A body to begin with, for each path.
+BODIES: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 100},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 30},
+    "/v1/responses": {"input": "Hello!", "max_output_tokens": 100},
+    MESSAGES: {"messages": HELLO, "max_tokens": 100},
+    COUNT_TOKENS: {"messages": HELLO},
+    "/tokenize": {"prompt": "Hello!", "return_token_strs": True},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    EMBEDDINGS: {"input": ["a text", "another"]},
+    RERANK: RANKED,
+    RERANK_V2: RANKED,
+    SCORE: {"text_1": "What purrs?", "text_2": ["It rains.", "A cat does."]},
+}
 # Further ones on the same paths.
 DELETIONS: Mapping[str, Operation] = {
     "/v1/responses/{id}": Operation(
@@ -200,7 +218,7 @@ def describe(
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
     for body in {found.body for several in operations.values() for found in several}:
         if body is not None:
-            explain(body.__name__, described[body.__name__]["properties"])
+            _explain(body, described[body.__name__]["properties"])
     components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {
@@ -219,6 +237,16 @@ def describe(
         },
         "components": components,
     }
+
+
+def _explain(body: type[Struct], fields: dict[str, dict[str, Any]]) -> None:
+    """Add to the schemas of the fields of a request what is said of them."""
+    own, others = descriptions(body), descriptions(SamplingParams) | descriptions(ChatRequest)
+    for name, schema in fields.items():
+        if name in own or "description" not in schema:
+            schema |= own.get(name) or others[name]
+        if name in FROM_CHECKPOINT:
+            schema["description"] += " Default: that of the checkpoint."
 
 
 def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, Any]:

@@ -44,7 +44,7 @@ SAME = {"/v1/messages/count_tokens": "/v1/messages", "/v2/rerank": "/v1/rerank"}
 ALL = ("chat", "completions", "responses", "messages")
 FIRST = ("model", "messages", "prompt", "input", "instructions", "system", "tokens")
 # How fields are annotated that have no effect but, at some or at any value, to be rejected.
-WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Unsupported|Detail|Stored|On|Off|OffAt\d)\b")
+WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Detail|On|Off|OffAt\d)\b")
 # Fields that are accepted at the value that asks for nothing, which their types do not say so.
 AT_ONE_VALUE = ("best_of", "modalities")
 # Where null has no meaning of its own that a type could say; by the field, or endpoint.field.
@@ -148,7 +148,9 @@ def _effective() -> Iterator[tuple[str, str, str, str]]:
         schema = components[operation.body.__name__]
         annotations = _annotations(operation.body)
         for name in operation.body.__struct_fields__:
-            if name in AT_ONE_VALUE or WITHOUT_EFFECT.match(str(annotations.get(name, ""))):
+            if name in AT_ONE_VALUE or schema["properties"][name].get("type") == "null":
+                continue
+            if WITHOUT_EFFECT.match(str(annotations.get(name, ""))):
                 continue
             kind = _given(TYPES, endpoint, name) or in_words(schema["properties"][name])
             if kind.startswith("only "):  # what asks for nothing special

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.draft_policies import speculation_of
+from support.draft_policies import drafting, speculation_of
 from support.fake_runner import FakeRunner, expected_output
 
 from minisgl.config import Capacity, EngineConfig, resolve
@@ -23,7 +23,6 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.scheduler.runs import SameDrafts
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.text.tokenizer import Tokenizer
 
@@ -81,10 +80,9 @@ async def answers(
         TOKENIZER,
         GenerationDefaults(frozenset({EOS})),
         "runs",
-        draft_policy=SameDrafts(max_run - 1),
     )
     rows, drafted = dict[int, int](), dict[int, int]()
-    async with AsyncEngine(loaded) as engine:
+    async with AsyncEngine(drafting(loaded)) as engine:
 
         async def answer(index: int, request: Asked) -> Answer:
             stream = engine.submit(request.prompt, request.params)

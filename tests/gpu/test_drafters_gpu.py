@@ -4,7 +4,6 @@ accepts what it drafts for itself."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 from dummy_config import config_of
+from support.draft_policies import drafting
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import load
 from minisgl.request import SamplingParams
-from minisgl.scheduler.runs import SameDrafts
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +43,7 @@ def answers(folder: Path, **options: Any) -> tuple[list[list[int]], int, int]:
 
     async def run() -> tuple[list[list[int]], int, int]:
         loaded = load(config)
-        always = SameDrafts(loaded.config.num_drafts)
-        async with AsyncEngine(dataclasses.replace(loaded, draft_policy=always)) as engine:
+        async with AsyncEngine(drafting(loaded)) as engine:
             streams = [
                 engine.submit(prompt, PARAMS[place % 2]) for place, prompt in enumerate(PROMPTS)
             ]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.draft_policies import AnyDrafts, Clocked
+from support.draft_policies import AnyDrafts, Clocked, drafting
 from support.parity import Case, batch, case_of, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.request import SamplingParams
 from minisgl.scheduler.run_lengths import RunChooser
-from minisgl.scheduler.runs import DraftCounters, DraftPolicy
+from minisgl.scheduler.runs import DraftCounters
 
 NUM_DRAFTS = 3
 PARAMS = [
@@ -23,10 +22,11 @@ PARAMS = [
 ]
 
 
-class Recorded:
-    """A policy, and what it has chosen and was told."""
+class Recorded(RunChooser):
+    """A chooser, and what it has chosen and was told."""
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: RunChooser) -> None:
+        super().__init__(policy.num_drafts)
         self.policy = policy
         self.chosen: list[int] = []
         self.told: list[tuple[int, int, int, float | None]] = []
@@ -44,14 +44,14 @@ class Recorded:
 
 
 def answers(
-    case: Case, policy: DraftPolicy | None, **options: Any
+    case: Case, policy: RunChooser | None, **options: Any
 ) -> tuple[list[list[int]], DraftCounters | None]:
     prompts = [(prompt[:9] * 4)[:33] for prompt in case.prompts]
     params = [PARAMS[index % len(PARAMS)] for index in range(len(prompts))]
 
     async def run() -> tuple[list[list[int]], DraftCounters | None]:
         loaded = load_engine(case.folder, **options)
-        async with AsyncEngine(replace(loaded, draft_policy=policy)) as engine:
+        async with AsyncEngine(drafting(loaded, policy)) as engine:
             outputs = await batch(engine, prompts, params)
             engine.audit()
             return [output.token_ids for output in outputs], engine.stats().drafts
@@ -66,7 +66,7 @@ def test_runs_of_any_length_in_turn_change_no_token(measured: bool, overlap: boo
     case = case_of("llama3")
     expected, none = answers(case, None)
     assert none is None
-    policy = Clocked(RunChooser((0, NUM_DRAFTS))) if measured else AnyDrafts(NUM_DRAFTS, seed=1)
+    policy = Clocked(NUM_DRAFTS) if measured else AnyDrafts(NUM_DRAFTS, seed=1)
     recorded = Recorded(policy)
     options: Any = {"speculative": "ngram", "draft_tokens": NUM_DRAFTS, "overlap": overlap}
     found, drafts = answers(case, recorded, **options)

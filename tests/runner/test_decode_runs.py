@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.draft_policies import SameDrafts
 from support.parity import case_of
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import SlotJoin, StepPlan
-from minisgl.scheduler.runs import SameDrafts, Speculation
+from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def answers(
         max_prefill_length=16,
         max_queued_requests=20,
         conservativeness=0.1,
-        speculation=Speculation(SameDrafts(max_run - 1), max_run - 1, NUM_SLOTS * max_run),
+        speculation=Speculation(SameDrafts(max_run - 1), NUM_SLOTS * max_run),
     )
     params = [
         SamplingParams(temperature=0, ignore_eos=True),

@@ -4,18 +4,19 @@ costs little."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draft_policies import SameDrafts
 from support.fake_runner import FakeRunner
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import Request, SamplingParams
 from minisgl.scheduler.run_lengths import ROWS_ASSUMED, Acceptance, RunChooser
-from minisgl.scheduler.runs import SameDrafts, Speculation
+from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.scheduler import Scheduler
 
 NUM_STEPS = 5000
@@ -46,11 +47,10 @@ class Device:
         self,
         curve: Callable[[int], float],
         acceptance: float,
-        options: Sequence[int] = (0, 3),
         *,
         seed: int = 0,
     ) -> None:
-        self.chooser = RunChooser(options)
+        self.chooser = RunChooser(3)
         self.curve, self.acceptance = curve, acceptance
         self.seconds, self.num_tokens, self.chosen = 0.0, 0, list[int]()
         self.lengths: list[int] = []
@@ -86,13 +86,13 @@ class Device:
         drafting = DRAFTING if num_drafts else 1.0
         return self.curve(num_rows * (1 + num_drafts)) * drafting
 
-    def best_speed(self, num_rows: int, options: Sequence[int] = (0, 3)) -> float:
-        """Tokens a second of the best option."""
+    def best_speed(self, num_rows: int) -> float:
+        """Tokens a second with drafts, or without."""
         return max(
             num_rows
             * sum(self.acceptance**position for position in range(num + 1))
             / self.seconds_of(num_rows, num)
-            for num in options
+            for num in (0, 3)
         )
 
     @property
@@ -118,15 +118,6 @@ def test_the_fastest_number_of_drafts_is_found_and_finding_it_costs_little(
     assert device.measure(num_rows, NUM_STEPS) > 0.99 * without
     # Where both are about as fast it does not matter which one is used.
     assert device.measure(num_rows, NUM_STEPS) > 0.98 * device.best_speed(num_rows)
-
-
-@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("num_rows", [1, 16, 128])
-def test_one_of_several_numbers_is_chosen(acceptance: float, num_rows: int) -> None:
-    options = (0, 1, 3, 7)
-    device = Device(dense, acceptance, options)
-    device.measure(num_rows, NUM_STEPS)
-    assert device.measure(num_rows, NUM_STEPS) > 0.96 * device.best_speed(num_rows, options)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -237,15 +228,14 @@ def test_steps_with_prompts_are_neither_trials_nor_measured() -> None:
         ),
         max_size=120,
     ),
-    options=st.sets(st.integers(1, 8), max_size=3),
+    num_drafts=st.integers(1, 8),
     repeats=st.integers(1, 30),
     seed=st.integers(0, 99),
 )
 def test_any_history_leads_to_an_option_and_the_same_one_each_time(
-    steps: list[tuple[int, float, bool, float, bool]], options: set[int], repeats: int, seed: int
+    steps: list[tuple[int, float, bool, float, bool]], num_drafts: int, repeats: int, seed: int
 ) -> None:
-    allowed = (0, *options)
-    choosers = RunChooser(allowed), RunChooser(allowed)
+    choosers = RunChooser(num_drafts), RunChooser(num_drafts)
     draw = random.Random(seed)
     for num_rows, part, chunk, seconds, fails in steps:
         drafting = round(num_rows * part)
@@ -254,43 +244,34 @@ def test_any_history_leads_to_an_option_and_the_same_one_each_time(
                 each.choose(num_rows, drafting, is_timed=not chunk) for each in choosers
             )
             assert first == second
-            assert first in allowed and (first == 0 or drafting)
+            assert first == 0 or (first == num_drafts and drafting)
             runs = [1 + draw.randint(0, first) * (row < drafting) for row in range(num_rows)]
             for chooser in () if fails else choosers:
                 chooser.settled(num_rows, drafting, first, runs, None if chunk else seconds)
-            for num in allowed:
-                assert 1 <= choosers[0].acceptance.expected_run(num) <= 1 + num
+            assert 1 <= choosers[0].acceptance.expected_run <= 1 + num_drafts
 
 
 # -- acceptance ------------------------------------------------------------------------------------
 
 
 def test_acceptance_is_counted_by_position_of_rows_that_had_drafts() -> None:
-    acceptance = Acceptance(3)
+    acceptance, first = Acceptance(3), Acceptance(1)
     # Of four rows with drafts, three accept the first, two of these the second, one the third; two
     # rows have none. A hundred times, so that what was assumed is forgotten.
     for _ in range(100):
-        acceptance.add(4, [4, 3, 2, 1, 1, 1], 3)
-    assert acceptance.expected_run(1) == pytest.approx(1 + 3 / 4, abs=0.01)
-    assert acceptance.expected_run(3) == pytest.approx(1 + 3 / 4 + 2 / 4 + 1 / 4, abs=0.01)
-
-
-def test_positions_without_drafts_keep_what_is_known_of_them() -> None:
-    acceptance = Acceptance(3)
-    for _ in range(100):
-        acceptance.add(8, [4] * 8, 3)
-    for _ in range(100):
-        acceptance.add(8, [2] * 4 + [1] * 4, 1)
-    assert acceptance.expected_run(3) == pytest.approx(1 + 3 / 2, abs=0.02)
+        for each in (acceptance, first):
+            each.add(4, [4, 3, 2, 1, 1, 1])
+    assert first.expected_run == pytest.approx(1 + 3 / 4, abs=0.01)
+    assert acceptance.expected_run == pytest.approx(1 + 3 / 4 + 2 / 4 + 1 / 4, abs=0.01)
 
 
 def test_what_is_forgotten_weighs_as_much_as_a_few_rows() -> None:
     acceptance = Acceptance(1)
     for _ in range(100):
-        acceptance.add(8, [1] * 8, 1)
+        acceptance.add(8, [1] * 8)
     acceptance.forget()
-    acceptance.add(ROWS_ASSUMED, [2] * ROWS_ASSUMED, 1)
-    assert acceptance.expected_run(1) == pytest.approx(1.5, abs=0.03)
+    acceptance.add(ROWS_ASSUMED, [2] * ROWS_ASSUMED)
+    assert acceptance.expected_run == pytest.approx(1.5, abs=0.03)
 
 
 # -- in the scheduler ------------------------------------------------------------------------------
@@ -300,7 +281,7 @@ def test_what_is_forgotten_weighs_as_much_as_a_few_rows() -> None:
 def test_a_step_of_more_rows_than_it_may_have_verifies_nothing(
     num_requests: int, longest: int
 ) -> None:
-    speculation = Speculation(SameDrafts(3), 3, max_rows=8)
+    speculation = Speculation(SameDrafts(3), max_rows=8)
     scheduler = Scheduler(
         kv=KVCacheManager(num_pages=40, page_size=2, cache_type="radix"),
         num_slots=4,

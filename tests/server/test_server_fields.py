@@ -843,9 +843,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({name: {}}, name)
         for name in (
-            *("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "regex"),
-            *("ebnf", "bad_words", "allowed_token_ids", "truncate_prompt_tokens"),
-            *("length_penalty", "prompt_logprobs", "grammar", "structural_tag"),
+            *("structured_outputs", "bad_words", "allowed_token_ids", "truncate_prompt_tokens"),
+            *("length_penalty", "prompt_logprobs", "structural_tag"),
             *("stop_regex", "logprob_token_ids", "thinking_token_budget"),
             *("prompt_embeds", "input_ids", "moderation", "prompt_cache_options"),
             *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length"),
@@ -1016,11 +1015,11 @@ def test_bad_words_and_allowed_tokens_hold_the_answer(
     held = answer(bad_words=["Hello", "can I"], n=1)
     assert "Hello" not in held and "can I" not in held
     # Words are held back inside of a constraint, too.
-    assert answer(bad_words=["yes"], guided_choice=["yes", "no"]) == "no"
+    assert answer(bad_words=["yes"], structured_outputs={"choice": ["yes", "no"]}) == "no"
     assert demo.engine.tokenizer is not None
     digits = [demo.engine.tokenizer.encode(digit)[-1] for digit in "0123456789"]
     assert answer(allowed_token_ids=digits).isdecimal()
     with pytest.raises(openai.BadRequestError, match="is not allowed beside what constrains"):
-        answer(allowed_token_ids=digits, guided_choice=["1"])
+        answer(allowed_token_ids=digits, structured_outputs={"choice": ["1"]})
     with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
         answer(allowed_token_ids=[10**6])

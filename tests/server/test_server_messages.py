@@ -214,11 +214,11 @@ def test_fields_of_chats_have_their_effect(
 ) -> None:
     server.engine.answers = ["It rains."]
     assert http.post(PATH, json=asked(stop="rain")).json()["content"] == [text("It ")]
-    fields = {"seed": 7, "logit_bias": {"5": 3}, "guided_choice": ["yes", "no"]}
+    fields = {"seed": 7, "logit_bias": {"5": 3}, "structured_outputs": {"choice": ["yes", "no"]}}
     assert ask(server, http, "yes", **fields)["content"] == [text("yes")]
     params = server.engine.streams[-1].params
     assert (params.seed, params.logit_bias) == (7, {5: 3})
-    check_not_held(http.post(PATH, json=asked(regex="x")))
+    check_not_held(http.post(PATH, json=asked(structured_outputs={"regex": "x"})))
 
 
 def test_a_call_that_was_cut_is_not_run(server: Served[ScriptedEngine], http: httpx.Client) -> None:

@@ -13,15 +13,18 @@ from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.answers.jobs import MAX_SCORES, GenerationJob, fitted, scored_room
+from minisgl.server.apis.messages.request_types import MessagesRequest
 from minisgl.server.apis.openai.answer_types import ChatCompletionChunk, CompletionChunk
 from minisgl.server.apis.openai.chat_reply import ChatReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
+from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.decoding import decode
 from minisgl.server.http.encoding import event
 from minisgl.server.process import ServerProcess
 from minisgl.server.requests.request_types import (
+    REPLACED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -73,7 +76,6 @@ def image() -> list[dict[str, Any]]:
         ({"functions": []}, "functions"),
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"audio": {}}, "audio"),
-        ({"guided_regex": {}}, "guided_regex"),
         ({"stop_regex": []}, "stop_regex"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ],
@@ -119,6 +121,25 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
     with pytest.raises(InvalidRequestError) as caught:
         completion(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "kind", [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+)
+@pytest.mark.parametrize("value", ["a", 3, True, {"type": "object"}, ["yes", "no"]])
+@pytest.mark.parametrize("field", REPLACED)
+def test_a_constraint_by_an_older_name_is_refused_with_the_name_of_today(
+    kind: type[Any], field: str, value: object
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(json.dumps({field: value}).encode(), kind)
+    assert caught.value.param == field
+    assert str(caught.value).startswith(f"{field}: is not supported; send structured_outputs")
+    whole = {"messages": HELLO, "prompt": "a", "input": "a"}
+    needed = {name: whole[name] for name in kind.__struct_fields__ if name in whole}
+    for unwanted in {ResponsesRequest: ("prompt", "messages")}.get(kind, ()):
+        del needed[unwanted]
+    decode(json.dumps({field: None, **needed}).encode(), kind)
 
 
 @pytest.mark.parametrize(

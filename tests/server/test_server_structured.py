@@ -112,16 +112,6 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
         '{"a": {"b": 1}}',
         '{"a": {"c": 1}}',
     ),
-    ({"guided_json": SCHEMA}, GOOD, BAD),
-    ({"guided_json_object": True}, BAD, "yes"),
-    ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, '{"city":"a"}', '{ "city":"a"}'),
-    ({"guided_regex": "[a-c]{3}"}, "abc", "ab"),
-    ({"guided_choice": ["yes", "no"]}, "yes", "x"),
-    ({"guided_grammar": LARK}, "yes", "x"),
-    ({"guided_decoding_backend": "outlines", "guided_choice": ["a b"]}, "a b", "a"),
-    ({"regex": "[a-c]{3}"}, "abc", "ab"),
-    ({"ebnf": GBNF}, "yes", "x"),
-    ({"grammar": LARK}, "yes", "x"),
     ({"json_schema": SCHEMA}, GOOD, BAD),
     ({"json_schema": '{"type": "integer"}'}, "12", "x"),
     ({"structural_tag": legacy_tag()}, f"a<f>{GOOD}</f>", "<f>no"),
@@ -151,7 +141,6 @@ def test_each_constraint_holds_the_answer(
     [
         {"response_format": {"type": "text"}},
         {"response_format": None, "regex": None, "guided_json": None},
-        {"guided_json_object": False, "guided_whitespace_pattern": "a"},
     ],
 )
 def test_values_that_ask_for_nothing_leave_the_answer_free(
@@ -166,17 +155,20 @@ def test_values_that_ask_for_nothing_leave_the_answer_free(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"regex": "a", "ebnf": GBNF}, "ebnf"),
-        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"json_schema": SCHEMA, "structural_tag": legacy_tag()}, "structural_tag"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
+            "structured_outputs.choice",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0"),
-        ({"regex": "(?=a)b"}, "regex"),
-        ({"regex": 3}, "regex"),
-        ({"ebnf": "nonsense"}, "ebnf"),
-        ({"guided_json": 3}, "guided_json"),
-        ({"guided_json": "{"}, "guided_json"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "nonsense"}}, "structured_outputs.grammar"),
+        ({"json_schema": 3}, "json_schema"),
+        ({"json_schema": "{"}, "json_schema"),
         ({"json_schema": []}, "json_schema"),
         ({"response_format": {}}, "response_format.type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -305,7 +297,10 @@ def test_a_forced_call_obeys_its_tool_beside_a_constraint(
 ) -> None:
     asked = server if template == "thinks" else plain
     call = hermes("get_weather", {"city": "a", "days": 2})
-    for wanted in ({"response_format": json_format(SCHEMA)}, {"guided_choice": ["yes"]}):
+    for wanted in (
+        {"response_format": json_format(SCHEMA)},
+        {"structured_outputs": {"choice": ["yes"]}},
+    ):
         fields: Any = {"tools": [WEATHER, CLOCK], "tool_choice": choice, **wanted}
         with asked.http() as http:
             path = "/v1/chat/completions"
@@ -342,7 +337,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_line(
     monkeypatch.setattr(server.engine, "compile", compile)
     body = {"messages": [{"role": "user", "content": "?"}]} if "chat" in path else {"prompt": "?"}
     with server.http() as leaving, pytest.raises(httpx.ReadTimeout):
-        leaving.post(path, json={**body, "guided_regex": "a+"}, timeout=1.0)
+        leaving.post(path, json={**body, "structured_outputs": {"regex": "a+"}}, timeout=1.0)
     assert began.wait(LIMIT_S) and cancelled.wait(LIMIT_S)
     assert clients == [""]
 
@@ -354,6 +349,8 @@ def test_too_many_grammars_in_line_are_a_429(
         raise QueueFullError("Many grammars wait to be compiled; try again later.")
 
     monkeypatch.setattr(server.engine, "compile", compile)
-    response = http.post("/v1/completions", json={"prompt": "?", "guided_regex": "a+"})
+    response = http.post(
+        "/v1/completions", json={"prompt": "?", "structured_outputs": {"regex": "a+"}}
+    )
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
     assert response.json()["error"]["code"] == "queue_full"

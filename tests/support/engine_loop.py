@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from support.draft_policies import drafting
 from support.fake_runner import FakeRunner
 from support.waiting import LIMIT_S
 
@@ -22,7 +23,6 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import OutputDelta, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.scheduler.runs import SameDrafts
 from minisgl.text.tokenizer import Tokenizer
 
 VOCAB = 50
@@ -65,7 +65,7 @@ def loaded(
         facts = replace(facts, vocab_size=VOCAB)
     options = {"device": "cpu", "num_pages": 200, "page_size": runner.page_size, **options}
     config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
-    return Loaded(
+    parts: Loaded[Any] = Loaded(
         runner,
         config,
         Capacity.of(config, config.num_pages),
@@ -73,8 +73,8 @@ def loaded(
         Tokenizer.load(DEMO_FOLDER) if tokenizer is True else tokenizer or None,
         GenerationDefaults(frozenset({EOS})),
         "fake",
-        draft_policy=SameDrafts(config.num_drafts),
     )
+    return drafting(parts)
 
 
 @asynccontextmanager

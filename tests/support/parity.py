@@ -22,6 +22,7 @@ from support.checkpoints import (
     make_checkpoint,
     spec_named,
 )
+from support.draft_policies import drafting
 from support.forked_ranks import forked_ranks
 
 from minisgl.config import EngineConfig, resolve
@@ -36,7 +37,6 @@ from minisgl.ranks.several_ranks import load_ranks
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
-from minisgl.scheduler.runs import SameDrafts
 from minisgl.tiers.disk.disk_cache import check_folder
 
 FOLDER = TemporaryDirectory()
@@ -116,21 +116,19 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     if config.disk_cache:
         check_folder(config)
     defaults = GenerationDefaults(frozenset())
-    policy = SameDrafts(config.num_drafts)
     if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
-        return Loaded(
-            *(alone, config, alone.capacity, facts, None, defaults, "test"),
-            disk=alone.disk,
-            draft_policy=policy,
+        return drafting(
+            Loaded(*(alone, config, alone.capacity, facts, None, defaults, "test"), disk=alone.disk)
         )
     with starting:
         runner = load_ranks(config, model_config, folder)
-    return Loaded(
-        *(runner, config, runner.capacity, facts, None, defaults, "test"),
-        ranks=runner.others,
-        disk=runner.disk,
-        draft_policy=policy,
+    return drafting(
+        Loaded(
+            *(runner, config, runner.capacity, facts, None, defaults, "test"),
+            ranks=runner.others,
+            disk=runner.disk,
+        )
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Raw, Struct, inspect
 
 from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.server.http.validation_errors import GOT_FLOAT, NOT_SUPPORTED, field_error
+from minisgl.server.http.validation_errors import GOT_FLOAT, alternatives, field_error
 
 Body = TypeVar("Body", bound=Struct)
 # What a field that holds integers may look like, texts aside.
@@ -77,9 +78,9 @@ def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
             ).items()
             if raw is not None
         }
-        for name in outline.unsupported:
+        for name, instead in outline.unsupported.items():
             if bytes(fields.get(name, b"null")) != b"null":
-                raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
+                raise InvalidRequestError(name, f"is not supported; {instead}.")
         if GOT_FLOAT not in complaint:
             raise field_error(complaint, kind)
         room = MAX_FLOATS_BYTES
@@ -100,7 +101,7 @@ class _Outline:
     """What the second look needs to know of a type of body."""
 
     raw_kind: type[Struct]  # the same fields, none of them decoded
-    unsupported: tuple[str, ...]
+    unsupported: Mapping[str, str]  # and what to do instead
     with_integers: frozenset[str]
     with_few_keys: tuple[str, ...]
 
@@ -115,7 +116,11 @@ def _outline(kind: type[Struct]) -> _Outline:
             [(field.name, Raw, None) for field in info.fields],
             forbid_unknown_fields=info.forbid_unknown_fields,
         ),
-        tuple(field.name for field in info.fields if isinstance(field.type, inspect.NoneType)),
+        {
+            field.name: field.type.extra["instead"]
+            for field in info.fields
+            if isinstance(field.type, inspect.Metadata) and field.type.extra
+        },
         frozenset(field.name for field in info.fields if _holds_integers(field.type)),
         tuple(field.name for field in info.fields if _has_few_keys(field.type)),
     )
@@ -123,20 +128,19 @@ def _outline(kind: type[Struct]) -> _Outline:
 
 def _holds_integers(type: inspect.Type) -> bool:
     """Whether a value has integers, in lists too. Nested objects do not count."""
-    if isinstance(type, inspect.Metadata):
-        return _holds_integers(type.type)
-    if isinstance(type, inspect.UnionType):
-        return any(map(_holds_integers, type.types))
-    if isinstance(type, inspect.ListType):
-        return _holds_integers(type.item_type)
-    return isinstance(type, inspect.IntType)
+    return any(
+        isinstance(each, inspect.IntType)
+        or (isinstance(each, inspect.ListType) and _holds_integers(each.item_type))
+        for each in alternatives(type)
+    )
 
 
 def _has_few_keys(type: inspect.Type) -> bool:
     """Whether a value is an object whose number of keys is limited."""
-    if isinstance(type, inspect.UnionType):
-        return any(map(_has_few_keys, type.types))
-    return isinstance(type, inspect.DictType) and type.max_length is not None
+    return any(
+        isinstance(each, inspect.DictType) and each.max_length is not None
+        for each in alternatives(type)
+    )
 
 
 def _without_floats(value: bytes) -> bytes:

@@ -107,7 +107,7 @@ def _out_of_bounds(found: re.Match[str]) -> str:
 
 def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:
     """The types that a field may have."""
-    types = _alternatives(inspect.type_info(kind))
+    types = alternatives(inspect.type_info(kind))
     for name in path:
         types = [inner for outer in types for inner in _members(outer, name)]
     return types
@@ -115,7 +115,7 @@ def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:
 
 def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
     if isinstance(type, inspect.ListType):
-        return _alternatives(type.item_type)
+        return alternatives(type.item_type)
     if isinstance(type, inspect.StructType):
         if name == type.tag_field:
             return [inspect.LiteralType((type.tag,))]
@@ -123,7 +123,7 @@ def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
             inner
             for field in type.fields
             if field.encode_name == name
-            for inner in _alternatives(field.type)
+            for inner in alternatives(field.type)
         ]
     return []
 
@@ -133,5 +133,10 @@ def _is_off(type: inspect.Type) -> TypeGuard[inspect.FloatType]:
     return isinstance(type, inspect.FloatType) and type.ge is not None and type.ge == type.le
 
 
-def _alternatives(type: inspect.Type) -> list[inspect.Type]:
-    return list(type.types) if isinstance(type, inspect.UnionType) else [type]
+def alternatives(type: inspect.Type) -> list[inspect.Type]:
+    """The types that a value may have, without what is said of them."""
+    if isinstance(type, inspect.Metadata):
+        return alternatives(type.type)
+    if isinstance(type, inspect.UnionType):
+        return [inner for outer in type.types for inner in alternatives(outer)]
+    return [type]

@@ -13,6 +13,7 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
+from minisgl.server.requests.described import Unsupported
 from minisgl.text.history import SYSTEM_ROLES, Role
 from minisgl.text.rendering import TEXT_ARGUMENT
 from minisgl.text.template_facts import TemplateFacts
@@ -23,7 +24,6 @@ MAX_PARTS = 8192  # of all messages together
 MAX_TEMPLATE_OPTIONS = 256
 MAX_DEPTH = 200  # of a call's arguments; templates write JSON with two calls for each level
 STRINGS, BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]")
-Unsupported: TypeAlias = None
 # Not decoded here: the process that renders does so, and may take its time.
 TemplateOptions = Annotated[dict[str, Raw], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
 from minisgl.request import MAX_CHOICES
+from minisgl.server.requests.described import NOT_GIVEN
 
-NOT_GIVEN: Any = None  # the default of a Raw, which is null where null was sent
 # Not decoded with the body: a schema may be long. As an object, or as a text that has its JSON;
 # null as if it were left out, as clients send it.
 Schema = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "boolean", "string", "null"]})]

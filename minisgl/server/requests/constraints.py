@@ -43,22 +43,6 @@ def _constraints(body: GenerationRequest) -> Iterator[StructuredOutput]:
         yield from _response_format(body.response_format)
     if body.structured_outputs is not None:
         yield _structured_outputs(body.structured_outputs)
-    blanks = body.guided_whitespace_pattern
-    if _given(body.guided_json):
-        schema = _schema(body.guided_json, "guided_json")
-        yield StructuredOutput(json_schema=schema, whitespace_pattern=blanks, field="guided_json")
-    if body.guided_json_object:
-        yield StructuredOutput(
-            json_object=True, whitespace_pattern=blanks, field="guided_json_object"
-        )
-    if body.guided_choice is not None:
-        yield StructuredOutput(choice=body.guided_choice, field="guided_choice")
-    for name in ("guided_regex", "regex"):
-        if (regex := getattr(body, name)) is not None:
-            yield StructuredOutput(regex=regex, field=name)
-    for name in ("guided_grammar", "ebnf", "grammar"):
-        if (grammar := getattr(body, name)) is not None:
-            yield StructuredOutput(grammar=grammar, field=name)
     if _given(body.json_schema):
         schema = _schema(body.json_schema, "json_schema")
         yield StructuredOutput(json_schema=schema, field="json_schema")

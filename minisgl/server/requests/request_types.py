@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -38,15 +38,9 @@ from minisgl.server.requests.chat_messages import (
     Messages,
     Reasoning,
     TemplateOptions,
-    Unsupported,
 )
-from minisgl.server.requests.constraint_types import (
-    NOT_GIVEN,
-    Choices,
-    ResponseFormat,
-    Schema,
-    StructuredFields,
-)
+from minisgl.server.requests.constraint_types import ResponseFormat, Schema, StructuredFields
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only, unsupported
 from minisgl.server.requests.tools import OfferedTools, ToolChoice
 from minisgl.server.served_engine import SamplingDefaults
 
@@ -57,8 +51,8 @@ MAX_ID_DIGITS = len(str(MAX_INTEGER))
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
 # Values that are not decoded: a client could send many numbers that take long to read.
-Ignored: TypeAlias = Raw
-Detail: TypeAlias = Raw  # of a sampler: see SAMPLER_DETAILS
+# Of a sampler: see SAMPLER_DETAILS.
+Detail = Annotated[Raw, Meta(description="Without effect: its sampler must be off.")]
 NULL = Raw(b"null")
 # Bounded because reading integers of thousands of digits takes long; the engine checks the rest.
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -80,9 +74,9 @@ def _bounds(parameter: Parameter) -> Meta:
 
 
 # Accepted at the value that turns the feature off, which some clients send in every request.
-Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
-OffAt0 = Annotated[float, Meta(ge=0, le=0)]
-OffAt1 = Annotated[float, Meta(ge=1, le=1)]
+Off = Annotated[Annotated[bool, Meta(extra_json_schema={"const": False})] | None, only(False)]
+OffAt0 = Annotated[Annotated[float, Meta(ge=0, le=0)] | None, only(0)]
+OffAt1 = Annotated[Annotated[float, Meta(ge=1, le=1)] | None, only(1)]
 # Parameters of a sampler: ignored if the request turns that sampler off, and rejected otherwise.
 SAMPLER_DETAILS = {
     "mirostat": ("mirostat_tau", "mirostat_eta"),
@@ -113,8 +107,12 @@ class ClientFields(Struct, kw_only=True):
     """The fields that say whose request it is."""
 
     cache_salt: Salt | None = None
-    extra_key: Salt | None = None  # SGLang's; divides the cache, too
-    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+    """Share cached prefixes only with requests of this salt. Default: none. Example: `"mine"`"""
+    extra_key: Salt | None = None
+    """Divides the cache as cache_salt does. Default: none. Example: `"mine"`"""
+    user: Raw = NOT_GIVEN
+    """The user of a client: takes turns with others of that client. Default: none. Example:
+    `"ada"`"""
 
     @property
     def salt(self) -> str | None:
@@ -137,6 +135,19 @@ class ClientFields(Struct, kw_only=True):
 
 # Parameters that are fields of another form in each API, or stand elsewhere.
 NOT_COMMON = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+# Constraints by the names of older servers, and what to send for them.
+REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_json_object": "structured_outputs.json_object",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "structured_outputs, for which there is one backend,",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+}
 if TYPE_CHECKING:
     ParameterFields = ClientFields
 else:
@@ -146,6 +157,10 @@ else:
             (name, Annotated[parameter.kind, _bounds(parameter)] | None, None)
             for name, parameter in PARAMETERS.items()
             if name not in NOT_COMMON
+        ]
+        + [
+            (name, Annotated[None, unsupported(f"send {other} instead")], None)
+            for name, other in REPLACED.items()
         ],
         bases=(ClientFields,),
         kw_only=True,
@@ -156,46 +171,52 @@ class CommonFields(ParameterFields, kw_only=True):
     """The fields that the requests of all APIs have in common."""
 
     min_tokens: Annotated[int, _bounds(PARAMETERS["min_tokens"])] | None = None
+    """How many tokens must come before an answer may end. Default: 0. Example: `5`"""
     stop: StopText | StopStrings | None = None
+    """Texts that end the answer where they appear. Default: none. Example: `["END"]`"""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    """Tokens that end the answer. Default: none. Example: `[2]`"""
     include_stop_str_in_output: bool | None = None
+    """Keep the text that ended the answer. Default: false. Example: `true`"""
     ignore_eos: bool | None = None
+    """Go on behind the model's own end of the answer. Default: false. Example: `true`"""
     logit_bias: LogitBias | None = None
+    """Added to the logits of tokens, by token id. Default: none. Example: `{"11": -5}`"""
     allowed_token_ids: AllowedIds | None = None
+    """The only tokens that the answer may have. Default: all. Example: `[11, 12, 13]`"""
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that the answer must not have. Default: none. Example: `["certainly"]`"""
     skip_special_tokens: bool | None = None
+    """false: show control tokens in the answer. Default: true. Example: `false`"""
     structured_outputs: StructuredFields | None = None
-    guided_json: Schema = NOT_GIVEN
-    guided_json_object: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    grammar: str | None = None
+    """One constraint, by its kind. Default: none. Example: `{"choice": ["yes", "no"]}`"""
     json_schema: Schema = NOT_GIVEN
+    """Holds the answer to JSON of this schema. Default: none. Example: `{"type": "object",
+    "properties": {"city": {"type": "string"}}}`"""
     structural_tag: Schema = NOT_GIVEN
+    """Free text in which each trigger begins a tag whose content has a schema. Default: none.
+    Example: `{"structures": [{"begin": "<city>", "schema": {"type": "object", "properties":
+    {"city": {"type": "string"}}}, "end": "</city>"}], "triggers": ["<city>"]}`"""
     stop_regex: Unsupported = None
     length_penalty: Unsupported = None
     logprob_token_ids: Unsupported = None
     prompt_embeds: Unsupported = None
     input_ids: Unsupported = None
-    return_tokens_as_token_ids: bool | None = None  # in logprobs
-    use_beam_search: Off | None = None
-    repeat_penalty: OffAt1 | None = None
-    typical_p: OffAt1 | None = None
-    mirostat: OffAt0 | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens of logprobs by their ids. Default: false. Example: `true`"""
+    use_beam_search: Off = None
+    repeat_penalty: OffAt1 = None
+    typical_p: OffAt1 = None
+    mirostat: OffAt0 = None
     mirostat_tau: Detail = NOT_GIVEN
     mirostat_eta: Detail = NOT_GIVEN
-    xtc_probability: OffAt0 | None = None
+    xtc_probability: OffAt0 = None
     xtc_threshold: Detail = NOT_GIVEN
-    dry_multiplier: OffAt0 | None = None
+    dry_multiplier: OffAt0 = None
     dry_base: Detail = NOT_GIVEN
     dry_allowed_length: Detail = NOT_GIVEN
     dry_penalty_last_n: Detail = NOT_GIVEN
     dry_sequence_breakers: Detail = NOT_GIVEN
-    guided_decoding_backend: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         check_off(use_beam_search=self.use_beam_search)
@@ -214,15 +235,26 @@ class GenerationRequest(CommonFields, kw_only=True):
     """The fields that chats and completions have in common."""
 
     model: str | None = None
+    """A name of the model. Default: the model that is served."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    """How many answers to give to each prompt. Default: 1. Example: `2`"""
     stream: bool | None = None
+    """Send the answer as events while it is generated. Default: false. Example: `true`"""
     stream_options: StreamOptions | None = None
+    """Whether a stream tells its usage; only with stream. Default: none. Example:
+    `{"include_usage": true}`"""
 
-    truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
+    truncate_prompt_tokens: NumKept | None = None
+    """Keep only the last tokens of the prompt; -1: as many as leave room. Default: all. Example:
+    `1000`"""
     prompt_logprobs: NumLogprobs | None = None
+    """Add the logprobs of the prompt, with so many alternatives. Default: none. Example: `1`"""
     return_token_ids: bool | None = None
+    """Add the token ids of prompt and answer. Default: false. Example: `true`"""
 
     response_format: ResponseFormat | None = None
+    """Holds the answer to JSON, or to JSON of a schema. Default: free text. Example: `{"type":
+    "json_object"}`"""
     moderation: Unsupported = None
     prompt_cache_options: Unsupported = None
 
@@ -306,32 +338,60 @@ class ChatRequest(GenerationRequest, kw_only=True):
     scores_each_prompt: ClassVar[bool] = False  # all choices have one, which is reported once
 
     messages: Messages
+    """The conversation, the oldest message first. Example: `[{"role": "user", "content":
+    "Hello!"}]`"""
     max_completion_tokens: PositiveCount | None = None
-    max_tokens: PositiveCount | None = None  # the older name of max_completion_tokens
+    """The newer name of max_tokens. Default: as max_tokens. Example: `100`"""
+    max_tokens: PositiveCount | None = None
+    """How many tokens an answer may have. Default: the room that is left; 16 for /v1/completions.
+    Example: `100`"""
     logprobs: bool | None = None
+    """Add the logprobs of the answer. Default: false. Example: `true`"""
     top_logprobs: NumLogprobs | None = None
+    """How many alternatives each token has; only with logprobs. Default: 0. Example: `5`"""
 
     reasoning_effort: Effort | None = None
+    """How much the model thinks. Default: as the model does. Example: `"low"`"""
     reasoning: Reasoning | None = None
+    """How much the model thinks. Default: as the model does. Example: `{"effort": "low"}`"""
     include_reasoning: bool | None = None
+    """false: leave the reasoning out of the answer. Default: true. Example: `false`"""
     separate_reasoning: bool | None = None
+    """false: leave the reasoning in the content. Default: true. Example: `false`"""
     stream_reasoning: Annotated[bool, Meta(extra_json_schema={"const": True})] | None = None
+    """Only true: reasoning is streamed as it comes. Default: true. Example: `true`"""
     thinking_token_budget: Count | None = None
+    """How many tokens the model may think. Default: no limit. Example: `200`"""
     add_generation_prompt: bool | None = None
+    """Begin the assistant's message in the prompt. Default: true. Example: `true`"""
     chat_template_kwargs: TemplateOptions | None = None
+    """Variables of the chat template. Default: none. Example: `{"enable_thinking": false}`"""
     chat_template: Unsupported = None
     documents: Unsupported = None
     continue_final_message: bool | None = None
+    """Go on with the last message, which stays open. Default: false. Example: `true`"""
     control_tokens_in_text: bool | None = None
+    """Read control tokens that messages spell; otherwise they are text. Default: the option
+    --control-tokens-in-text. Example: `false`"""
     images: Images | None = None
+    """What becomes of images, which the model cannot see. Default: the option --images. Example:
+    `"placeholder"`"""
     echo: bool | None = None
+    """Begin the answer with the prompt. Default: false. Example: `true`"""
 
     tools: OfferedTools | None = None
+    """What the model may call. Default: none. Example: `[{"type": "function", "function": {"name":
+    "get_weather", "description": "The weather in a city.", "parameters": {"type": "object",
+    "properties": {"city": {"type": "string"}}}}}]`"""
     tool_choice: ToolChoice | None = None
+    """Whether the model must call a tool, and which. Default: auto. Example: `"auto"`"""
     parallel_tool_calls: bool | None = None
+    """false: at most one call. Default: true. Example: `false`"""
     functions: Unsupported = None
     function_call: Literal["none"] | None = None
+    """Only "none": tools has replaced it. Default: none. Example: `"none"`"""
     modalities: list[Literal["text"]] | None = None
+    """Only ["text"]. Default: ["text"]. Example: `["text"]`"""
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
@@ -382,13 +442,18 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     scores_each_prompt: ClassVar[bool] = True
     limit_field: ClassVar[str] = "max_tokens"
 
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    """The text to continue, as text or as token ids. Example: `"Once upon a time"`"""
     max_tokens: Count | None = None
     logprobs: NumLogprobs | None = None
+    """Add logprobs, with so many alternatives for each token. Default: none. Example: `5`"""
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    """Begin the prompt as the tokenizer does. Default: true. Example: `false`"""
     best_of: int | None = None
+    """Only 1, or n. Default: n. Example: `1`"""
     suffix: Literal[""] | None = None
+    """Only the empty text. Default: none. Example: `""`"""
     thinking_token_budget: Unsupported = None
 
     def __post_init__(self) -> None:
@@ -436,10 +501,13 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
+    """The text to continue, as text or as token ids. Example: `"Once upon a time"`"""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    """Begin the prompt as the tokenizer does. Default: true. Example: `false`"""
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    """Add the text of each token. Default: false. Example: `true`"""
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -468,3 +536,4 @@ class DetokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[Count]
+    """Token ids. Example: `[1, 2, 3]`"""

@@ -13,7 +13,8 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT, Tool, tool_calls
 from minisgl.request import StructuredOutput
-from minisgl.server.requests.constraint_types import NOT_GIVEN, Parameters
+from minisgl.server.requests.constraint_types import Parameters
+from minisgl.server.requests.described import NOT_GIVEN
 from minisgl.text.parsing.selection import AnswerFormat
 
 MAX_TOOLS = 1024

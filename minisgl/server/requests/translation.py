@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from minisgl.errors import ContextLengthError, InvalidRequestError
-from minisgl.server.requests.chat_messages import Images, Message, ToolCall, Unsupported
+from minisgl.server.requests.chat_messages import Images, Message, ToolCall
+from minisgl.server.requests.described import Unsupported
 from minisgl.server.requests.request_types import ChatRequest, CommonFields, Off
 from minisgl.text.history import Role
 
@@ -24,14 +25,15 @@ class TranslatedFields(CommonFields, kw_only=True):
 
     # Of chats. They would have an effect there.
     n: Literal[1] | None = None
+    """Only 1. Example: `1`"""
     max_completion_tokens: Unsupported = None
     response_format: Unsupported = None
     reasoning_effort: Unsupported = None
     thinking_token_budget: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     prompt_logprobs: Unsupported = None
-    logprobs: Off | None = None
-    return_token_ids: Off | None = None
+    logprobs: Off = None
+    return_token_ids: Off = None
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_MESSAGES, Unsupported
-from minisgl.server.requests.constraint_types import NOT_GIVEN
-from minisgl.server.requests.request_types import Ignored, PositiveCount, StopStrings, check_off
+from minisgl.server.requests.chat_messages import MAX_MESSAGES
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported
+from minisgl.server.requests.request_types import PositiveCount, StopStrings, check_off
 from minisgl.server.requests.tools import MAX_TOOLS
 from minisgl.server.requests.translation import TranslatedFields
 
@@ -187,12 +187,21 @@ class Prompt(TranslatedFields, kw_only=True):
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
+    """The system prompt. Default: none. Example: `"Be brief."`"""
     tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. Default: none. Example: `[{"name": "get_weather", "input_schema":
+    {"type": "object", "properties": {"city": {"type": "string"}}}}]`"""
     tool_choice: MessagesToolChoice | None = None
+    """Whether the model must call a tool, and which. Default: auto. Example: `{"type": "auto"}`"""
     thinking: Thinking | None = None
+    """Whether the model thinks. Default: as the model does. Example: `{"type": "disabled"}`"""
     output_config: OutputConfig | None = None
-    output_format: SchemaFormat | None = None  # the older name of output_config.format
+    """The form of the answer, and how much to think. Default: none. Example: `{"effort": "low"}`"""
+    output_format: SchemaFormat | None = None
+    """The older place of output_config.format. Default: free text. Example: `{"type":
+    "json_schema", "schema": {"type": "object", "properties": {"city": {"type": "string"}}}}`"""
     mcp_servers: list[Ignored] | None = None
+    """Left out: this server runs no tools."""
 
     # Of chats.
     chat_template_kwargs: Unsupported = None
@@ -211,6 +220,7 @@ class Prompt(TranslatedFields, kw_only=True):
     service_tier: Ignored = NOT_GIVEN
     speed: Ignored = NOT_GIVEN
     thread: Thread | None = None
+    """Accepted, and without effect."""
     user_profile_id: Ignored = NOT_GIVEN
     workspace_id: Ignored = NOT_GIVEN
 
@@ -236,7 +246,9 @@ class MessagesRequest(Prompt, kw_only=True):
     max_tokens: PositiveCount | None = None
     stream: bool | None = None
     stop_sequences: StopStrings | None = None
+    """Texts that end the answer where they appear. Default: none. Example: `["END"]`"""
     metadata: Metadata | None = None
+    """Its user_id stands for user. Default: none. Example: `{"user_id": "ada"}`"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

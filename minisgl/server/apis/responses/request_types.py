@@ -7,22 +7,15 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_MESSAGES, Effort, TemplateOptions, Unsupported
+from minisgl.server.requests.chat_messages import MAX_MESSAGES, Effort, TemplateOptions
 from minisgl.server.requests.constraint_types import (
-    NOT_GIVEN,
     JsonObjectFormat,
     Parameters,
     Schema,
     TextFormat,
 )
-from minisgl.server.requests.request_types import (
-    NULL,
-    Ignored,
-    NumLogprobs,
-    Off,
-    PositiveCount,
-    check_off,
-)
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, unsupported
+from minisgl.server.requests.request_types import NumLogprobs, Off, PositiveCount, check_off
 from minisgl.server.requests.tools import MAX_TOOLS, TextInput
 from minisgl.server.requests.translation import TranslatedFields
 
@@ -36,12 +29,11 @@ STATELESS = (
     "is not supported, because answers are not stored. Send the whole conversation in input: its "
     "items, the output of each answer, and what is new."
 )
-# Fields that only a server has that stores more than answers, and what to send instead.
-STORED_FIELDS = {
-    "conversation": "is not supported. Send previous_response_id, or the whole conversation in "
-    "input: its items, the output of each answer, and what is new.",
-    "prompt": "is not supported, because prompts are not stored. Send instructions and input.",
-}
+NO_CONVERSATIONS = unsupported(
+    "send previous_response_id, or the whole conversation in input: its items, the output of each "
+    "answer, and what is new"
+)
+NO_PROMPTS = unsupported("send instructions and input, because prompts are not stored")
 REFERENCE = "item_reference"
 # Types of tools that OpenAI runs, or that its models know: their names may be logged.
 HOSTED = frozenset(
@@ -57,7 +49,6 @@ NAMESPACE = "namespace"
 STREAM_INSTEAD = (
     "is not supported. Leave it out; with stream: true the answer comes as it is written."
 )
-Stored = Annotated[Raw, Meta(extra_json_schema={"type": "null"})]
 
 
 class InputTextPart(Struct, tag_field="type", tag="input_text"):
@@ -234,25 +225,39 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     """POST /v1/responses"""
 
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    """The question, or the items of a conversation. Example: `"Hello!"`"""
     instructions: str | None = None
+    """The system prompt of this response. Default: none. Example: `"Be brief."`"""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """What the model may call. Default: none. Example: `[{"type": "function", "name":
+    "get_weather", "parameters": {"type": "object", "properties": {"city": {"type":
+    "string"}}}}]`"""
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    """Holds the answer to JSON, or to JSON of a schema. Default: free text. Example: `{"format":
+    {"type": "json_object"}}`"""
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     max_output_tokens: PositiveCount | None = None
+    """How many tokens the answer may have. Default: the room that is left. Example: `100`"""
     include: list[str] | None = None
+    """What a response has besides its text. Default: nothing. Example: `[]`"""
     top_logprobs: NumLogprobs | None = None
+    """How many alternatives each token has. Default: 0. Example: `5`"""
     stream: bool | None = None
     metadata: Metadata | None = None
+    """Repeated in the answer. Default: none. Example: `{"topic": "weather"}`"""
     truncation: Literal["auto", "disabled"] | None = None
+    """auto: drop the oldest items if there is no room. Default: disabled. Example: `"auto"`"""
     previous_response_id: str | None = None
+    """The id of a stored response to go on from. Default: none. Example: `"resp_1"`"""
     store: bool | None = None
+    """Whether the answer is kept, to go on from its id. Default: true. Example: `false`"""
 
-    conversation: Stored = NOT_GIVEN
-    prompt: Stored = NOT_GIVEN
-    background: Off | None = None
+    conversation: Annotated[None, NO_CONVERSATIONS] = None
+    prompt: Annotated[None, NO_PROMPTS] = None
+    background: Off = None
     moderation: Unsupported = None
 
     # Of chats.
@@ -272,9 +277,6 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
-        for name, instead in STORED_FIELDS.items():
-            if getattr(self, name) not in (None, NULL):
-                raise InvalidRequestError(name, instead)
         if self.background:
             raise InvalidRequestError("background", STREAM_INSTEAD)
 

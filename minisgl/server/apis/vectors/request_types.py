@@ -10,28 +10,24 @@ from msgspec import Meta, Struct
 from minisgl.engine.vector_types import EmbedOptions, Input, RerankOptions
 from minisgl.errors import InvalidRequestError
 from minisgl.server.http.validation_errors import NOT_SUPPORTED
-from minisgl.server.requests.chat_messages import Unsupported
-from minisgl.server.requests.constraint_types import NOT_GIVEN
-from minisgl.server.requests.request_types import (
-    ClientFields,
-    Ignored,
-    NumKept,
-    PositiveCount,
-    TokenId,
-)
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only
+from minisgl.server.requests.request_types import ClientFields, NumKept, PositiveCount, TokenId
 
 MAX_INPUTS = 2048  # of one request: texts, documents, or pairs of texts
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
-On = Annotated[bool, Meta(extra_json_schema={"const": True})]
+On = Annotated[Annotated[bool, Meta(extra_json_schema={"const": True})] | None, only(True)]
 
 
 class VectorFields(ClientFields, kw_only=True):
     """The fields that requests for vectors and for scores have in common."""
 
     model: str | None = None
-    instruction: str | None = None  # what is looked for
-    truncate_prompt_tokens: NumKept | None = None  # -1: as many as the model takes
+    instruction: str | None = None
+    """What is looked for. Default: that of the model's card. Example: `"Find what purrs."`"""
+    truncate_prompt_tokens: NumKept | None = None
+    """Cut what the model reads to so many tokens; -1: to as many as it takes. Default: refused if
+    too long. Example: `512`"""
 
     def __post_init__(self) -> None:
         if self.truncate_prompt_tokens == 0:
@@ -41,11 +37,15 @@ class VectorFields(ClientFields, kw_only=True):
 class EmbeddingRequest(VectorFields, kw_only=True):
     """POST /v1/embeddings"""
 
-    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    """The texts, or their token ids. Example: `["a text", "another"]`"""
     encoding_format: Literal["float", "base64"] | None = None
+    """base64: float32 numbers, little-endian. Default: float. Example: `"base64"`"""
     dimensions: PositiveCount | None = None
-    prompt_name: str | None = None  # of a prompt of the checkpoint
-    add_special_tokens: On | None = None
+    """How many numbers each vector keeps, the first. Default: all. Example: `64`"""
+    prompt_name: str | None = None
+    """A prompt of the checkpoint, before each text. Default: its default. Example: `"query"`"""
+    add_special_tokens: On = None
     normalize: Unsupported = None
     embed_dtype: Unsupported = None
     embedding_type: Unsupported = None
@@ -89,6 +89,7 @@ class ScoringFields(VectorFields, kw_only=True):
     """The fields that all requests for scores have in common."""
 
     max_tokens_per_doc: PositiveCount | None = None
+    """Cut each document to so many tokens. Default: none. Example: `256`"""
 
     def options(self) -> RerankOptions:
         return RerankOptions(
@@ -112,10 +113,15 @@ class RerankRequest(ScoringFields, kw_only=True):
     """POST /v1/rerank and /v2/rerank"""
 
     query: str
+    """What the documents are scored for. Example: `"What purrs?"`"""
     documents: Documents
-    top_n: PositiveCount | None = None  # None: all
+    """Texts, or objects with a text. Example: `["It rains.", "A cat does."]`"""
+    top_n: PositiveCount | None = None
+    """How many documents to answer with, the best. Default: all. Example: `1`"""
     return_documents: bool | None = None
-    rank_fields: list[Literal["text"]] | None = None  # Cohere's: the members that are read
+    """Add the texts of the documents. Default: false. Example: `true`"""
+    rank_fields: list[Literal["text"]] | None = None
+    """Only ["text"]. Default: none. Example: `["text"]`"""
     max_chunks_per_doc: Unsupported = None
     priority: Ignored = NOT_GIVEN
 
@@ -127,8 +133,10 @@ class RerankRequest(ScoringFields, kw_only=True):
 class ScoreRequest(ScoringFields, kw_only=True):
     """POST /v1/score"""
 
-    text_1: str | Texts  # queries
-    text_2: str | Texts  # documents
+    text_1: str | Texts
+    """A query, or one for each text_2. Example: `"What purrs?"`"""
+    text_2: str | Texts
+    """A document, or several. Example: `["It rains.", "A cat does."]`"""
 
     def pairs(self) -> list[tuple[str, str]]:
         """Pairs of query and document; raises InvalidRequestError."""

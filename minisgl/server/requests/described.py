@@ -1,0 +1,57 @@
+"""What is said of the fields of requests: in the OpenAPI description, and in errors.
+
+A field is described by the string behind its declaration: `What it does. Default: this. Example:
+`{"as": "JSON"}``. Fields without one mean what those of the same name in a chat mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from itertools import pairwise
+from typing import Annotated, Any
+
+from msgspec import Meta, Raw
+
+NOT_GIVEN: Any = None  # the default of a Raw, which is null where null was sent
+TEXT = re.compile(r"(.*?)(?: Example: `(.*)`)?")
+
+
+def unsupported(instead: str) -> Meta:
+    """Of a field that takes null: any other value gets a 400 that says what to do instead."""
+    return Meta(description=f"Not supported: {instead}.", extra={"instead": instead})
+
+
+def only(value: Any) -> Meta:
+    """Of a field that is accepted at the value that asks for nothing."""
+    return Meta(description=f"Only {json.dumps(value)}.", examples=[value])
+
+
+Unsupported = Annotated[None, unsupported("leave it out")]
+# A value that is not decoded: a client could send many numbers that take long to read.
+Ignored = Annotated[Raw, Meta(description="Accepted, and without effect.")]
+
+
+def descriptions(kind: type) -> dict[str, dict[str, Any]]:
+    """What a JSON schema says of each field of `kind` that is described where it is declared."""
+    found = {}
+    for each in reversed(kind.__mro__):
+        try:
+            [declared] = ast.parse(inspect.getsource(each)).body
+        except (OSError, TypeError):  # made by a call
+            continue
+        assert isinstance(declared, ast.ClassDef)
+        for field, text in pairwise(declared.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(said))):
+                    found[name] = _parsed(said)
+    return found
+
+
+def _parsed(said: str) -> dict[str, Any]:
+    match = TEXT.fullmatch(" ".join(said.split()))
+    assert match is not None
+    about, example = match.groups()
+    return {"description": about} | ({} if example is None else {"examples": [json.loads(example)]})
