@@ -40,13 +40,14 @@ from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
 from minisgl.shards import Shard
 
-# Windows in some layers, soft caps, sinks, values of another width, scales of embedding, residual
-# and logits, positions from a table, norms with 1 + w, parallel blocks, mixtures of experts.
+# Windows in some layers or of a mask alone, soft caps, sinks, values of another width, scales of
+# embedding, residual and logits, positions from a table, norms with 1 + w, parallel blocks,
+# mixtures of experts.
 IN_CI = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MiMoV2FlashForCausalLM"),
     *("GraniteForCausalLM", "Cohere2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"),
     *("Olmo3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"),
-    "Gemma4ForCausalLM",
+    *("Gemma4ForCausalLM", "PhimoeForCausalLM"),
 )
 # Text parts with the names of weights that published checkpoints have.
 TOWERS_IN_CI = ("Gemma3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
@@ -222,6 +223,41 @@ def test_the_proof_finds_another_attention(
     changed(monkeypatch, **change)
     with pytest.raises(UnsupportedModelError, match="first in the attention of layer 0"):
         proves(architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "windows"),
+    [
+        ("PhimoeForCausalLM", {"sliding_window": 2047}, (2047,) * 32),
+        ("PhimoeForCausalLM", {"sliding_window": None}, (None,) * 32),
+        (
+            "Qwen2MoeForCausalLM",
+            {
+                "sliding_window": 2047,
+                "layer_types": ["full_attention", "sliding_attention"] * 12,
+            },
+            (None, 2047) * 12,
+        ),
+        # A window that no layer has.
+        ("Dots1ForCausalLM", {"sliding_window": 4096}, (None,) * 62),
+    ],
+)
+def test_windows_that_only_a_mask_has_are_found_and_proven(
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    values: dict[str, Any],
+    windows: tuple[int | None, ...],
+) -> None:
+    config, model = full_config(architecture), model_class(architecture)
+    for name, value in values.items():
+        setattr(config, name, value)
+    found = discover(model, config)
+    assert tuple(spec.window for spec in found.attention) == windows
+    prove(model, config, found)
+    if any(windows):
+        monkeypatch.setattr(attend, "_mask", lambda **given: None)
+        with pytest.raises(UnsupportedModelError, match="first in the attention of layer"):
+            prove(model, config, discover(model, config))
 
 
 def test_the_proof_finds_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

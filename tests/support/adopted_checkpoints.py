@@ -32,6 +32,7 @@ SET = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "phimoe": {"sliding_window": 2047},
 }
 # The text part where a kind of model has one of its own.
 _KINDS = {

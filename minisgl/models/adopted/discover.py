@@ -11,7 +11,7 @@ from torch import nn
 
 from minisgl.config import AttentionSpec, ExpertFacts
 from minisgl.errors import UnsupportedModelError
-from minisgl.models.adopted.attend import ATTENTION, Recorder, register, take_seats
+from minisgl.models.adopted.attend import ATTENTION, WITH_MASKS, Recorder, register, take_seats
 
 _NUM_ROWS = 3  # of the run; an odd number, which is the size of nothing else
 
@@ -43,19 +43,12 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     UnsupportedModelError with the reason if it cannot run, or asks for what minisgl has not.
     """
     register()
-    recorder = Recorder()
     try:
         num_layers = config.num_hidden_layers
-        with torch.device("meta"), torch.no_grad():
-            model = architecture._from_config(
-                config, dtype=torch.bfloat16, attn_implementation=ATTENTION
-            ).eval()
-            if model._can_set_experts_implementation():
-                model.set_experts_implementation("batched_mm")  # which takes any sizes
-            take_seats(model, recorder)
-            calls = _Calls(model)
-            model(**inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS)))
-            calls.end()
+        model, recorder, calls = _run(architecture, config, ATTENTION)
+        has_window = any(spec.window for spec in recorder.specs)
+        if getattr(config, "sliding_window", None) and not has_window:
+            model, recorder, calls = _run(architecture, config, WITH_MASKS)
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the code of some architecture raises
@@ -69,6 +62,27 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
             "compute; the others keep a state, or attend in a way of their own."
         )
     return _described(model, recorder, calls, config)
+
+
+def _run(architecture: type[Any], config: Any, attention: str) -> tuple[Any, Recorder, _Calls]:
+    """Make a model on meta tensors, and run it. attention: the name of its function."""
+    recorder = Recorder()
+    with torch.device("meta"), torch.no_grad():
+        model = architecture._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        ).eval()
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # which takes any sizes
+        take_seats(model, recorder)
+        calls = _Calls(model)
+        rows = inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS))
+        if (
+            attention == WITH_MASKS
+        ):  # where transformers else reads positions, which have no numbers
+            rows["attention_mask"] = torch.ones(1, _NUM_ROWS, dtype=torch.int64)
+        model(**rows)
+        calls.end()
+    return model, recorder, calls
 
 
 def _reason(error: Exception) -> str:
