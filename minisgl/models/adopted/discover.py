@@ -76,9 +76,7 @@ def _run(architecture: type[Any], config: Any, attention: str) -> tuple[Any, Rec
         take_seats(model, recorder)
         calls = _Calls(model)
         rows = inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS))
-        if (
-            attention == WITH_MASKS
-        ):  # where transformers else reads positions, which have no numbers
+        if attention == WITH_MASKS:  # which else are made by the numbers of the positions
             rows["attention_mask"] = torch.ones(1, _NUM_ROWS, dtype=torch.int64)
         model(**rows)
         calls.end()
