@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from minisgl.config import AttentionSpec, ExpertFacts
-from minisgl.errors import UnsupportedModelError
+from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.models.adopted.attend import ATTENTION, WITH_MASKS, Recorder, register, take_seats
 
 _NUM_ROWS = 3  # of the run; an odd number, which is the size of nothing else
@@ -52,8 +53,9 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the code of some architecture raises
+        reason = _reason(error, config)
         raise UnsupportedModelError(
-            f"{architecture.__name__} does not run on rows of several requests: {_reason(error)}."
+            f"{architecture.__name__} does not run on rows of several requests: {reason}."
         ) from error
     if len(recorder.modules) != num_layers:
         raise UnsupportedModelError(
@@ -83,14 +85,17 @@ def _run(architecture: type[Any], config: Any, attention: str) -> tuple[Any, Rec
     return model, recorder, calls
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, config: Any) -> str:
     """Why the code of an architecture did not run."""
     if isinstance(error, KeyError) and error.args == (ATTENTION,):
         return "its attention has implementations of its own, and takes no other"
     message = str(error).strip().partition("\n")[0].rstrip(".")
     if "meta" in message:
         return "what it computes depends on numbers that it reads on the host"
-    return f"its code stops with {type(error).__name__}: {message}"
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    if lacking := [n for n, value in vars(config).items() if value is None and f".{n}" in line]:
+        return f"its code computes with {', '.join(lacking)}, which config.json lacks"
+    return f"its code stops with {in_one_line(error)}"
 
 
 def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
