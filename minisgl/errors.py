@@ -241,6 +241,12 @@ def without_words(error: BaseException) -> str:
     return f"{type(error).__name__}\n{frames}".rstrip()
 
 
+def in_one_line(error: BaseException) -> str:
+    """The kind of an error of other code, and what it says: its first words where that is long."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said if len(said) <= 300 else f'{said[:300]}...'}"
+
+
 def one_of(values: Iterable[object]) -> str:
     """'allowed: a, b or c', for messages."""
     *rest, last = [str(value) for value in values]

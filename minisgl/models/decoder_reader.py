@@ -230,6 +230,9 @@ def read_rope(fields: Fields, max_position: int) -> RopeConfig:
     rope.refuse_others(_ROPE_FIELDS[type_] | _SHARED_ROPE_FIELDS)
     for name in _REQUIRED_ROPE_FIELDS.get(type_, ()):
         rope.number_above(0, name)
+    # As in transformers, null stands for the ratio of both contexts, and nothing for no factor.
+    if type_ == "yarn" and "factor" not in rope.values:
+        raise CheckpointError(f"{rope.where} lacks factor, which the rope_type yarn needs.")
 
     # As in transformers, the field at the top level takes precedence.
     original = fields.count(

@@ -98,6 +98,12 @@ def read_quantization(fields: Fields, folder: Path) -> QuantScheme | None:
     instead, for a scheme that minisgl does not compute.
     """
     found = _find(fields, folder)
+    parts = (fields.values.get("quantization"), None if found is None else found.values)
+    if any(map(_is_of_mlx, parts)):
+        raise UnsupportedModelError(
+            f"{fields.where}: the checkpoint is quantised for MLX, which runs on Apple's chips; "
+            "use the original, or an FP8, AWQ or GPTQ copy of it."
+        )
     if found is None:
         return None
     # ModelOpt names no method in a config.json.
@@ -106,6 +112,15 @@ def read_quantization(fields: Fields, folder: Path) -> QuantScheme | None:
     if reader is None:
         raise _refused(found, "quant_method")
     return reader(found)
+
+
+def _is_of_mlx(part: object) -> bool:
+    """MLX names no method."""
+    return (
+        isinstance(part, Mapping)
+        and part.keys() >= {"bits", "group_size"}
+        and "quant_method" not in part
+    )
 
 
 def with_option(scheme: QuantScheme | None, quantization: str | None) -> QuantScheme | None:
@@ -194,6 +209,14 @@ def _read_modelopt(fields: Fields) -> QuantScheme:
         raise _refused(fields, "quant_algo")
     fields.refuse_others(_MODELOPT_FIELDS)
     _require(fields, "kv_cache_quant_algo", (None, "FP8"))
+    groups = fields.values.get("config_groups") or {}
+    for name, values in _object(groups, f"{fields.where}: config_groups").items():
+        group = _object(values, f"{fields.where}: {name}")
+        for part in ("weights", "input_activations"):
+            where = f"{fields.where}: {name}: {part}"
+            arguments = Fields(_object(group.get(part) or {}, where), where)
+            _require(arguments, "num_bits", (None, 8), ", as quant_algo says")
+            _require(arguments, "type", (None, "float"), ", as quant_algo says")
     return scheme
 
 

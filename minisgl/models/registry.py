@@ -12,6 +12,7 @@ from minisgl.errors import (
     MinisglError,
     ModelNotFoundError,
     UnsupportedModelError,
+    in_one_line,
 )
 from minisgl.models import (
     deepseek,
@@ -31,6 +32,7 @@ from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
 from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
+from minisgl.models.transformers_fields import causal_decoders
 
 
 def _without_prefix(stored_name: str) -> str:
@@ -139,7 +141,7 @@ def _adopted(fields: Fields, name: str, because: str | None = None) -> ModelConf
         raise
     except Exception as error:  # of whatever code
         raise CheckpointError(
-            f"{CONFIG_FILE} makes no {name} in transformers: {type(error).__name__}: {error}"
+            f"{CONFIG_FILE} makes no {name} in transformers: {in_one_line(error)}"
         ) from error
     if because is None:
         return config
@@ -173,8 +175,10 @@ def _why_unsupported(name: str, model_impl: str) -> str:
         )
     if name in REFUSED:
         return f"Architecture {name} is not supported: {REFUSED[name]}."
+    refusal = f"Architecture {name} is not supported; `minisgl models` lists those that are."
+    if name not in causal_decoders():
+        return refusal
     return (
-        f"Architecture {name} is not supported; `minisgl models` lists those that are. "
-        "--model-impl adopted tries transformers' code for it, and runs it if a proof at the start "
-        "finds the same numbers."
+        f"{refusal} --model-impl adopted tries transformers' code for it, and runs it if a proof "
+        "at the start finds the same numbers."
     )

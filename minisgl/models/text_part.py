@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
 from minisgl.errors import CheckpointError
 from minisgl.models.config_reader import CONFIG_FILE, HARMLESS_FIELDS, Fields, field_names
 
@@ -18,6 +22,21 @@ _FIELDS = HARMLESS_FIELDS | field_names(
 )
 
 
+def _repeated(whole: Mapping[str, Any], text: Mapping[str, Any]) -> frozenset[str]:
+    """The fields of the whole that the text part has with the same value, there or for its rope.
+    Raises CheckpointError for one that it has with another value."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    values = {**(rope if isinstance(rope, dict) else {}), **text}
+    both = [name for name in whole.keys() & values.keys() - _FIELDS if values[name] is not None]
+    for name in sorted(both):
+        if whole[name] not in (None, values[name]):
+            raise CheckpointError(
+                f"{CONFIG_FILE}: {name} is {reprlib.repr(whole[name])}, and "
+                f"{reprlib.repr(values[name])} in text_config; leave out the one that is wrong."
+            )
+    return frozenset(both)
+
+
 def text_part(whole: Fields) -> tuple[Fields, tuple[str, ...]]:
     """The fields of the text part, and notes on what is left out. A config without text_config is
     that of the text part alone, under whichever name.
@@ -27,9 +46,9 @@ def text_part(whole: Fields) -> tuple[Fields, tuple[str, ...]]:
     text = whole.values.get("text_config")
     if text is None:
         return whole, ()
-    whole.refuse_others(_FIELDS)
     if not isinstance(text, dict):
         raise CheckpointError(f"{CONFIG_FILE}: text_config is not a JSON object.")
+    whole.refuse_others(_FIELDS | _repeated(whole.values, text))
     lacking = {name: whole.values.get(name) for name in _OF_BOTH if text.get(name) is None}
     towers = [name for name in ("vision", "audio") if whole.values.get(f"{name}_config")]
     note = f"the text part of the model; left out: {', '.join(towers) or 'nothing'}"

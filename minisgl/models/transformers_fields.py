@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,13 @@ def model_type_of(values: Mapping[str, Any]) -> str | None:
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     named = architectures if isinstance(architectures, list) else []
     return next((kind for kind, architecture in known if architecture in named), None)
+
+
+def causal_decoders() -> Collection[str]:
+    """The names of the architectures of causal decoders of which transformers has the code."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def fields_read(values: Mapping[str, Any]) -> frozenset[str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from minisgl.config import FP8_WHILE_LOADING, Activations, EngineConfig, ResolvedConfig
-from minisgl.errors import ConfigError, UnsupportedModelError
+from minisgl.errors import ConfigError, UnsupportedModelError, in_one_line
 from minisgl.kernels.linear.quantized import multiplies_fp8
 from minisgl.llm import LLM
 from minisgl.models.config import ModelConfig, NativeConfig
@@ -118,7 +118,7 @@ def beside_transformers(
         raise
     except Exception as error:  # of whatever code
         raise UnsupportedModelError(
-            f"transformers does not run it: {type(error).__name__}: {error}"
+            f"transformers does not run it: {in_one_line(error)}"
         ) from error
     return compare(stretches, exact, rounded, dtype)
 

@@ -40,16 +40,20 @@ from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
 from minisgl.shards import Shard
 
-# Windows in some layers, soft caps, sinks, values of another width, scales of embedding, residual
-# and logits, positions from a table, norms with 1 + w, parallel blocks, mixtures of experts.
+# Windows in some layers or of a mask alone, soft caps, sinks, values of another width, scales of
+# embedding, residual and logits, positions from a table, norms with 1 + w, parallel blocks,
+# mixtures of experts.
 IN_CI = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MiMoV2FlashForCausalLM"),
     *("GraniteForCausalLM", "Cohere2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"),
     *("Olmo3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"),
-    "Gemma4ForCausalLM",
+    *("Gemma4ForCausalLM", "PhimoeForCausalLM"),
 )
 # Text parts with the names of weights that published checkpoints have.
-TOWERS_IN_CI = ("Gemma3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+TOWERS_IN_CI = (
+    *("Gemma3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+    "Emu3ForConditionalGeneration",  # whose text part transformers has under no model_type
+)
 ALL = os.environ.get("ARCHITECTURES") == "all"
 TESTED = sorted(ADOPTED) if ALL else IN_CI
 TESTED_TOWERS = sorted(TOWERS) if ALL else TOWERS_IN_CI
@@ -118,7 +122,7 @@ def test_the_text_part_gives_the_tokens_of_the_whole_model(architecture: str, fo
     check(case, alone=False, page_size=16, max_prefill_length=7, model_impl="auto")
     note = read_model_config(case.folder).notes[0]
     assert note.startswith(f"model: the text part of {architecture}; left out: ")
-    assert note.endswith("vision")
+    assert note.endswith(("vision", "vq"))
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
@@ -222,6 +226,41 @@ def test_the_proof_finds_another_attention(
     changed(monkeypatch, **change)
     with pytest.raises(UnsupportedModelError, match="first in the attention of layer 0"):
         proves(architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "windows"),
+    [
+        ("PhimoeForCausalLM", {"sliding_window": 2047}, (2047,) * 32),
+        ("PhimoeForCausalLM", {"sliding_window": None}, (None,) * 32),
+        (
+            "Qwen2MoeForCausalLM",
+            {
+                "sliding_window": 2047,
+                "layer_types": ["full_attention", "sliding_attention"] * 12,
+            },
+            (None, 2047) * 12,
+        ),
+        # A window that no layer has.
+        ("Dots1ForCausalLM", {"sliding_window": 4096}, (None,) * 62),
+    ],
+)
+def test_windows_that_only_a_mask_has_are_found_and_proven(
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    values: dict[str, Any],
+    windows: tuple[int | None, ...],
+) -> None:
+    config, model = full_config(architecture), model_class(architecture)
+    for name, value in values.items():
+        setattr(config, name, value)
+    found = discover(model, config)
+    assert tuple(spec.window for spec in found.attention) == windows
+    prove(model, config, found)
+    if any(windows):
+        monkeypatch.setattr(attend, "_mask", lambda **given: None)
+        with pytest.raises(UnsupportedModelError, match="first in the attention of layer"):
+            prove(model, config, discover(model, config))
 
 
 def test_the_proof_finds_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +541,8 @@ def test_code_that_does_not_run_is_refused_in_a_sentence(architecture: str, mess
         ("Mistral4ForCausalLM", "it attends over latents"),
         ("GPTNeoForCausalLM", "its attention has implementations of its own"),
         ("MiniMaxM3ForCausalLM", "its attention chooses the tokens that it reads"),
+        ("MiniMaxM3VLForCausalLM", "its attention chooses the tokens that it reads"),
+        ("Phi4MMForCausalLM", "its weights are stored among those of adapters"),
     ],
 )
 def test_an_architecture_that_is_known_not_to_run_is_refused_by_name(

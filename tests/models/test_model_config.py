@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from minisgl.config import AttentionSpec, ModelFacts
 from minisgl.errors import (
@@ -15,9 +18,10 @@ from minisgl.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from minisgl.models.config import ModelConfig
+from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.registry import read_model_config
+from minisgl.models.rope import inverse_frequencies
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -304,7 +308,7 @@ def test_configs_of_unsupported_arithmetic_are_refused_by_field(
     [
         (QWEN3_8B, "field_of_tomorrow", "on"),
         (QWEN3_8B, "use_qk_norm", True),
-        (QWEN3_8B, "quantization", {"group_size": 64, "bits": 4}),
+        (QWEN3_8B, "embedding_multiplier", 12.0),
         (QWEN2 | {"model_type": "qwen2"}, "mlp_bias", True),
         (MISTRAL_7B | {"model_type": "mistral"}, "attention_bias", True),
         (LLAMA_31_8B, "logit_scale", 0.0625),
@@ -365,6 +369,37 @@ def test_unsupported_architectures_are_refused_with_where_the_supported_ones_are
 def test_invalid_config_values_are_refused(read: Read, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read(QWEN3_8B, **changes)
+
+
+@pytest.mark.parametrize(
+    ("factor", "read_as"), [({"factor": None}, 8.0), ({"factor": 2.0}, 2.0), ({}, None)]
+)
+def test_yarn_has_the_factor_of_transformers(
+    read: Read, factor: dict[str, Any], read_as: float | None
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embeddings": 5120}
+    rope |= factor
+    if read_as is None:
+        with pytest.raises(KeyError, match=r"Missing required keys.*factor"):
+            Qwen3Config(rope_parameters=dict(rope), max_position_embeddings=40960)
+        with pytest.raises(CheckpointError, match=r"rope_parameters lacks factor, which .* yarn"):
+            read(QWEN3_8B, "rope_theta", rope_parameters=rope)
+        return
+    config = read(QWEN3_8B, "rope_theta", rope_parameters=rope)
+    theirs = Qwen3Config(rope_parameters=dict(rope), max_position_embeddings=40960, head_dim=128)
+    wanted = Qwen3RotaryEmbedding(theirs)
+    assert isinstance(config, NativeConfig)
+    assert config.rope.factor == read_as
+    assert config.rope.attention_factor == wanted.attention_scaling
+    frequencies = inverse_frequencies(config.rope, 128)
+    torch.testing.assert_close(frequencies, wanted.inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("name", "hints"), [("BartForCausalLM", True), ("FooForCausalLM", False)])
+def test_transformers_code_is_offered_where_it_has_some(read: Read, name: str, hints: bool) -> None:
+    with pytest.raises(UnsupportedModelError, match="`minisgl models` lists") as error:
+        read(QWEN3_8B, architectures=[name])
+    assert ("--model-impl adopted" in str(error.value)) is hints
 
 
 def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:

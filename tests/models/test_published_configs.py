@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from minisgl.errors import CheckpointError, UnsupportedModelError
-from minisgl.models.adopted.reader import transformers_config
+from minisgl.models.adopted.discover import discover
+from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.qwen3_5 import NEXT, HybridConfig
 from minisgl.models.registry import read_model_config
 
@@ -181,6 +182,47 @@ def test_fields_of_the_whole_and_of_the_part_are_looked_up_by_their_own_classes(
         read(tmp_path, QWEN3_6 | {"text_config": text | {"per_layer_config": {"0": {}}}})
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"partial_rotary_factor": 0.25, "hidden_size": 5120},
+        {"rope_theta": 10000000},  # as that of rope_parameters
+        {"rope_theta": None},
+    ],
+)
+def test_a_field_that_repeats_that_of_the_text_part_changes_nothing(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    assert read(tmp_path, QWEN3_6 | beside) == read(tmp_path, QWEN3_6)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, and 0\.25 in text_conf"),
+        ({"rope_theta": 10000.0}, r"rope_theta is 10000\.0, and 10000000 in text_config"),
+        ({"hidden_size": 2048}, r"hidden_size is 2048, and 5120 in text_config"),
+    ],
+)
+def test_a_field_that_contradicts_the_text_part_is_refused(
+    tmp_path: Path, beside: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{message}.*; leave out the one that is wrong"):
+        read(tmp_path, QWEN3_6 | beside)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {name: {"bits": 4, "group_size": 64} for name in ("quantization", "quantization_config")},
+        {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
+    ],
+)
+def test_a_checkpoint_of_mlx_is_refused_by_name(tmp_path: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"quantised for MLX, .* use the original"):
+        read(tmp_path, QWEN3_NEXT | values)
+
+
 def test_what_a_mixture_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
     config = read(tmp_path, without(QWEN3_NEXT, "shared_expert_intermediate_size"))
     assert config == read(tmp_path, QWEN3_NEXT)
@@ -192,5 +234,10 @@ def test_a_model_type_from_before_transformers_had_the_architecture() -> None:
     assert (old.model_type, old.head_dim) == ("hunyuan_v1_moe", 128)
     new = without(HUNYUAN, "attention_head_dim") | {"model_type": "hunyuan_v1_moe", "head_dim": 128}
     assert old.to_dict() == transformers_config(new, architecture).to_dict()
+    lacking = without(HUNYUAN, "attention_head_dim")
+    with pytest.raises(UnsupportedModelError, match=r"computes with head_dim, which config\.json"):
+        discover(model_class(architecture), transformers_config(lacking, architecture))
+    with pytest.raises(CheckpointError, match=r"^config\.json .*field 'moe_topk'[^\n]*$"):
+        transformers_config(HUNYUAN | {"moe_topk": "8" * 1000}, architecture)
     with pytest.raises(UnsupportedModelError, match="does not know the model_type 'hunyuan'"):
         transformers_config(HUNYUAN, "HunYuanForTomorrow")

@@ -248,6 +248,14 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
         ({**MODELOPT[1], "pre_quant_scale": True}, "pre_quant_scale"),
         ({**MODELOPT[1], "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         ({"producer": {"name": "modelopt"}}, "quant_algo None"),
+        (
+            MODELOPT[1] | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+            "group_0: weights: num_bits 4 is not supported; allowed: 8, as quant_algo says",
+        ),
+        (
+            MODELOPT[1] | {"config_groups": {"a": {"input_activations": {"type": "int"}}}},
+            "a: input_activations: type 'int'",
+        ),
     ],
 )
 def test_other_schemes_of_modelopt_are_refused_by_name(

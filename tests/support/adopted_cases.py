@@ -31,14 +31,9 @@ class Case:
 
 @cache
 def case_of(architecture: str, folder: Path) -> Case:
-    if architecture in TOWERS:
-        made = write_checkpoint_with_towers(architecture, folder / architecture)
-        reference = getattr(transformers, architecture).from_pretrained(
-            made, dtype=torch.float32, attn_implementation="eager"
-        )
-    else:
-        made = write_checkpoint(architecture, folder / architecture)
-        reference = load_reference(made)
+    write = write_checkpoint_with_towers if architecture in TOWERS else write_checkpoint
+    made = write(architecture, folder / architecture)
+    reference = load_reference(made, getattr(transformers, architecture))
     size = reference.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(2, size, (SHARED,), generator=generator).tolist()

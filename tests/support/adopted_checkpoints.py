@@ -17,6 +17,7 @@ from minisgl.models.adopted.discover import discover, num_layers_of_each_kind
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.adopted.reader import model_class
 from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
+from minisgl.models.adopted.towers import text_part
 
 # What published checkpoints set, where the defaults of the class make no model.
 SET = {
@@ -27,11 +28,13 @@ SET = {
         "num_experts_per_tok": 4,
         "n_shared_experts": 1,
     },
+    "emu3": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91, "<|visual token 000000|>": 92}},
     "gemma4_text": {"num_kv_shared_layers": 10},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "phimoe": {"sliding_window": 2047},
 }
 # The text part where a kind of model has one of its own.
 _KINDS = {
@@ -40,7 +43,7 @@ _KINDS = {
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda item: item[0].endswith("_text")
     )
     if isinstance(architecture, str)
-}
+} | {"Emu3ForCausalLM": "emu3_text_model"}
 _KINDS_WITH_TOWERS = {
     architecture: kind
     for kind, architecture in reversed(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())
@@ -90,9 +93,9 @@ def write_checkpoint(architecture: str, folder: Path) -> Path:
 
 def write_checkpoint_with_towers(architecture: str, folder: Path) -> Path:
     """The same of a model with towers."""
-    config = CONFIG_MAPPING[_KINDS_WITH_TOWERS[architecture]]()
-    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.get_text_config().model_type]
-    config.text_config = small_config(text)
+    kind = _KINDS_WITH_TOWERS[architecture]
+    config = CONFIG_MAPPING[kind](**SET.get(kind, {}))
+    config.text_config = small_config(text_part(config)[1])
     for part in config.sub_configs.keys() - {"text_config"}:
         tower = getattr(config, part)
         for name, size in _TOWER_SIZES.items():

@@ -321,9 +321,9 @@ def _spell_as_transformers4(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def load_reference(folder: Path) -> PreTrainedModel:
+def load_reference(folder: Path, architecture: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """The checkpoint in transformers: float32, CPU, its plainest attention."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = architecture.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     for module in model.modules():

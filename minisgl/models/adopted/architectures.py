@@ -8,9 +8,9 @@ ADOPTED = frozenset(
     AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM
     AriaTextForCausalLM BeamForCausalLM BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM
     Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Dots1ForCausalLM
-    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
-    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM
+    Emu3ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
+    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+    GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM
     Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM
     GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSWAForCausalLM
     GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
@@ -31,7 +31,7 @@ RENAMED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
-    AriaForConditionalGeneration DeepseekVLForConditionalGeneration
+    AriaForConditionalGeneration DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
     Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
     Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
@@ -64,6 +64,7 @@ REFUSED = {
     "GPTNeoForCausalLM": _OWN_ATTENTION,
     "MiniMaxM3ForCausalLM": _SPARSE,
     "MiniMaxM3SparseForConditionalGeneration": _SPARSE,
+    "MiniMaxM3VLForCausalLM": _SPARSE,
     "Mistral4ForCausalLM": "it attends over latents, with scores that are scaled by position",
     "LongcatFlashForCausalLM": "its routing reads numbers on the host",
     "DiffLlamaForCausalLM": "its modules attend twice in a layer",
@@ -72,5 +73,7 @@ REFUSED = {
     "JetMoeForCausalLM": "its routing reads numbers on the host",
     "Llama4ForCausalLM": "it attends in chunks",
     "Llama4ForConditionalGeneration": "it attends in chunks",
+    "Phi4MMForCausalLM": "its weights are stored among those of adapters for images and sound",
+    "Phi4MultimodalForCausalLM": "its text part has the towers for images and sound in it",
     "PaliGemmaForConditionalGeneration": "the tokens of a prompt attend to later ones",
 }

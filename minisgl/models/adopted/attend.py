@@ -2,13 +2,14 @@
 
 The attention function of a model is chosen by a name in its config. Ours is registered once under
 `ATTENTION`, and passes each call to the seat that `take_seats` has put into every module of the
-model: a `Recorder` while the model is looked at, a `Seat` while it runs.
+model: a `Recorder` while the model is looked at, a `Seat` while it runs. Under `WITH_MASKS`
+transformers makes masks as well, by a function that returns no numbers but the sliding window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from minisgl.kernels.elementwise.reference import store
 from minisgl.layers.step import Step
 from minisgl.models.adopted.heads import DeferralError, Heads
 
-ATTENTION = "minisgl"
+ATTENTION, WITH_MASKS = "minisgl", "minisgl_with_masks"
 _SEAT = "minisgl_seat"
 
 # Arguments of a call that say nothing about what is attended to.
@@ -41,6 +42,13 @@ class Attends(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Windowed:
+    """What stands for the mask of a sliding window."""
+
+    size: int  # in tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """What a call of the attention function computes, apart from queries, keys and values."""
 
@@ -49,13 +57,20 @@ class Call:
 
     @staticmethod
     def of(
-        where: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, given: Mapping[str, Any]
+        where: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | Windowed | None,
+        given: Mapping[str, Any],
     ) -> Call:
         """Raises UnsupportedModelError for an argument that is not understood."""
         others = dict(given)
         scale, window = others.pop("scaling", None), others.pop("sliding_window", None)
         softcap, sinks = others.pop("softcap", None), others.pop("s_aux", None)
-        if mask is not None:
+        if isinstance(mask, Windowed):
+            window = mask.size
+        elif mask is not None:
             raise UnsupportedModelError(f"{where} attends with a mask of its own.")
         if others.pop("dropout", 0.0):
             raise UnsupportedModelError(f"{where} drops attention weights at random.")
@@ -96,7 +111,9 @@ class Seat:
         attend. Raises UnsupportedModelError if the call is another than at the start."""
         step, layer = self.step, self.layers[module]
         assert step is not None
-        if call.spec != self.specs[layer]:
+        spec = self.specs[layer]
+        # The window may be one of masks, which are not made here.
+        if call.spec not in (spec, replace(spec, window=None)):
             raise UnsupportedModelError(f"The attention of layer {layer} changes between steps.")
         kv, is_own = step.kv(layer), self.sources[layer] == layer
         sinks = None if call.sinks is None else call.sinks.float()
@@ -105,13 +122,13 @@ class Seat:
             if not is_own:
                 raise DeferralError("the layer reads the keys of another")
             qkv, norm_rope = left
-            return step.attention.attend_qkv(
-                qkv, kv, step.batch, norm_rope, call.spec, sinks
-            ).unsqueeze(0)
+            return step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, spec, sinks).unsqueeze(
+                0
+            )
         if is_own:
             _store(k, v, kv, step.batch.of(kv).slot_mapping)
         rows = q[0].transpose(0, 1).contiguous()
-        return step.attention(rows, kv, step.batch, call.spec, sinks).unsqueeze(0)
+        return step.attention(rows, kv, step.batch, spec, sinks).unsqueeze(0)
 
 
 def _store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
@@ -126,10 +143,17 @@ def take_seats(model: nn.Module, seat: Attends) -> None:
 
 
 def register() -> None:
-    """Make the attention known to transformers, under its name."""
-    from transformers import AttentionInterface
+    """Make the attention known to transformers, under its names."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION, _attend)
+    for name in (ATTENTION, WITH_MASKS):
+        AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(WITH_MASKS, _mask)
+
+
+def _mask(*, local_size: int | None = None, **given: Any) -> Windowed | None:
+    """As transformers' mask functions. Chunks, which have a size, too, are found by the proof."""
+    return None if local_size is None else Windowed(local_size)
 
 
 def _attend(
@@ -137,7 +161,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Windowed | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
     where = type(module).__name__

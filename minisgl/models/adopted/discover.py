@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from minisgl.config import AttentionSpec, ExpertFacts
-from minisgl.errors import UnsupportedModelError
-from minisgl.models.adopted.attend import ATTENTION, Recorder, register, take_seats
+from minisgl.errors import UnsupportedModelError, in_one_line
+from minisgl.models.adopted.attend import ATTENTION, WITH_MASKS, Recorder, register, take_seats
 
 _NUM_ROWS = 3  # of the run; an odd number, which is the size of nothing else
 
@@ -43,24 +44,18 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     UnsupportedModelError with the reason if it cannot run, or asks for what minisgl has not.
     """
     register()
-    recorder = Recorder()
     try:
         num_layers = config.num_hidden_layers
-        with torch.device("meta"), torch.no_grad():
-            model = architecture._from_config(
-                config, dtype=torch.bfloat16, attn_implementation=ATTENTION
-            ).eval()
-            if model._can_set_experts_implementation():
-                model.set_experts_implementation("batched_mm")  # which takes any sizes
-            take_seats(model, recorder)
-            calls = _Calls(model)
-            model(**inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS)))
-            calls.end()
+        model, recorder, calls = _run(architecture, config, ATTENTION)
+        has_window = any(spec.window for spec in recorder.specs)
+        if getattr(config, "sliding_window", None) and not has_window:
+            model, recorder, calls = _run(architecture, config, WITH_MASKS)
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the code of some architecture raises
+        reason = _reason(error, config)
         raise UnsupportedModelError(
-            f"{architecture.__name__} does not run on rows of several requests: {_reason(error)}."
+            f"{architecture.__name__} does not run on rows of several requests: {reason}."
         ) from error
     if len(recorder.modules) != num_layers:
         raise UnsupportedModelError(
@@ -71,14 +66,36 @@ def discover(architecture: type[Any], config: Any) -> Discovered:
     return _described(model, recorder, calls, config)
 
 
-def _reason(error: Exception) -> str:
+def _run(architecture: type[Any], config: Any, attention: str) -> tuple[Any, Recorder, _Calls]:
+    """Make a model on meta tensors, and run it. attention: the name of its function."""
+    recorder = Recorder()
+    with torch.device("meta"), torch.no_grad():
+        model = architecture._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        ).eval()
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # which takes any sizes
+        take_seats(model, recorder)
+        calls = _Calls(model)
+        rows = inputs(torch.zeros(_NUM_ROWS, dtype=torch.int64), torch.arange(_NUM_ROWS))
+        if attention == WITH_MASKS:  # which else are made by the numbers of the positions
+            rows["attention_mask"] = torch.ones(1, _NUM_ROWS, dtype=torch.int64)
+        model(**rows)
+        calls.end()
+    return model, recorder, calls
+
+
+def _reason(error: Exception, config: Any) -> str:
     """Why the code of an architecture did not run."""
     if isinstance(error, KeyError) and error.args == (ATTENTION,):
         return "its attention has implementations of its own, and takes no other"
     message = str(error).strip().partition("\n")[0].rstrip(".")
     if "meta" in message:
         return "what it computes depends on numbers that it reads on the host"
-    return f"its code stops with {type(error).__name__}: {message}"
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    if lacking := [n for n, value in vars(config).items() if value is None and f".{n}" in line]:
+        return f"its code computes with {', '.join(lacking)}, which config.json lacks"
+    return f"its code stops with {in_one_line(error)}"
 
 
 def inputs(token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, Prefil
 from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import KVSpec, SharedKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
-from minisgl.errors import UnsupportedModelError
+from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.kernels.segments import Segments
 from minisgl.layers.formats import DenseFormat
 from minisgl.models.adopted.assembly import assemble, skeleton
@@ -61,7 +61,7 @@ def prove(architecture: type[Any], config: Any, found: Discovered) -> tuple[Know
         raise
     except Exception as error:  # of whatever code
         raise UnsupportedModelError(
-            f"{architecture.__name__} does not run here: {type(error).__name__}: {error}"
+            f"{architecture.__name__} does not run here: {in_one_line(error)}"
         ) from error
     return small.known, WAYS[-1]
 
@@ -102,7 +102,7 @@ def _check_parts(small: Small, kind: str, logits: Callable[[], Tensor]) -> None:
             return
         why = "it computes other logits than as a whole"
     except Exception as error:  # the code of the model needs what another part has
-        why = f"{type(error).__name__}: {error}"
+        why = in_one_line(error)
     raise UnsupportedModelError(
         f"{small.architecture.__name__} cannot be divided over {kind}: {why}."
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
 from minisgl.models.adopted.architectures import TOWERS
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.discover import discover
@@ -15,7 +15,7 @@ from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.towers import left_out, text_part
 from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
-from minisgl.models.transformers_fields import model_type_of
+from minisgl.models.transformers_fields import causal_decoders, model_type_of
 
 # Of configs from before transformers had the architecture, and so another model_type: HunYuan-A13B.
 _OLD_NAMES = {"attention_head_dim": "head_dim"}
@@ -73,9 +73,8 @@ def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
 def model_class(architecture: str) -> Any:
     """The class of transformers. Raises UnsupportedModelError if there is none."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if architecture not in causal_decoders():
         raise UnsupportedModelError(
             f"Architecture {architecture} is not supported: transformers "
             f"{transformers.__version__} has no causal decoder of this name, and minisgl runs no "
@@ -100,7 +99,7 @@ def transformers_config(values: dict[str, Any], architecture: str) -> Any:
         return CONFIG_MAPPING[kind].from_dict(_without_choice_of_code(values))
     except Exception as error:  # of whichever check of whichever class
         raise CheckpointError(
-            f"{CONFIG_FILE} is not taken by transformers: {type(error).__name__}: {error}"
+            f"{CONFIG_FILE} is not taken by transformers: {in_one_line(error)}"
         ) from error
 
 

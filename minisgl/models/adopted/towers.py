@@ -11,10 +11,12 @@ from minisgl.models.adopted.architectures import ADOPTED
 # Renames weights of the text part to those of a model of text alone: regular expressions, of which
 # one at most fits.
 RENAMED = {
-    r"^language_model\.": "",
+    r"^(?:language_model|text_model)\.": "",
     r"^model\.(?:language_model|text_model)\.": "model.",
 }
-_TEXT = ("language_model.", "model.language_model.", "model.text_model.")
+_TEXT = ("language_model.", "text_model.", "model.language_model.", "model.text_model.")
+# Of a text part to which transformers gives no architecture by its model_type.
+_ARCHITECTURES = {"emu3_text_model": "Emu3ForCausalLM"}
 HEAD = {"lm_head.weight", "language_model.lm_head.weight"}
 
 
@@ -29,7 +31,8 @@ def text_part(config: Any) -> tuple[Any, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     text = config.get_text_config()
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    known = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **_ARCHITECTURES}
+    architecture = known.get(text.model_type)
     if architecture not in ADOPTED:
         raise UnsupportedModelError(
             f"The text part of this model, {architecture or text.model_type}, is not supported; "
