@@ -26,7 +26,7 @@ from minisgl.config import (
     refuse_engine_options,
 )
 from minisgl.errors import ConfigError
-from minisgl.printable import printable
+from minisgl.printable import counted, printable
 
 from .logs import set_up_logging
 from .options import takes_options
@@ -100,7 +100,8 @@ def batch(
     num_failed += num_kept
     skipped = len(requests) - len(left)
     print(
-        f"minisgl: {len(requests):,} requests, {num_failed:,} failed, {len(bad):,} bad lines; "
+        f"minisgl: {counted(len(requests), 'request')}, {num_failed:,} failed, "
+        f"{counted(len(bad), 'bad line')}; "
         f"{len(left):,} asked in {time.monotonic() - began:.1f} s, {skipped:,} answered before",
         file=sys.stderr,
     )

@@ -16,6 +16,7 @@ from typing import IO
 import msgspec
 
 from minisgl.errors import ConfigError, one_of
+from minisgl.printable import counted
 
 METHODS, URLS = ("POST",), ("/v1/chat/completions", "/v1/completions")
 ANSWER_BEGINS = b'{"id":"batch_req_'
@@ -206,4 +207,4 @@ def described(bad: Sequence[BadLine], most: int = 20) -> Iterator[str]:
     for line in bad[:most]:
         yield f"line {line.number}: {line.reason}"
     if len(bad) > most:
-        yield f"and {len(bad) - most:,} more lines"
+        yield f"and {counted(len(bad) - most, 'more line')}"

@@ -110,6 +110,7 @@ def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None
     out.write_text(answer("refused", 404) + "\n")
     again = batch(tmp_path, "--url", "http://127.0.0.1:1")
     assert again.returncode == 1
+    assert "1 request, 1 failed, 0 bad lines; 0 asked" in again.stderr
     assert "1 of the failed were refused before and are not asked again" in again.stderr
 
 
@@ -260,7 +261,11 @@ def test_answers_are_safe_while_a_file_is_written_anew(
 
 def test_requests_are_read_past_a_byte_order_mark_at_the_beginning(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
-    lines = ("\ufeff" + request("one", HELLO), request("two", HELLO), "\ufeff" + request("x", HELLO))
+    lines = (
+        "\ufeff" + request("one", HELLO),
+        request("two", HELLO),
+        "\ufeff" + request("x", HELLO),
+    )
     file.write_text("\n".join(lines))
     requests, bad = batch_file.read_requests(file)
     assert [each.custom_id for each in requests] == ["one", "two"]
