@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +26,7 @@ from minisgl.config import (
     refuse_engine_options,
 )
 from minisgl.errors import ConfigError
-from minisgl.printable import printable
+from minisgl.printable import counted, printable
 
 from .logs import set_up_logging
 from .options import takes_options
@@ -99,7 +100,8 @@ def batch(
     num_failed += num_kept
     skipped = len(requests) - len(left)
     print(
-        f"minisgl: {len(requests):,} requests, {num_failed:,} failed, {len(bad):,} bad lines; "
+        f"minisgl: {counted(len(requests), 'request')}, {num_failed:,} failed, "
+        f"{counted(len(bad), 'bad line')}; "
         f"{len(left):,} asked in {time.monotonic() - began:.1f} s, {skipped:,} answered before",
         file=sys.stderr,
     )
@@ -113,12 +115,11 @@ def batch(
 
 
 def _check_files(source: Path, target: Path) -> None:
-    if not source.is_file():
-        raise ConfigError("IN.jsonl", source, "allowed: a file that exists")
-    is_file = target.is_file() or not target.exists()  # what can be read back and cut
-    if not is_file or not target.parent.is_dir():
-        raise ConfigError("OUT.jsonl", target, "allowed: a file in a folder that exists")
-    if target.exists() and target.samefile(source):
+    for name, file in (("IN.jsonl", source), ("OUT.jsonl", target)):
+        # Both are read from their beginning, and OUT is cut, which a pipe or a device is not.
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise ConfigError(name, file, "is not a regular file; allowed: one, or a link to one")
+    if os.path.exists(source) and os.path.exists(target) and target.samefile(source):
         raise ConfigError("OUT.jsonl", target, "allowed: another file than the requests'")
 
 

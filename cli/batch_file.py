@@ -16,6 +16,7 @@ from typing import IO
 import msgspec
 
 from minisgl.errors import ConfigError, one_of
+from minisgl.printable import counted
 
 METHODS, URLS = ("POST",), ("/v1/chat/completions", "/v1/completions")
 ANSWER_BEGINS = b'{"id":"batch_req_'
@@ -79,13 +80,16 @@ class BadLine:
 
 
 def read_requests(file: Path) -> tuple[list[BatchRequest], list[BadLine]]:
-    """The requests of a file, and its other lines; empty ones are left out."""
+    """The requests of a file, and its other lines; empty ones are left out. Raises ConfigError."""
     requests: list[BatchRequest] = []
     bad: list[BadLine] = []
     seen: dict[str, int] = {}  # the lines of the ids
-    with file.open("rb") as lines:
+    with _opened(file, "IN.jsonl", "rb", "read") as lines:
         for number, line in enumerate(lines, 1):
-            line = line.removeprefix(BOM_UTF8)
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
+                if b"\0" in line[:4]:  # of the two or four bytes of a brace or of a mark
+                    raise ConfigError("IN.jsonl", file, "is UTF-16 or UTF-32; allowed: UTF-8")
             if not line.strip():
                 continue
             try:
@@ -121,15 +125,16 @@ def answers_in(
     asked again that another attempt may replace. Raises ConfigError for a file of something else,
     which stays as it is, and OSError.
     """
-    with file.open("a+b") as out:
+    with _opened(file, "OUT.jsonl", "a+b", "written") as out:
         _lock(out, file)
         out.seek(0)
         lines: list[bytes] = []
         statuses: dict[str, int] = {}
         for number, line in enumerate(out, 1):
-            answer = _answer(line)
+            bare = line.removeprefix(BOM_UTF8) if number == 1 else line
+            answer = _answer(bare)
             if answer is None:
-                if not _is_torn(line):
+                if not _is_torn(bare):
                     allowed = f"line {number} is no answer; allowed: a new file, or one of answers"
                     raise ConfigError("OUT.jsonl", file, allowed)
                 continue
@@ -144,6 +149,14 @@ def answers_in(
         yield out, statuses
 
 
+def _opened(file: Path, name: str, mode: str, done: str) -> IO[bytes]:
+    """The file that the argument `name` says. Raises ConfigError."""
+    try:
+        return file.open(mode)
+    except OSError as error:
+        raise ConfigError(name, file, f"cannot be {done} ({error.strerror})") from error
+
+
 def _lock(out: IO[bytes], file: Path) -> None:
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,14 +169,14 @@ def _lock(out: IO[bytes], file: Path) -> None:
 
 def _answer(line: bytes) -> Answer | None:
     try:
-        return msgspec.json.decode(line.removeprefix(BOM_UTF8), type=Answer)
+        return msgspec.json.decode(line, type=Answer)
     except (ValueError, RecursionError):
         return None
 
 
 def _is_torn(line: bytes) -> bool:
     """Whether a line is the beginning of an answer, or empty."""
-    begun = line.removeprefix(BOM_UTF8).replace(b" ", b"")[: len(ANSWER_BEGINS)]
+    begun = line.replace(b" ", b"")[: len(ANSWER_BEGINS)]
     return not line.strip() or (not line.endswith(b"\n") and ANSWER_BEGINS.startswith(begun))
 
 
@@ -194,4 +207,4 @@ def described(bad: Sequence[BadLine], most: int = 20) -> Iterator[str]:
     for line in bad[:most]:
         yield f"line {line.number}: {line.reason}"
     if len(bad) > most:
-        yield f"and {len(bad) - most:,} more lines"
+        yield f"and {counted(len(bad) - most, 'more line')}"

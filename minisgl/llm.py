@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, Unpack, overload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl.config import EngineConfig, EngineOptions, Text, config_of, in_keywords
+from minisgl.config import EngineConfig, EngineOptions, KeywordError, Text, config_of, in_keywords
 from minisgl.engine import AsyncEngine
 from minisgl.engine.chats import Chats
 from minisgl.engine.chats import Prompt as ReadPrompt
@@ -28,6 +28,7 @@ from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, 
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.parameters import check_names
+from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
     NO_PARAMETER,
@@ -67,8 +68,11 @@ class LLM:
     The engine runs on an event loop in a thread of its own.
     """
 
-    def __init__(self, model: Text = "", **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: Text = "", /, **options: Unpack[EngineOptions]) -> None:
         """Load the model; blocks until it is ready. Raises MinisglError."""
+        if model != "" and "model" in options:
+            reason = "the model is the first argument, too; allowed: one of them"
+            raise KeywordError("model", options["model"], reason)
         given: dict[str, Any] = {**options} if model == "" else {"model": model, **options}
         self._given = given
         self._closed = False
@@ -124,7 +128,7 @@ class LLM:
         batch = _as_batch(prompts)
         others = ("n", "cache_salt", "progress", "sampling_params")
         check_names(sampling, SAMPLING_NAMES, NO_PARAMETER, others)
-        params = self._sampling(sampling_params, sampling, len(batch), "prompts")
+        params = self._sampling(sampling_params, sampling, len(batch), "prompt")
         return self._wait_for(self._run(batch, params, n, cache_salt, progress))
 
     @overload
@@ -259,7 +263,7 @@ class LLM:
         variables.update(template_kwargs or {})
         if variables:
             self._chats.check_options(variables, SAMPLING_NAMES | CHAT_NAMES)
-        [params] = self._sampling(sampling_params, sampling, 1, "conversations")
+        [params] = self._sampling(sampling_params, sampling, 1, "conversation")
         if response_format is not None:
             if params.structured is not None:
                 raise InvalidRequestError(
@@ -290,7 +294,7 @@ class LLM:
                 "must be SamplingParams, one or a list; fields may be given by name instead.",
             )
         if len(given) != num:
-            raise InvalidRequestError("sampling_params", f"{len(given)} for {num} {what}.")
+            raise InvalidRequestError("sampling_params", f"{len(given)} for {counted(num, what)}.")
         return [replace(params, **named) for params in given] if named else given
 
     @functools.cached_property
@@ -467,7 +471,7 @@ class LLM:
         [one, *others] = _as_batch(items) or [[]]
         if others:
             raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
-        [params] = self._sampling(sampling_params, options, 1, "prompts")
+        [params] = self._sampling(sampling_params, options, 1, "prompt")
         return await self._submit(one, params, cache_salt)
 
     async def _submit(

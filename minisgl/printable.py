@@ -1,4 +1,4 @@
-"""Text of others, as it may reach a terminal."""
+"""Text that people read in a terminal, also text of others."""
 
 from __future__ import annotations
 
@@ -11,3 +11,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202
 def printable(text: str) -> str:
     """Without what drives a terminal, makes text look like other text, or cannot be written."""
     return _UNPRINTABLE.sub("", text)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

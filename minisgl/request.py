@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
 from minisgl.parameters import Role, check_number, checks_names, number, parameters_of
+from minisgl.printable import counted
 
 if TYPE_CHECKING:  # imports numpy, which takes a while
     import numpy as np
@@ -533,7 +534,7 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= MAX_SHOWN else self.text[:MAX_SHOWN] + "…"
-        calls = f", {len(self.tool_calls)} tool calls" if self.tool_calls else ""
+        calls = f", {counted(len(self.tool_calls), 'tool call')}" if self.tool_calls else ""
         tokens = f"{len(self.prompt_token_ids)} + {len(self.token_ids)} tokens"
         return f"RequestOutput({text!r}, {self.finish_reason}, {tokens}{calls})"
 

@@ -63,7 +63,7 @@ def test_more_prompts_than_slots_run_each_with_its_own_parameters(llm: LLM) -> N
     ]
     outputs = llm.generate([[n, 1, 2] for n in range(40)], params)
     assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(40)]
-    with pytest.raises(InvalidRequestError, match="40 for 1 prompts"):
+    with pytest.raises(InvalidRequestError, match="40 for 1 prompt"):
         llm.generate(["x"], params)
     with pytest.raises(InvalidRequestError, match="either one"):
         llm.generate(cast(Any, [[1, 2], 5, "x"]))

@@ -10,13 +10,14 @@ from inspect import isawaitable
 from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
+from minisgl.printable import counted
 from minisgl.text.thinking import split_whole
 
 from . import answer_rules, conversation_file, parameters
 from .conversation import Conversation
 from .model import TEXT, AnswerRules, ChatModel
 from .reply_record import ReplyRecord, stats_rows
-from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
+from .text_format import aligned, did_you_mean, shortened, unquoted_argument
 from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50
@@ -94,7 +95,7 @@ def _undo(session: Session, rest: str) -> None:
     turn = session.conversation.undo()
     if turn is None:
         raise CommandError("There is no question to take back.")
-    left = count(len(session.conversation.turns), "turn")
+    left = counted(len(session.conversation.turns), "turn")
     session.ui.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
 
 
@@ -108,7 +109,7 @@ def _save(session: Session, rest: str) -> None:
     path = _path("/save", rest)
     conversation_file.write(path, session.conversation, session.sampling, session.model.name)
     more = "" if session.conversation.question is None else " and a question without an answer"
-    session.ui.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
+    session.ui.note(f"{counted(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
 
 
 def _load(session: Session, rest: str) -> None:
@@ -120,7 +121,7 @@ def _load(session: Session, rest: str) -> None:
         _replace_sampling(session, file.sampling)
     model = session.model.name
     other = f", saved with {file.model}" if file.model and file.model != model else ""
-    session.ui.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
+    session.ui.note(f"{counted(len(file.turns), 'turn')} loaded{other}.")
     for turn in file.turns[-1:]:
         session.ui.note(f"> {_end(turn.question)}")
         session.ui.note(_end(split_whole(turn.answer).text))
@@ -238,8 +239,8 @@ def _stats(session: Session, rest: str) -> None:
     turns, limit = session.conversation.turns, session.model.max_seq_len
     rows = [("turns", f"{len(turns):,}")]
     if turns and (used := turns[-1].num_tokens) is not None:
-        of_limit = f"{used:,} of {count(limit, 'token')} ({used / limit:.0%})" if limit else ""
-        rows.append(("context", of_limit or count(used, "token")))
+        of_limit = f"{used:,} of {counted(limit, 'token')} ({used / limit:.0%})" if limit else ""
+        rows.append(("context", of_limit or counted(used, "token")))
     for line in aligned([*rows, *stats_rows(session.answers), *session.model.status()]):
         session.ui.say(line)
 

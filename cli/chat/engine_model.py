@@ -10,6 +10,7 @@ from typing import Any
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
+from minisgl.printable import counted
 from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl.text.parsing.selection import has_messages
@@ -26,7 +27,6 @@ from .engine_rules import (
 )
 from .model import TEXT, AnswerRules, ContextFullError, Message, ReplyDelta, check_can_chat
 from .prompt_reuse import keep_seen
-from .text_format import count
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
 
@@ -118,7 +118,7 @@ class EngineModel:
             stream = self._engine.submit(prompt, params, **ruled)
         except ContextLengthError as error:
             raise ContextFullError(
-                f"The conversation with this question has {count(len(prompt), 'token')}; the "
+                f"The conversation with this question has {counted(len(prompt), 'token')}; the "
                 f"context of {self.max_seq_len:,} has no room for an answer."
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.

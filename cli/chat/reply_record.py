@@ -6,11 +6,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minisgl.printable import counted
 from minisgl.request import FinishReason
 from minisgl.text.thinking import CLOSE, ThinkingSplitter
 
 from .model import CallPiece, Message, ReplyDelta
-from .text_format import count
 
 END_OF_CALL = ")\n"
 # Of a delta, those that hold from then on.
@@ -161,20 +161,20 @@ class ReplyRecord:
         """One line with the number of tokens, the speed and the cached part of the prompt."""
         parts = []
         if self.num_tokens is not None:
-            parts.append(count(self.num_tokens, "token"))
+            parts.append(counted(self.num_tokens, "token"))
         if self.ttft_s is not None:
             parts.append(f"TTFT {1000 * self.ttft_s:.0f} ms")
         if self.later is not None:
             num_tokens, seconds = self.later
             parts.append(f"{num_tokens / seconds:.1f} tok/s")
         if self.num_drafted_tokens:
-            drafts = count(self.num_drafted_tokens, "draft")
+            drafts = counted(self.num_drafted_tokens, "draft")
             parts.append(f"{self.num_accepted_tokens or 0:,} of {drafts} accepted")
         if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
             cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,}"
             parts.append(f"{cached} prompt tokens cached")
         elif self.num_prompt_tokens is not None:
-            parts.append(count(self.num_prompt_tokens, "prompt token"))
+            parts.append(counted(self.num_prompt_tokens, "prompt token"))
         if self.finish_reason is None:
             parts.append("stopped")
         elif self.is_cut:
@@ -187,8 +187,8 @@ def stats_rows(answers: Sequence[ReplyRecord]) -> list[tuple[str, str]]:
     rows = []
     counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
     if sum(counts):
-        tokens = count(sum(counts), "token")
-        rows.append(("generated", f"{tokens} in {count(len(counts), 'answer')}"))
+        tokens = counted(sum(counts), "token")
+        rows.append(("generated", f"{tokens} in {counted(len(counts), 'answer')}"))
     ttfts_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     if ttfts_s:
         rows.append(("mean TTFT", f"{1000 * sum(ttfts_s) / len(ttfts_s):.0f} ms"))
@@ -206,6 +206,6 @@ def stats_rows(answers: Sequence[ReplyRecord]) -> list[tuple[str, str]]:
     ]
     if num_tokens := sum(number for number, _ in prompts):
         num_cached = sum(number for _, number in prompts)
-        tokens = f"{num_cached:,} of {count(num_tokens, 'token')}"
+        tokens = f"{num_cached:,} of {counted(num_tokens, 'token')}"
         rows.append(("prompts cached", f"{tokens} ({num_cached / num_tokens:.0%})"))
     return rows

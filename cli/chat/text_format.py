@@ -37,10 +37,6 @@ def is_open(text: str) -> bool:
     return text.startswith(QUOTES) and not closed
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def shortened(text: str, num_chars: int) -> str:
     """The text on one line of at most `num_chars` characters."""
     line = " ".join(text.split())

@@ -10,6 +10,7 @@ from typing import Any
 
 from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
+from minisgl.printable import counted
 
 bench_option = partial(option, group="Benchmark")
 REPORT_GROUP = "Report"
@@ -39,7 +40,9 @@ class Sizes:
     output: Span
 
     def __str__(self) -> str:
-        return f"{self.num_requests} requests, {self.prompt} tokens in, {self.output} out"
+        return (
+            f"{counted(self.num_requests, 'request')}, {self.prompt} tokens in, {self.output} out"
+        )
 
 
 STANDARD = Sizes(256, Span(100, 1024), Span(100, 1024))

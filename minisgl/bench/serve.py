@@ -42,6 +42,7 @@ from minisgl.client.exchange import DOCUMENT_S
 from minisgl.client.keys import find_key
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError
+from minisgl.printable import counted
 from minisgl.server.http.connection import raise_file_limit
 
 
@@ -231,8 +232,8 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
     )
     if rows:
         console.print(
-            f"{len(rows):,} requests in {rows[-1].timestamp - rows[0].timestamp:,.1f} s of the "
-            "trace; a question whose predecessor is still being answered waits for it"
+            f"{counted(len(rows), 'request')} in {rows[-1].timestamp - rows[0].timestamp:,.1f} s "
+            "of the trace; a question whose predecessor is still being answered waits for it"
         )
     elif (
         server.started is not None

@@ -32,7 +32,7 @@ from minisgl.config.facts import (
     page_bytes,
     slot_bytes,
 )
-from minisgl.config.keywords import EngineOptions, Text, config_of, in_keywords
+from minisgl.config.keywords import EngineOptions, KeywordError, Text, config_of, in_keywords
 from minisgl.config.machine import memory_bytes, usable_cores
 from minisgl.config.options import (
     HIDDEN,

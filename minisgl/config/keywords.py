@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from minisgl.config.engine import EngineConfig
@@ -28,6 +29,15 @@ class TorchDtype(Protocol):
     def itemsize(self) -> int: ...
 
 
+class TorchDevice(Protocol):
+    """A device of torch."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
 class OtherSpellings(TypedDict, total=False):
     """The spellings of options that no field of EngineConfig has."""
 
@@ -45,10 +55,11 @@ class OtherSpellings(TypedDict, total=False):
 
 
 class EngineOptions(OtherSpellings, total=False):
-    """The fields of EngineConfig but the model, as keywords that editors complete."""
+    """The fields of EngineConfig, as keywords that editors complete."""
 
+    model: Text
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | TorchDtype
-    device: Literal["auto", "cuda", "cpu"]
+    device: Literal["auto", "cuda", "cpu"] | TorchDevice
     load_format: Literal["auto", "dummy"]
     quantization: Literal["fp8"] | None
     model_impl: Literal["auto", "native", "adopted"]
@@ -112,7 +123,8 @@ def config_of(options: Mapping[str, Any]) -> EngineConfig:
         if name is None:
             raise KeywordError(keyword, value, _unknown(keyword))
         if name in given:
-            reason = f"it is another name of {name}, which has a value; allowed: one of them"
+            other = next(each for each in options if KEYWORDS[each] == name)
+            reason = f"the same option is given by {other}, too; allowed: one of them"
             raise KeywordError(keyword, value, reason)
         given[name] = _in_words(value)
     try:
@@ -135,10 +147,20 @@ def in_keywords(error: ConfigError, options: Mapping[str, Any]) -> ConfigError:
 
 
 def _in_words(value: Any) -> Any:
-    """What the command line says for a path, or for a dtype or device of torch."""
-    if type(value).__module__ == "torch":
-        return str(value).removeprefix("torch.")
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    """What the command line says for a path, a dtype or device of torch, or another kind of text
+    or number, such as a member of an enumeration or a number of NumPy."""
+    match value:
+        case bool():
+            return value
+        case str():
+            return str.__str__(value)  # which a subclass may override
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case os.PathLike():
+            return os.fspath(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
 def _unknown(name: str) -> str:

@@ -17,6 +17,7 @@ import msgspec
 
 from minisgl.config import EngineConfig, memory_bytes, usable_cores
 from minisgl.errors import ConfigError
+from minisgl.printable import counted
 from minisgl.router.config import RouterConfig
 from minisgl.router.exchange import EngineLostError
 from minisgl.router.fleet import Peer, ReplicaState
@@ -202,7 +203,9 @@ class RouterProcess:
         welcome = Welcome(self._server, self._listener)
         peer = Peer(index, self._replica_paths[index])
         task = await _task_of(peer, self._server.api_key)
-        welcome.log(f"{', '.join(names)} with {len(self._states)} replicas", names[0], task)
+        welcome.log(
+            f"{', '.join(names)} with {counted(len(self._states), 'replica')}", names[0], task
+        )
         if not self._engine.model:
             log_demo_note()
         if self._server.open and welcome.page is not None:

@@ -125,7 +125,7 @@ class Scheduler:
             )
         if self._waiting.is_full_for(request.tenant.client, self._max_queued):
             raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting already; try again later."
+                f"Too many requests wait already ({len(self._waiting)}); try again later."
             )
         self._arrivals += 1
         self._waiting.put(Waiting(request, self._arrivals, len(request.token_ids)))

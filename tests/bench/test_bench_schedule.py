@@ -155,6 +155,7 @@ def test_a_trace_is_ordered_by_time(tmp_path: Path) -> None:
         ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length of 1 or more"),
         ('\n{"timestamp": "x", "input_length": 1, "output_length": 1}', "line 2: Expected `float`"),
         ("\xff", "line 1: "),
+        ('\n\xef\xbb\xbf{"timestamp": 1, "input_length": 1, "output_length": 1}', "line 2: JSON"),
     ],
 )
 def test_an_invalid_trace_is_refused_with_the_line_number(

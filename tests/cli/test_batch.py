@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None
     out.write_text(answer("refused", 404) + "\n")
     again = batch(tmp_path, "--url", "http://127.0.0.1:1")
     assert again.returncode == 1
+    assert "1 request, 1 failed, 0 bad lines; 0 asked" in again.stderr
     assert "1 of the failed were refused before and are not asked again" in again.stderr
 
 
@@ -127,10 +129,17 @@ def test_a_server_that_cannot_be_reached_is_an_error_in_each_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("missing.jsonl", "out.jsonl"), "IN.jsonl missing.jsonl: allowed: a file that exists"),
-        (("in.jsonl", "no/where.jsonl"), "OUT.jsonl no/where.jsonl: allowed: a file in a folder"),
+        (("missing.jsonl", "out.jsonl"), "IN.jsonl missing.jsonl: cannot be read (No such file"),
+        (("in.jsonl", "no/where.jsonl"), "OUT.jsonl no/where.jsonl: cannot be written (No such"),
+        (("in.jsonl", "dangling"), "OUT.jsonl dangling: cannot be written (No such file"),
+        (("in.jsonl", "circle"), "OUT.jsonl circle: cannot be written (Too many levels"),
+        (("in.jsonl", "fifo"), "OUT.jsonl fifo: is not a regular file; allowed: one, or a link"),
+        (("fifo", "out.jsonl"), "IN.jsonl fifo: is not a regular file; allowed: one, or a link"),
+        (("utf-16", "out.jsonl"), "IN.jsonl utf-16: is UTF-16 or UTF-32; allowed: UTF-8"),
+        (("utf-16-le", "out.jsonl"), "IN.jsonl utf-16-le: is UTF-16 or UTF-32; allowed: UTF-8"),
+        (("utf-32-be", "out.jsonl"), "IN.jsonl utf-32-be: is UTF-16 or UTF-32; allowed: UTF-8"),
         (("in.jsonl", "in.jsonl"), "OUT.jsonl in.jsonl: allowed: another file"),
-        (("in.jsonl", "/dev/null"), "OUT.jsonl /dev/null: allowed: a file in a folder"),
+        (("in.jsonl", "/dev/null"), "OUT.jsonl /dev/null: is not a regular file"),
         (("other.jsonl", "in.jsonl"), "OUT.jsonl in.jsonl: line 1 is no answer; allowed: a new"),
         (("in.jsonl",), "minisgl batch takes IN.jsonl and OUT.jsonl; OUT.jsonl was not given"),
     ],
@@ -140,6 +149,11 @@ def test_files_that_cannot_be_used_are_refused(
 ) -> None:
     for name in ("in.jsonl", "other.jsonl"):
         (tmp_path / name).write_text(request("one", HELLO))
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        (tmp_path / encoding).write_text(request("one", HELLO), encoding)
+    (tmp_path / "dangling").symlink_to(tmp_path / "no" / "where")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "fifo")
     result = subprocess.run(
         [sys.executable, "-m", "minisgl", "batch", *arguments],
         cwd=tmp_path,
@@ -245,8 +259,21 @@ def test_answers_are_safe_while_a_file_is_written_anew(
     assert copy.stat().st_mode & 0o777 == 0o600
 
 
-def test_requests_are_read_past_a_byte_order_mark(tmp_path: Path) -> None:
+def test_requests_are_read_past_a_byte_order_mark_at_the_beginning(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
-    file.write_text("\ufeff" + request("one", HELLO) + "\n" + request("two", HELLO))
+    lines = (
+        "\ufeff" + request("one", HELLO),
+        request("two", HELLO),
+        "\ufeff" + request("x", HELLO),
+    )
+    file.write_text("\n".join(lines))
     requests, bad = batch_file.read_requests(file)
-    assert [each.custom_id for each in requests] == ["one", "two"] and not bad
+    assert [each.custom_id for each in requests] == ["one", "two"]
+    assert [line.number for line in bad] == [3]
+
+
+def test_a_link_to_a_file_that_is_not_there_yet_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("out.jsonl")
+    with answers_in(tmp_path / "link") as (out, statuses):
+        out.write(b"next\n")
+    assert statuses == {} and (tmp_path / "out.jsonl").read_text() == "next\n"

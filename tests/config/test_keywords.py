@@ -6,17 +6,19 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from enum import IntEnum, StrEnum
 from os import PathLike
 from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, Literal, Union, Unpack, get_args, get_origin, get_overloads, get_type_hints
 
+import numpy
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import EngineConfig, EngineOptions, config_of, option_names
-from minisgl.config.keywords import TorchDtype
+from minisgl.config.keywords import TorchDevice, TorchDtype
 from minisgl.errors import ConfigError
 from minisgl.sampling_options import ChatOptions, SamplingOptions
 
@@ -29,16 +31,16 @@ def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
         for name, spec in specs.items()
         for spelling in option_names(spec)
     }
-    del of_keyword["model"]  # the positional argument
     assert {*keywords} == {*of_keyword}
     for keyword, name in of_keyword.items():
         kinds, expected = parts(keywords[keyword]), parts(hints[name])
         literals = [part for part in kinds if get_origin(part) is Literal]
         choices = tuple(value for part in literals for value in get_args(part))
         assert choices == specs[name].metadata["choices"]
-        others = {*kinds} - {*literals, TorchDtype, PathLike[str]}
+        others = {*kinds} - {*literals, TorchDtype, TorchDevice, PathLike[str]}
         assert others == {*expected} - ({str} if choices else set())
         assert (TorchDtype in kinds) == (name == "dtype")
+        assert (TorchDevice in kinds) == (name == "device")
 
 
 def parts(hint: Any) -> tuple[Any, ...]:
@@ -46,13 +48,24 @@ def parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
 
 
+class Loud(str):
+    def __str__(self) -> str:
+        return self.upper()
+
+
+class Precision(StrEnum):
+    HALF = "float16"
+
+
+class Size(IntEnum):
+    SMALL = 4
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"model": Path("/models/a b")}, {"model": "/models/a b"}),
         ({"model_path": "m", "max_model_len": 9}, {"model": "m", "max_seq_len_override": 9}),
-        ({"tensor_parallel_size": 2, "tp_size": 2}, None),
-        ({"tp": 1, "tensor_parallel_size": 2}, None),
         (
             {"tensor_parallel_size": 2, "pp_size": 3, "enable_expert_parallel": True},
             {"tp": 2, "pp": 3, "ep": True},
@@ -71,17 +84,45 @@ def parts(hint: Any) -> tuple[Any, ...]:
             {"chat_template": "t", "host_cache": 1, "disk_cache": "/d"},
         ),
         ({"speculative": PurePosixPath("draft")}, {"speculative": "draft"}),
+        ({"model": Loud("m"), "dtype": Precision.HALF}, {"model": "m", "dtype": "float16"}),
+        (
+            {"tp": numpy.int64(2), "memory_ratio": numpy.float32(0.5), "page_size": Size.SMALL},
+            {"tp": 2, "memory_ratio": 0.5, "page_size": 4},
+        ),
     ],
     ids=lambda each: ",".join(each) if isinstance(each, dict) else "",
 )
 def test_paths_dtypes_and_all_spellings_are_taken(
-    options: dict[str, Any], said: dict[str, Any] | None
+    options: dict[str, Any], said: dict[str, Any]
 ) -> None:
-    if said is None:
-        with pytest.raises(ConfigError, match="it is another name of tp, which has a value"):
-            config_of(options)
-    else:
-        assert config_of(options) == EngineConfig(**said)
+    config = config_of(options)
+    assert config == EngineConfig(**said)
+    assert all(type(getattr(config, name)) is type(value) for name, value in said.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        (
+            (),
+            {"tensor_parallel_size": 2, "tp_size": 3},
+            "tp_size=3: the same option is given by te",
+        ),
+        ((), {"tp": 1, "tensor_parallel_size": 2}, "tensor_parallel_size=2: the same option is"),
+        (
+            *((), {"max_model_len": 9, "max_seq_len_override": 9}),
+            "max_seq_len_override=9: the same option is given by max_model_len, too; allowed: one",
+        ),
+        (("m",), {"model": "n"}, "model='n': the model is the first argument, too; allowed: one"),
+        (("m",), {"model_path": "m"}, "model_path='m': the same option is given by model, too"),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused_by_both_names(
+    arguments: tuple[str, ...], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM(*arguments, **options)
+    assert str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +138,7 @@ def test_paths_dtypes_and_all_spellings_are_taken(
         ({"device": torch.device("cuda:1")}, "device=device(type='cuda', index=1): allowed: 'au"),
         ({"model": b"m"}, "model=b'm': allowed: a text"),
         ({"dtype": "bf16"}, "dtype='bf16': allowed: 'auto', 'bfloat16', 'float16' or 'float32'"),
+        ({"tp": True}, "tp=True: allowed: a whole number"),
         ({"tp": "2"}, "tp='2': allowed: a whole number"),
         ({"disk_cache": "x"}, "disk_cache='x': it keeps what falls out of host_cache, which is"),
         ({"chat_template": "no"}, "chat_template='no': there is no such file; allowed: a file"),
@@ -135,14 +177,19 @@ def test_mypy_checks_the_keywords(tmp_path: Path) -> None:
         "class Dtype:\n"
         "    is_floating_point: bool\n"
         "    itemsize: int\n"
-        'def load(model: Text = "", **options: Unpack[EngineOptions]) -> None: ...\n'
+        "class Device:\n"
+        "    type: str\n"
+        "    index: int\n"
+        'def load(model: Text = "", /, **options: Unpack[EngineOptions]) -> None: ...\n'
         "def generate(**sampling: Unpack[SamplingOptions]) -> None: ...\n"
         "def chat(**options: Unpack[ChatOptions]) -> None: ...\n"
         'load("model", dtype="bfloat16", tp=2, page_size=None)\n'
+        'load(model="model", device=Device())\n'
         'load(Path("model"), dtype=Dtype(), chat_template=Path("x"), max_model_len=4)\n'
         'generate(temperature=0, max_tokens=8, stop=["a"], logit_bias={3: 1})\n'
         "chat(temperature=0.5, enable_thinking=False)\n"
         'load(dtype="bf16")  # wrong\n'
+        'load(device="gpu")  # wrong\n'
         "load(foo=1)  # wrong\n"
         'load(page_size="4")  # wrong\n'
         'load(tensor_parallel_size="4")  # wrong\n'
@@ -162,7 +209,12 @@ def test_mypy_checks_the_keywords(tmp_path: Path) -> None:
     assert found == [number for number, line in enumerate(lines, 1) if "# wrong" in line]
 
 
-def test_dtypes_of_torch_have_the_type_of_the_keyword() -> None:
+@pytest.mark.parametrize(
+    ("protocol", "value"), [(TorchDtype, torch.bfloat16), (TorchDevice, torch.device("cpu"))]
+)
+def test_dtypes_and_devices_of_torch_have_the_type_of_the_keyword(
+    protocol: type, value: object
+) -> None:
     """mypy would take minutes to read torch."""
-    names = [name for name in vars(TorchDtype) if isinstance(vars(TorchDtype)[name], property)]
-    assert len(names) == 2 and all(hasattr(torch.bfloat16, name) for name in names)
+    names = [name for name in vars(protocol) if isinstance(vars(protocol)[name], property)]
+    assert len(names) == 2 and all(hasattr(value, name) for name in names)

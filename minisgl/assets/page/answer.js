@@ -43,7 +43,7 @@ class AnswerView {
 		if (thought) {
 			const isOver = !isLive || !!content || calls.length > 0;
 			this.thinking.set(thought, isOver);
-			this.summary.textContent = isOver ? `Thought${stats.thought ? ` for ${seconds(stats.thought)}` : ""}${stats.reasoning ? ` · ${number(stats.reasoning)} tokens` : ""}` : "Thinking…";
+			this.summary.textContent = isOver ? `Thought${stats.thought ? ` for ${seconds(stats.thought)}` : ""}${stats.reasoning ? ` · ${counted(stats.reasoning, "token")}` : ""}` : "Thinking…";
 		}
 		this.#showText(content, isLive);
 		this.calls.replaceChildren(...calls.map(call => this.#call(call, isLive)));
@@ -55,10 +55,10 @@ class AnswerView {
 		if (canCall) this.calls.append(make("p", {}, make("button", { class: "solid", click: () => answering.giveResults(this.calls) }, "Send the results")));
 		if (notice) this.calls.append(make("p", { class: "notice" }, notice));
 		const facts = [
-			stats.tokens && `${number(stats.tokens)} tokens`,
+			stats.tokens && counted(stats.tokens, "token"),
 			stats.first && `first after ${seconds(stats.first)}`,
 			stats.tokens > 1 && stats.time > 0.05 && `${number((stats.tokens - 1) / stats.time)} tokens/s`,
-			stats.drafted && `${number(stats.accepted)} of ${number(stats.drafted)} drafts accepted`,
+			stats.drafted && `${number(stats.accepted)} of ${counted(stats.drafted, "draft")} accepted`,
 			stats.prompt && `${percent(stats.cached / stats.prompt)} of the prompt cached`,
 		];
 		this.foot.replaceChildren(...[branchButtons(this.message), make("span", {}, facts.filter(Boolean).join(" · "))].filter(Boolean));

@@ -17,6 +17,7 @@ function make(tag, attributes = {}, ...children) {
 const icon = name => make("svg", { class: "icon", viewBox: "0 0 24 24", "aria-hidden": true }, make("use", { href: `#${name}` }));
 const iconButton = (name, title, click) => make("button", { class: "quiet", title, click }, icon(name));
 const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits });
+const counted = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 const seconds = s => s < 1 ? `${number(s * 1e3, s < 0.01 ? 1 : 0)} ms` : `${number(s, 1)} s`;
 const percent = share => `${number(100 * share)}\u00a0%`;
 

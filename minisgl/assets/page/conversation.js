@@ -48,7 +48,7 @@ function showHead() {
 	$("meter").hidden = !room || !prompt;
 	const [meter, said] = $("meter").children;
 	Object.assign(meter, { max: room ?? 1, value: prompt + tokens });
-	said.textContent = `${number(prompt + tokens)} of ${number(room ?? 0)} tokens`;
+	said.textContent = `${number(prompt + tokens)} of ${counted(room ?? 0, "token")}`;
 	showList();
 }
 

@@ -44,7 +44,7 @@ async function attach(files) {
 	showAttached();
 }
 
-const sizeOf = ({ text }) => text.length < 1000 ? `${text.length} characters` : `${number(text.length / 1000, 1)} thousand characters`;
+const sizeOf = ({ text }) => text.length < 1000 ? counted(text.length, "character") : `${number(text.length / 1000, 1)} thousand characters`;
 
 function showAttached() {
 	$("attached").replaceChildren(...attached.map(file => make("span", { class: "plain" }, `${file.name} · ${sizeOf(file)} `,

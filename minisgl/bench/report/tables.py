@@ -14,6 +14,7 @@ from minisgl.bench.figures import SPREAD_FIGURES, Figures, Limit, Spread, spread
 from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.online.metrics_poller import Sample
+from minisgl.printable import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +158,8 @@ def print_figures(console: Console, figures: Figures, limit: Limit | None) -> No
         console.print(_explain(figures, limit))
     num_tokens = figures.num_output_tokens or figures.num_prompt_tokens
     console.print(
-        f"{figures.headline}: {num_tokens:,} tokens "
-        f"of {figures.num_requests} requests in {figures.elapsed_s:.2f} s"
+        f"{figures.headline}: {counted(num_tokens, 'token')} "
+        f"of {counted(figures.num_requests, 'request')} in {figures.elapsed_s:.2f} s"
     )
 
 

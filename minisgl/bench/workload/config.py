@@ -10,6 +10,7 @@ from pathlib import Path
 from minisgl.bench.config import BenchConfig, Sizes, Span
 from minisgl.config import EngineConfig, check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
+from minisgl.printable import counted
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace", "dataset")
 FILES = ("trace", "dataset")  # workloads that are the name of the option with their file
@@ -127,18 +128,21 @@ class WorkloadConfig:
         if kind == "trace":
             return f"the trace {self.trace}, its times multiplied by {self.trace_scale:g}"
         if kind == "dataset":
-            return f"up to {sizes.num_requests} requests of the data set {self.dataset}"
+            return f"up to {counted(sizes.num_requests, 'request')} of the data set {self.dataset}"
         if kind == "multi-turn":
-            conversations = max(1, sizes.num_requests // self.num_turns)
+            num_conversations = max(1, sizes.num_requests // self.num_turns)
+            conversations = counted(num_conversations, "conversation")
             return (
-                f"{conversations} conversations of {self.num_turns} questions, {sizes.prompt} "
+                f"{conversations} of {counted(self.num_turns, 'question')}, {sizes.prompt} "
                 f"words in each, answers of {sizes.output} tokens, {self.think_time:g} s to think"
             )
         if kind == "shared-prefix":
             prefixes = "a prefix" if self.num_prefixes == 1 else f"one of {self.num_prefixes}"
             return f"{sizes}, after {prefixes} of {self.prefix_len} tokens"
         if kind == "embed":
-            return f"{sizes.num_requests} requests, {sizes.prompt} tokens in, a vector out"
+            return (
+                f"{counted(sizes.num_requests, 'request')}, {sizes.prompt} tokens in, a vector out"
+            )
         return str(sizes)
 
 

@@ -41,7 +41,8 @@ def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
         with path.open("rb") as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
             for number, line in islice(lines, limit):
-                rows.append(_read(path, number, line))
+                bare = line.removeprefix(BOM_UTF8) if number == 1 else line
+                rows.append(_read(path, number, bare))
     except OSError as error:
         raise ConfigError("--trace", path, f"cannot be read ({error.strerror})") from error
     if not rows:
@@ -51,7 +52,7 @@ def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
 
 def _read(path: Path, number: int, line: bytes) -> TraceEntry:
     try:
-        row = _decode(line.removeprefix(BOM_UTF8))
+        row = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         allowed = (
             f"{error}; allowed: an object with timestamp, input_length and output_length, and if "
