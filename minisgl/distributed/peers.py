@@ -1,7 +1,7 @@
 """Collectives through GPU memory that the ranks of one host share, over NVLink where available.
 NVLink multicast is not used.
 
-The algorithm depends on the size. Thresholds were measured by scripts/bench/bench_collectives.py on
+The algorithm depends on the size. Thresholds were measured by scripts/bench/bench_kernels.py on
 two and four H200 (the table is in the bench's README):
 
 - An all-reduce of few rows is one-shot, and the preceding GEMM can send its summands: rows of 5,120

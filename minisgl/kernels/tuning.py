@@ -1,10 +1,10 @@
 """The measurements behind the choice of tiles and kernels, as data: one `DeviceTuning` a GPU.
 
 The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
-shared memory, until somebody measures there (scripts/bench/bench_*.py --tune) and gives `tuning_of`
-its values; where our kernels have not run on its generation, it takes those of `UNTRIED`. Counts of
-programs decide how sums are split, and so the rounding of results: they stay the H200's on every
-device.
+shared memory, until somebody measures there (scripts/bench/bench_kernels.py --tiles) and gives
+`tuning_of` its values; where our kernels have not run on its generation, it takes those of
+`UNTRIED`. Counts of programs decide how sums are split, and so the rounding of results: they stay
+the H200's on every device.
 """
 
 from __future__ import annotations
@@ -268,18 +268,19 @@ class DeviceTuning:
 
     # -- attention -----------------------------------------------------------------------------
     # By the number of pairs of a row and a KV head, for half precision and heads of up to 128;
-    # measured with head_dim 128 (bench_attention.py --tune). Few are split over as many programs as
-    # there are SMs, or twice as many, each long enough to be worth the work at its ends. Many fill
-    # the device by themselves, and are split so that no long row is left alone at the end. Two
-    # warps read as fast as four, but with them a step of 8 rows whose programs all rotate their
-    # row's heads (decode_qkv) was slower than one that left this to a kernel of its own.
+    # measured with head_dim 128 (bench_kernels.py attention-decode). Few are split over as many
+    # programs as there are SMs, or twice as many, each long enough to be worth the work at its
+    # ends. Many fill the device by themselves, and are split so that no long row is left alone at
+    # the end. Two warps read as fast as four, but with them a step of 8 rows whose programs all
+    # rotate their row's heads (decode_qkv) was slower than one that left this to a kernel of its
+    # own.
     decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
         (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
         (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
         (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),
         (NO_LIMIT, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=8, min_split=64)),
     )
-    # The same for a cache in FP8. Not measured yet (bench_attention.py --tune --kv-dtype fp8):
+    # The same for a cache in FP8. Not measured yet (bench_kernels.py attention-decode --only fp8):
     # compiled for sm_90, a warp reads a byte with 1.8 times the instructions that it takes for one
     # of bfloat16 in the same tile, and with 1.5 times in tiles of 128 keys, of which only two fit
     # into the registers of an SM.
@@ -299,11 +300,11 @@ class DeviceTuning:
     )
     # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
     float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
-    # By head_dim. Those for up to 128 are not measured yet (bench_attention.py --tune-prefill):
+    # By head_dim. Those for up to 128 are not measured yet (bench_kernels.py attention-prefill):
     # they keep their registers on sm_90. A prompt of 8,192 tokens takes 3.7 ms with 64 query heads
     # of 192, 3.7 ms (two prompts) with 24 of 256, and 11.5 ms with 32 of 512; the tiles of UNTRIED
     # take 5.0, 11.2 and 39.7 ms. Those of 256 and 512 are faster although they spill registers. The
-    # splits are measured (--tune-splits): on an H200 others are slower for most chunks on 512 to
+    # splits are measured (attention-chunks): on an H200 others are slower for most chunks on 512 to
     # 32k tokens.
     prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
@@ -342,7 +343,7 @@ class DeviceTuning:
 
     # Rows up to which the maps between heads and latents are our kernels, and with more cuBLAS's:
     # of GLM-4.7-Flash, both together are faster with 32 on an H100, and as fast with 64
-    # (bench_kernels.py --only latents).
+    # (bench_kernels.py latents).
     latent_map_rows: int = 32
     latent_maps: LatentMapTiles = LatentMapTiles()
 

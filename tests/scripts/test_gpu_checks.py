@@ -142,7 +142,7 @@ def test_a_wrong_option_of_minisgl_would_be_found(command: str, tmp_path: Path) 
 
 def test_a_wrong_option_of_a_script_would_be_found(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parse("python scripts/bench/bench_experts.py --weights int5", tmp_path)
+        parse("python scripts/bench/bench_kernels.py expert", tmp_path)
 
 
 def test_the_list_is_written_as_it_is_read(tmp_path: Path) -> None:

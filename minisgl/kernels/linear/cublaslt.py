@@ -1,9 +1,9 @@
 """GEMMs of few rows by cuBLASLt, each with the algorithm that was the fastest in a trial at start.
 
 F.linear uses the first algorithm that cuBLAS proposes. Other proposals are up to 15 % faster on an
-H200 in decode, often one that does not split k (scripts/bench/bench_linear.py). So they are
-timed at start, on the weights of the model, for some numbers of rows; other numbers use the choice
-of the next larger one.
+H200 in decode, often one that does not split k (bench_kernels.py linear). So they are timed at
+start, on the weights of the model, for some numbers of rows; other numbers use the choice of the
+next larger one.
 
 From about 64 rows on the device reaches its power limit within a tenth of a second. The fastest
 algorithm of a short trial then loses to cuBLAS's own choice, whose larger tiles move less data: 1

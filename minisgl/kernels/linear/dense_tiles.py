@@ -34,7 +34,7 @@ def allocate_workspace(
 def choose_tiles(
     m: int, n: int, k: int, tuning: DeviceTuning, *, gated: bool = False, may_split: bool = True
 ) -> LinearTiles:
-    """The tiles for half precision. Measured on an H200 by scripts/bench/bench_linear.py --tune and
+    """The tiles for half precision. Measured on an H200 by bench_kernels.py linear --tiles and
     by the time of whole steps; with less shared memory, as many tiles in flight as fit."""
     halves = 2 if gated else 1
     n //= halves

@@ -48,7 +48,7 @@ def choose_tiles(
 ) -> LinearTiles:
     """A tile of k is one group, if there are groups. Any number of rows has tiles.
 
-    Measured on an H200 by scripts/bench/bench_fp8_linear.py --tune.
+    Measured on an H200 by scripts/bench/bench_kernels.py linear --tiles.
     """
     block_m = next((size for size in _BLOCKS_M if m <= size), _BLOCKS_M[-1])
     if block_m == _BLOCKS_M[-1]:

@@ -1,0 +1,233 @@
+"""What the cases of bench_kernels.py share: inputs, clocks on the device, and the printed rows.
+
+Kernels are timed by events around replays of a CUDA graph, so that the host's time is not in the
+figures: the median of some replays, after a few that warm up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from minisgl.bench.peak import Peak
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16
+# Of weights or caches that are used in turn: much more than L2, so that each is as cold as in a
+# model.
+COLD_BYTES = 512 << 20
+WARM_UP = 3  # rounds
+BEST = 3  # tiles that are printed
+HEADER = f"{'case':54} kernel             µs  limit µs  share   TB/s TFLOP/s"
+
+Call = Callable[[], object]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Inputs on the device, what may be computed with them, and what that takes at least."""
+
+    # By the name of what computes. A function makes the calls that a graph captures one behind the
+    # other; the first of them runs before, to compile the kernel. It may raise: not every backend
+    # takes every case.
+    calls: Mapping[str, Callable[[], Sequence[Call]]]
+    num_bytes: float = 0.0  # read and written at least
+    operations: float = 0.0  # a multiply-add counts as two
+    in_fp8: bool = False  # the operations
+    repeats: int = 1  # times that a call does the work
+    captured: bool = True  # False: timed without a graph
+    rounds: int = 10  # whose median counts
+    expected: Tensor | None = None  # what each of the calls returns, but for rounding
+    num_rows: int | None = None  # of a result that count, if padding is behind them
+    tolerance: float = 0.01  # of the norm of the difference, by that of what is expected
+    # The tiles in use of our kernel, and its calls with others.
+    tiles: Callable[[], Any] | None = None
+    tiled: Callable[[Any], Sequence[Call]] | None = None
+
+    def limit_s(self, peak: Peak | None) -> float:
+        if peak is None:
+            return 0.0
+        rate = (self.in_fp8 and peak.fp8_operations_per_s) or peak.operations_per_s
+        return max(self.num_bytes / peak.bytes_per_s, self.operations / rate)
+
+    def is_right(self, found: object) -> bool:
+        if self.expected is None:
+            return True
+        assert isinstance(found, Tensor)
+        found, expected = (x[: self.num_rows].float() for x in (found, self.expected))
+        return bool((found - expected).norm() <= self.tolerance * expected.norm())
+
+
+class Case(NamedTuple):
+    """One line of a table. Its inputs exist only while it is timed."""
+
+    name: str
+    make: Callable[[], Problem]
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def copies(make: Callable[[], Item], num_bytes: float) -> list[Item]:
+    """As many as take COLD_BYTES together, with `num_bytes` in each."""
+    return [make() for _ in range(-int(-COLD_BYTES // num_bytes))]
+
+
+def in_turn(call: Callable[[Item], object], items: Sequence[Item], least: int) -> list[Call]:
+    """`least` calls or more, each with the next of the items."""
+    count = max(len(items), least)
+    return [partial(call, items[i % len(items)]) for i in range(count)]
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+def graph_s(
+    calls: Sequence[Call], *, rounds: int, replays: int = 1, before: Call | None = None
+) -> float:
+    """Seconds of a call, in replays of a graph of them all.
+
+    `replays`: of the graph, one behind the other in each round. The other arguments are those of
+    `median_s`. The first call has run before.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # A thread of a communicator may call CUDA during the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
+
+        def replay() -> None:
+            for _ in range(replays):
+                graph.replay()
+
+        return median_s(replay, rounds=rounds, before=before) / (replays * len(calls))
+
+
+def median_s(work: Call, *, rounds: int, before: Call | None = None) -> float:
+    """Seconds on the device that `work` takes, whose host time stays in front of it: the median of
+    so many rounds, after some that warm up. `before`: runs before each round, untimed."""
+    times: list[float] = []
+    for _ in range(WARM_UP + rounds):
+        if before is not None:
+            before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[WARM_UP:])
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Times cases, and prints a row for each kernel of one."""
+
+    peak: Peak | None  # None: there is no limit
+    kernels: Sequence[str] | None = None  # only these
+    tiles: Mapping[str, Sequence[int]] | None = None  # to try, by the name of a field
+    clock: Callable[..., float] = graph_s
+    write: Callable[[str], object] = print
+    passed_over: tuple[type[Exception], ...] = (Exception,)  # in whose place the reason is printed
+
+    def run(self, cases: Iterable[Case]) -> bool:
+        """Whether all results were right. What fails has its reason in the place of its time."""
+        right = True
+        self.write(HEADER)
+        for case in cases:
+            problem = case.make()
+            for kernel, make_calls in problem.calls.items():
+                if self.kernels is None or kernel in self.kernels:
+                    right &= self._row(case.name, kernel, problem, make_calls)[1]
+            if self.tiles is not None and problem.tiled is not None:
+                self._try_tiles(case.name, problem)
+            del problem
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
+        return right
+
+    def _row(
+        self, name: str, kernel: str, problem: Problem, make_calls: Callable[[], Sequence[Call]]
+    ) -> tuple[float, bool]:
+        try:
+            took_s, right = self._seconds(problem, make_calls())
+        except self.passed_over as error:  # what a library or the compiler says of this case
+            self.write(f"{name:54} {kernel:11} {str(error).partition(chr(10))[0][:200]}")
+            return float("inf"), True
+        self.write(self._line(name, kernel, problem, took_s) + ("" if right else "  WRONG"))
+        return took_s, right
+
+    def _seconds(self, problem: Problem, calls: Sequence[Call]) -> tuple[float, bool]:
+        right = problem.is_right(calls[0]())
+        if problem.captured:
+            took_s = self.clock(calls, rounds=problem.rounds)
+        else:
+            took_s = median_s(calls[0], rounds=problem.rounds)
+        return took_s / problem.repeats, right
+
+    def _line(self, name: str, kernel: str, problem: Problem, took_s: float) -> str:
+        limit_s = problem.limit_s(self.peak)
+        share = f"{limit_s / took_s:6.0%}" if limit_s else f"{'-':>6}"
+        rates = (problem.num_bytes / took_s / 1e12, problem.operations / took_s / 1e12)
+        row = f"{name:54} {kernel:11} {took_s * 1e6:9.2f} {limit_s * 1e6:9.2f} {share}"
+        return row + f" {rates[0]:6.2f} {rates[1]:7.0f}"
+
+    def _try_tiles(self, name: str, problem: Problem) -> None:
+        """Print the best of all combinations, whose results must be that of the tiles in use."""
+        assert self.tiles is not None and problem.tiles is not None and problem.tiled is not None
+        now, tiled = problem.tiles(), problem.tiled
+        if problem.expected is None:
+            expected = tiled(now)[0]()
+            assert isinstance(expected, Tensor)
+            problem = replace(problem, expected=expected)
+        found: list[tuple[float, str]] = []
+        for values in itertools.product(*self.tiles.values()):
+            tiles, chosen = now, dict(zip(self.tiles, values, strict=True))
+            for field, value in chosen.items():
+                tiles = changed(tiles, field, value)
+            spelled = " ".join(f"{field}={value}" for field, value in chosen.items())
+            try:
+                took_s, right = self._seconds(problem, tiled(tiles))
+            except Exception as error:  # most likely for too much shared memory
+                self.write(f"  not {spelled}: {str(error).partition(chr(10))[0][:100]}")
+                continue
+            found += [(took_s, spelled)] if right else []
+            if not right:
+                self.write(f"  wrong: {spelled}")
+        self.write(f"  in use: {now}")
+        for took_s, spelled in sorted(found)[:BEST]:
+            self.write(f"  {took_s * 1e6:9.2f} µs  {spelled}")
+
+
+def changed(tiles: Any, field: str, value: int) -> Any:
+    """The tiles with another value of a field, such as block_n or inner.block_n."""
+    first, _, rest = field.partition(".")
+    names = [each.name for each in fields(tiles)]
+    inner = getattr(tiles, first, None)
+    if first not in names or is_dataclass(inner) != bool(rest):
+        raise SystemExit(f"--tiles {field}: allowed of {type(tiles).__name__}: {', '.join(names)}")
+    return replace(tiles, **{first: changed(inner, rest, value) if rest else value})
