@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.config import BenchConfig, LatencyConfig, OfflineConfig, ReportConfig
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
@@ -19,7 +19,11 @@ from .options import takes_options
 
 @takes_options
 def bench(
-    engine: EngineConfig, bench: BenchConfig, workload: WorkloadConfig, report: ReportConfig
+    engine: EngineConfig,
+    bench: BenchConfig,
+    offline: OfflineConfig,
+    workload: WorkloadConfig,
+    report: ReportConfig,
 ) -> int:
     """Measure the throughput of many requests at once, and their latencies.
 
@@ -34,7 +38,7 @@ def bench(
     set_up_logging(default="WARNING")
     from minisgl.bench.offline import bench_offline
 
-    return asyncio.run(bench_offline(engine, bench, workload, report))
+    return asyncio.run(bench_offline(engine, bench, workload, report, offline.max_concurrency))
 
 
 @takes_options

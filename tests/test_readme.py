@@ -10,7 +10,7 @@ import pytest
 from gpu_checks import LIST, SHOWN, read_checks
 from support.folders import ROOT
 
-from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.config import BenchConfig, LatencyConfig, OfflineConfig, ReportConfig
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
@@ -99,6 +99,7 @@ def row(spec: Field[Any]) -> str:
         (CLI, "Chat", ChatConfig),
         (CLI, "Batch", BatchConfig),
         (BENCH, "Benchmark", BenchConfig),
+        (BENCH, "Offline", OfflineConfig),
         (BENCH, "Latency", LatencyConfig),
         (BENCH, "Workload", WorkloadConfig),
         (BENCH, "Load", LoadConfig),

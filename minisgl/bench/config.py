@@ -119,6 +119,19 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineConfig:
+    """The load of an offline run. Raises ConfigError for an invalid value."""
+
+    max_concurrency: int | None = bench_option(
+        None, "Requests at once at most; without it all are submitted at once."
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "max_concurrency", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyConfig:
     """The options of a latency run. Raises ConfigError for an invalid value."""
 
@@ -131,6 +144,11 @@ class LatencyConfig:
     )
     output_len: int | None = _size_option(
         "Output tokens of each request", LATENCY_OUTPUT, LATENCY_OUTPUT_ON_CPU
+    )
+    cached_prompts: bool = bench_option(
+        False,
+        "Compute the prompts beforehand, to be found in the prefix cache: long contexts without "
+        "their prefill.",
     )
     seed: int = bench_option(0, "Seed of the prompts.")
     structured: float = _structured_option()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Counter, energy_counter, engine_gpus, metered
 from minisgl.bench.figures import Figures, spreads
-from minisgl.bench.offline_run import RunRecord, run_streaming
+from minisgl.bench.offline_run import RunRecord, run_offline, run_streaming
 from minisgl.bench.online.load_config import Point
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
@@ -78,6 +78,7 @@ async def bench_latency(
             f"{sizes[0].prompt} tokens in, {sizes[0].output} out, greedy, EOS ignored, seed "
             f"{config.seed}, a batch submitted at once, repetition {config.repeat} of "
             f"{config.repeat} with fresh prompts{describe_share(config.structured)}"
+            f"{', which are computed beforehand' if config.cached_prompts else ''}"
         )
         if engine.config.device == "cpu":
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
@@ -90,9 +91,7 @@ async def bench_latency(
                 # No two runs have a seed in common: one would find its prompts in the prefix cache.
                 first_seed = config.seed + index * config.repeat
                 seeds = range(first_seed, first_seed + config.repeat)
-                records.append(
-                    await _measure(engine, batch, seeds, peak, counter, config.structured)
-                )
+                records.append(await _measure(engine, config, batch, seeds, peak, counter))
         run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
     rows = [({"batch_size": record.sizes.num_requests}, record.result) for record in records]
@@ -114,18 +113,20 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
 
 async def _measure(
     engine: AsyncEngine,
+    config: LatencyConfig,
     batch: Sizes,
     seeds: range,
     peak: Peak | None,
     counter: Counter,
-    structured: float,
 ) -> BatchRecord:
     """Measure a repetition for each of `seeds`; the record is of the last one."""
     repetitions: list[Figures] = []
     for seed in seeds:
         jobs = make_workload(
-            batch, vocab_size=engine.model.vocab_size, seed=seed, structured=structured
+            batch, vocab_size=engine.model.vocab_size, seed=seed, structured=config.structured
         )
+        if config.cached_prompts:
+            await run_offline(engine, [replace(job, max_tokens=1) for job in jobs])
         with metered(counter) as spent:
             run = await run_streaming(engine, jobs)
         repetitions.append(Figures.of(run).with_energy(spent))

@@ -1,4 +1,4 @@
-"""`minisgl bench`: a workload on an engine in this process, all requests at once."""
+"""`minisgl bench`: a workload on an engine in this process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,16 @@ POLL_S = 1.0  # seconds; drawing takes time of the engine's event loop
 
 
 async def bench_offline(
-    engine_config: EngineConfig, config: BenchConfig, workload: WorkloadConfig, report: ReportConfig
+    engine_config: EngineConfig,
+    config: BenchConfig,
+    workload: WorkloadConfig,
+    report: ReportConfig,
+    max_concurrency: int | None = None,
 ) -> int:
-    """Load the model, measure, and print the results. Returns the exit code."""
+    """Load the model, measure, and print the results. Returns the exit code.
+
+    max_concurrency: requests at once; None: any number.
+    """
     if workload.kind == "multi-turn":
         allowed = "each question waits for the answer before it; use `minisgl bench serve`"
         raise ConfigError("--workload", workload.workload, allowed)
@@ -63,12 +70,17 @@ async def bench_offline(
         console.print(
             f"{workload.describe(sizes, at_once=True)}, {sampling}"
             f"{describe_share(config.structured)}"
+            f"{f', at most {max_concurrency} at once' if max_concurrency else ''}"
         )
         if engine.config.device == "cpu" and not rows:
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
         console.print(f"on {Environment.found().describe()}")
-        run, measured = await _measure(console, engine, config, workload, sizes, rows)
-        run_info = RunInfo.of(engine, asdict(config) | asdict(workload))
+        run, measured = await _measure(
+            console, engine, config, workload, sizes, rows, max_concurrency
+        )
+        run_info = RunInfo.of(
+            engine, asdict(config) | asdict(workload) | {"max_concurrency": max_concurrency}
+        )
     print_spreads(console, measured.repetitions)
     print_figures(console, measured.figures, measured.limit)
     results = {
@@ -91,6 +103,7 @@ async def _measure(
     workload: WorkloadConfig,
     sizes: Sizes,
     rows: Sequence[TraceEntry],
+    max_concurrency: int | None,
 ) -> tuple[RunRecord, PointResult]:
     """Measure every repetition; the run and the result are of the last one."""
     peak = engine_peak(engine.config, engine.model)
@@ -113,15 +126,15 @@ async def _measure(
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
             with metered(counter) as spent:
                 if workload.kind == "embed":
-                    run = await run_embeddings(engine, jobs)
+                    run = await run_embeddings(engine, jobs, max_concurrency)
                 else:
-                    run = await run_offline(engine, jobs, config.temperature)
+                    run = await run_offline(engine, jobs, config.temperature, max_concurrency)
         figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
         console.print(f"repetition {title}: {figures.elapsed_s:.2f} s, {figures.headline}")
     limit = None
     if peak is not None and workload.kind != "embed":
-        limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config)
+        limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config, max_concurrency)
     return run, PointResult(
         point=Point(None, None),
         figures=figures,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.bench.workload.structured import STRUCTURED
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
 from minisgl.matcher import Matcher
+from minisgl.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +89,19 @@ Consumer = Callable[[OutputStream], Awaitable[tuple[float, float]]]
 
 
 async def run_offline(
-    engine: AsyncEngine, jobs: Sequence[ScheduledRequest], temperature: float = 0.0
+    engine: AsyncEngine,
+    jobs: Sequence[ScheduledRequest],
+    temperature: float = 0.0,
+    max_concurrency: int | None = None,
 ) -> RunRecord:
-    """Submit all requests at once and wait for the first token and the end of each.
+    """Submit all requests at once, or `max_concurrency` at a time, and wait for the first token and
+    the end of each.
 
     In between, no request wakes the event loop, which for 256 requests would take milliseconds of
     every step. The engine must have no other work. Raises the first error of a request, and
     ends the others.
     """
-    return await _run(engine, jobs, temperature, _wait)
+    return await _run(engine, jobs, temperature, _wait, max_concurrency)
 
 
 async def run_streaming(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
@@ -102,18 +109,22 @@ async def run_streaming(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -
     return await _run(engine, jobs, 0.0, _stream)
 
 
-async def run_embeddings(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
-    """Ask for the vectors of all prompts at once, each as a request of its own, and wait for them.
+async def run_embeddings(
+    engine: AsyncEngine, jobs: Sequence[ScheduledRequest], max_concurrency: int | None = None
+) -> RunRecord:
+    """Ask for the vectors of all prompts at once, or of `max_concurrency` at a time, each as a
+    request of its own, and wait for them.
 
     The end of a request is its vector, and it has no tokens. The engine must have no other work.
     """
-    before = engine.stats()
+    before, room = engine.stats(), _room(max_concurrency)
     started = time.perf_counter()
 
     async def embedded(job: ScheduledRequest) -> RequestRecord:
-        submitted_s = time.perf_counter() - started
-        [found] = await engine.vectors.embed([job.prompt])
-        ended_s = time.perf_counter() - started
+        async with room:
+            submitted_s = time.perf_counter() - started
+            [found] = await engine.vectors.embed([job.prompt])
+            ended_s = time.perf_counter() - started
         return RequestRecord(
             submitted_s=submitted_s,
             first_token_s=ended_s,
@@ -124,11 +135,7 @@ async def run_embeddings(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) 
         )
 
     tasks = [asyncio.ensure_future(embedded(job)) for job in jobs]
-    try:
-        records = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    records = await _all_of(tasks)
     counters = engine.stats().counters
     return RunRecord(
         records,
@@ -152,45 +159,68 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
 
 
 async def _run(
-    engine: AsyncEngine, jobs: Sequence[ScheduledRequest], temperature: float, consume: Consumer
+    engine: AsyncEngine,
+    jobs: Sequence[ScheduledRequest],
+    temperature: float,
+    consume: Consumer,
+    max_concurrency: int | None = None,
 ) -> RunRecord:
+    room = _room(max_concurrency)
     prepared = [(job.params(temperature), await _matcher(engine, job)) for job in jobs]
     before = engine.stats()
     started = time.perf_counter()
-    streams: list[OutputStream] = []
-    submitted: list[float] = []
-    try:
-        for job, (params, matcher) in zip(jobs, prepared, strict=True):
-            submitted.append(time.perf_counter())
-            streams.append(engine.submit(job.prompt, params, matcher=matcher))
-        arrivals = await asyncio.gather(*map(consume, streams))
-    finally:
-        for stream in streams:
-            stream.abort()
+
+    async def answered(
+        job: ScheduledRequest, params: SamplingParams, matcher: Matcher | None
+    ) -> RequestRecord:
+        async with room:
+            submitted = time.perf_counter()
+            stream = engine.submit(job.prompt, params, matcher=matcher)
+            try:
+                first, last = await consume(stream)
+            finally:
+                stream.abort()
+        request = stream.request
+        return RequestRecord(
+            submitted_s=submitted - started,
+            first_token_s=first - started,
+            last_token_s=last - started,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_host_tokens=request.num_host_tokens,
+            num_disk_tokens=request.num_disk_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_drafted_tokens=request.num_drafted_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+            structured=job.structured,
+        )
+
+    tasks = [
+        asyncio.ensure_future(answered(job, params, matcher))
+        for job, (params, matcher) in zip(jobs, prepared, strict=True)
+    ]
+    records = await _all_of(tasks)
     after = engine.stats()
     return RunRecord(
-        [
-            RequestRecord(
-                submitted_s=at - started,
-                first_token_s=first - started,
-                last_token_s=last - started,
-                num_prompt_tokens=stream.request.num_prompt_tokens,
-                num_cached_tokens=stream.request.num_cached_tokens,
-                num_host_tokens=stream.request.num_host_tokens,
-                num_disk_tokens=stream.request.num_disk_tokens,
-                num_output_tokens=stream.request.num_output_tokens,
-                num_drafted_tokens=stream.request.num_drafted_tokens,
-                num_accepted_tokens=stream.request.num_accepted_tokens,
-                structured=job.structured,
-            )
-            for job, stream, at, (first, last) in zip(
-                jobs, streams, submitted, arrivals, strict=True
-            )
-        ],
+        records,
         num_steps=after.counters.num_steps - before.counters.num_steps,
         num_retractions=after.counters.num_retractions - before.counters.num_retractions,
         num_graph_steps=after.totals.num_graph_steps - before.totals.num_graph_steps,
     )
+
+
+def _room(max_concurrency: int | None) -> AbstractAsyncContextManager[Any]:
+    return nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+
+async def _all_of(tasks: Sequence[asyncio.Task[RequestRecord]]) -> list[RequestRecord]:
+    """What all tasks return. Raises the first error of one, when the others have ended too."""
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _matcher(engine: AsyncEngine, job: ScheduledRequest) -> Matcher | None:

@@ -178,6 +178,23 @@ async def test_a_refused_request_aborts_the_others() -> None:
         assert 0 <= request.submitted_s < request.first_token_s < request.last_token_s
 
 
+async def test_no_more_requests_run_at_once_than_were_allowed() -> None:
+    jobs = make_workload(Sizes(5, Span(4, 9), Span(3, 6)), vocab_size=1237, seed=0)
+    async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
+        run = await run_offline(engine, jobs, max_concurrency=2)
+    assert [request.num_output_tokens for request in run.requests] == [
+        job.max_tokens for job in jobs
+    ]
+    for request in run.requests:
+        before = [
+            other
+            for other in run.requests
+            if other.submitted_s < request.submitted_s < other.last_token_s
+        ]
+        assert len(before) <= 1
+    assert run.requests[1].submitted_s < run.requests[0].last_token_s, "two do run at once"
+
+
 async def test_streaming_and_waiting_give_the_same_record() -> None:
     sizes = Sizes(6, Span(16, 40), Span(1, 20))
     jobs = make_workload(sizes, vocab_size=1237, seed=0)
@@ -252,6 +269,19 @@ def test_bench_latency_measures_the_bundled_model(tmp_path: Path) -> None:
         )
         assert batch["figures"]["tpot_s"]["p50"] == pytest.approx(percentile(tpots, 50))
         assert row[:2] == [str(len(requests)), f"{percentile(tpots, 50) * 1e3:,.3f}"]
+
+
+def test_bench_latency_can_find_its_prompts_in_the_prefix_cache(tmp_path: Path) -> None:
+    file = tmp_path / "latency.json"
+    options = ("--batch-size", "2", "--input-len", "33", "--output-len", "4", "--repeat", "1")
+    command = [sys.executable, "-m", "minisgl", "bench", "latency", "--device", "cpu", *options]
+    result = subprocess.run(
+        [*command, "--cached-prompts", "--json", file], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    [batch] = json.loads(file.read_text())["batches"]
+    assert [request["num_cached_tokens"] for request in batch["run"]["requests"]] == [32, 32]
+    assert {request["num_output_tokens"] for request in batch["run"]["requests"]} == {4}
 
 
 def latency_record(batch_size: int) -> BatchRecord:

@@ -30,7 +30,7 @@ from demo_model.world import (
     trained_phrases,
     words,
 )
-from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.config import BenchConfig, LatencyConfig, OfflineConfig, ReportConfig
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
@@ -54,6 +54,7 @@ TAKEN_BY: dict[Any, list[str]] = {
     ChatConfig: ["chat"],
     BatchConfig: ["batch"],
     BenchConfig: BENCH_COMMANDS,
+    OfflineConfig: ["bench"],
     LatencyConfig: ["bench latency"],
     WorkloadConfig: BENCH_COMMANDS,
     LoadConfig: ["bench serve"],

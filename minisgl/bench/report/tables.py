@@ -165,9 +165,11 @@ def print_figures(console: Console, figures: Figures, limit: Limit | None) -> No
 
 def _explain(figures: Figures, limit: Limit) -> str:
     work, peak = limit.work, limit.peak
+    reached = (work.prefill_operations + work.decode_operations) / figures.elapsed_s
     return (
         f"{limit.share:.1%} of the hardware's limit of "
-        f"{figures.num_output_tokens / work.seconds:,.0f} output tok/s: "
+        f"{figures.num_output_tokens / work.seconds:,.0f} output tok/s, "
+        f"with {reached / 1e12:,.0f} TFLOP/s done: "
         f"{work.weight_bytes / 1e12:.2f} TB of weights and {work.kv_bytes / 1e12:.2f} TB of KV "
         f"cache, {work.prefill_operations / 1e15:.2f} POP of prefill and "
         f"{work.decode_operations / 1e15:.2f} of decoding, at {peak}"
