@@ -363,9 +363,10 @@ def test_a_role_that_no_template_knows_is_refused(llm: LLM, role: Any) -> None:
 def test_conversations_are_fitted_to_the_template_as_a_server_does(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(  # takes the first of the system's messages, and no text beside calls
-        "{% for m in messages if m.role != 'system' or loop.first %}<{{ m.role }}>"
-        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.items() | list }}{% else %}"
-        "{{ m.content }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{{ call.function.arguments.items() | list }}{% else %}{{ m.content }}"
+        "{% endfor %}{% endif %}{% endfor %}"
     )
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"b": "c"}'}}
     told = [{"role": "system", "content": text} for text in ("Be brief.", "Be kind.")]
