@@ -71,7 +71,7 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     reader, markers = calls.reader, calls.markers
     if opening != markers[CALL]:
         yield from reader.peek()
-        yield from reader.skip(markers[CALL])
+        yield from reader.skip_all(markers[CALL])
     name = yield from reader.match(TOOL_NAME)
     if not (yield from reader.skip(markers[SEPARATOR])):
         return False
@@ -94,7 +94,7 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
     reader, markers = calls.reader, calls.markers
     if opening != markers[KIMI_CALL]:
         yield from reader.peek()
-        if not (yield from reader.skip(markers[KIMI_CALL])):
+        if not (yield from reader.skip_all(markers[KIMI_CALL])):
             return False
     yield from reader.peek()
     name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)
