@@ -99,3 +99,17 @@ def test_calls_of_lfm2_may_have_no_brackets(written: str, calls: list[Any], cont
 def test_another_separator_of_gemma_loses_no_argument(written: str, first: dict[str, Any]) -> None:
     got, content = read("gemma4", GEMMA.format(f'{written}b:<|"|>y<|"|>'))
     assert (got, content) == ([{**first, "b": "y"}], "")
+
+
+PLAIN_PARAMETER = '<parameter name="{}" string="true">{}</parameter>\n'
+DSML_PARAMETER = '<｜DSML｜parameter name="{}" string="true">{}</｜DSML｜parameter>\n'
+
+
+@pytest.mark.parametrize("first", [PLAIN_PARAMETER, DSML_PARAMETER])
+@pytest.mark.parametrize("second", [PLAIN_PARAMETER, DSML_PARAMETER])
+def test_parameters_of_deepseek_may_have_the_tags_of_xml(first: str, second: str) -> None:
+    values = {"a": "x </parameter> y", "b": "</｜DSML｜parameter>."}
+    written = first.format("a", values["a"]) + second.format("b", values["b"])
+    call = f'<｜DSML｜invoke name="f">\n{written}</｜DSML｜invoke>\n'
+    answer = f"<｜DSML｜function_calls>\n{call}{call}</｜DSML｜function_calls>"
+    assert read("deepseek_v32", answer) == ([values, values], "")
