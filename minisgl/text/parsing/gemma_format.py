@@ -18,9 +18,9 @@ from typing import Any
 from minisgl.text.parsing.alternatives import alternatives, known_types
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import TOOL_NAME
+from minisgl.text.parsing.plain_values import escaped, value_json
 from minisgl.text.parsing.python_format import python_as_json
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
-from minisgl.text.parsing.xml_format import escaped, value_json
 
 CALL, END_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 PREFIX = "call:"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
+from minisgl.text.parsing.plain_values import types_of
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reading
-from minisgl.text.parsing.xml_format import types_of
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 RECIPIENT = ">>>"  # a name, or TEXT, follows

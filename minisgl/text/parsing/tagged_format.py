@@ -29,8 +29,8 @@ from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
+from minisgl.text.parsing.plain_values import escaped, types_of, value_json
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
-from minisgl.text.parsing.xml_format import escaped, types_of, value_json
 
 END_OF_NAME = Patterns(">", "<", "\n")
 ATTRIBUTE = re.compile(r"""\bname\s*=\s*(?:(["'])(.*?)\1|([^\s"'=]+))""")
