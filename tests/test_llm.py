@@ -360,6 +360,36 @@ def test_a_role_that_no_template_knows_is_refused(llm: LLM, role: Any) -> None:
         llm.chat([*CAPITAL, {"role": role, "content": "x"}])
 
 
+def test_conversations_are_fitted_to_the_template_as_a_server_does(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(  # takes the first of the system's messages, and no text beside calls
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{{ call.function.arguments.items() | list }}{% else %}{{ m.content }}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"b": "c"}'}}
+    told = [{"role": "system", "content": text} for text in ("Be brief.", "Be kind.")]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "18"}
+    with LLM(device="cpu", num_pages=100, chat_template=str(template)) as llm:
+        answer = llm.chat([*told, *CAPITAL, called, result], GREEDY)
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None
+        text = tokenizer.decode(answer.prompt_token_ids)
+        assert text.startswith("<system>Be brief.\n\nBe kind.<user>")
+        assert text.endswith("<assistant>I look.<assistant>f[('b', 'c')]<tool>18")
+        for wrong, message in (
+            ([*CAPITAL, {**result, "tool_call_id": "x"}], r"messages.1.tool_call_id: is the id"),
+            (
+                [*CAPITAL, {**called, "tool_calls": "f"}],
+                r"messages\[1\].tool_calls: must be a list",
+            ),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.chat(wrong)
+
+
 def test_names_that_are_no_sampling_parameter_are_refused_by_generate(llm: LLM) -> None:
     with pytest.raises(MinisglError, match=r"max_token: .*did you mean max_tokens"):
         llm.generate("Hello", max_token=3)

@@ -13,6 +13,7 @@ from minisgl.errors import ContextLengthError, UnsupportedModelError
 from minisgl.printable import counted
 from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
+from minisgl.text.history import fitted_history, needs_facts
 from minisgl.text.parsing.selection import has_messages
 from minisgl.text.thinking import OPEN
 from minisgl.text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from minisgl.text.tokenizer import Tokenizer
 from .engine_rules import (
     call_pieces,
     check_rules,
-    fitted,
     parser_and_matcher,
     structured,
     thinking,
@@ -100,8 +100,8 @@ class EngineModel:
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
-        if any("tool_calls" in message for message in messages):
-            messages = fitted(messages, await self._engine.template_facts())
+        if any(map(needs_facts, messages)):
+            messages = fitted_history(messages, await self._engine.template_facts())
         offer = {"tools": rules.tools} if rules.tools else {}
         # A long conversation takes a while; in a thread, Ctrl-C still works.
         prompt = await asyncio.to_thread(self.prompt, messages, **offer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from minisgl.engine import AsyncEngine
@@ -13,12 +11,10 @@ from minisgl.events import CallArguments, CallStart, Event, ReasoningText
 from minisgl.grammar.reasoning import reasoning_gate
 from minisgl.grammar.tool_grammars import headed
 from minisgl.request import StructuredOutput
-from minisgl.text.history import fitted_history
 from minisgl.text.parsing.selection import choose_format
-from minisgl.text.template_facts import TemplateFacts
 from minisgl.text.tokenizer import Tokenizer
 
-from .model import AnswerRules, CallPiece, Message
+from .model import AnswerRules, CallPiece
 
 
 async def check_rules(engine: AsyncEngine, rules: AnswerRules) -> None:
@@ -74,25 +70,6 @@ def call_pieces(events: Iterable[Event]) -> list[CallPiece]:
     return pieces
 
 
-def fitted(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
-    """The messages with calls and results as the chat template takes them."""
-    changed = [dict(message) for message in messages]
-    for message in changed:
-        if "tool_call_id" in message:
-            message["tool_call_id"] = facts.fitted_id(message["tool_call_id"])
-        if "tool_calls" in message:
-            message["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
-    return fitted_history(changed, facts)
-
-
 def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     assert engine.tokenizer is not None  # or there would be no chat
     return engine.tokenizer
-
-
-def _fitted_call(call: Mapping[str, Any], facts: TemplateFacts) -> dict[str, Any]:
-    function = dict(call["function"])
-    if not facts.wants_text_arguments:
-        with suppress(ValueError, RecursionError):  # what is no JSON stays the text that it is
-            function["arguments"] = json.loads(function["arguments"])
-    return {**call, "id": facts.fitted_id(call["id"]), "function": function}

@@ -11,9 +11,10 @@ from typing import Any
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.text.history import ROLES
+from minisgl.text.history import ROLES, fitted_history, needs_facts
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
+from minisgl.text.template_facts import TemplateFacts
 
 # The options of `AsyncEngine.encode_chat` that no template has to use.
 RENDERING_OPTIONS = ("add_generation_prompt", "continue_final_message", "control_tokens_in_text")
@@ -77,7 +78,7 @@ class Chats:
     ) -> Prompt:
         """The prompt of one conversation; raises InvalidRequestError, and as `encode_chat`."""
         engine, form = self._engine, self._form
-        _check_roles(messages)
+        _check_messages(messages)
         offered = {"tools": [*map(_described, tools)]} if tools else {}
         if tools and not (await engine.template_facts()).offers_tools:
             raise InvalidRequestError(
@@ -85,7 +86,10 @@ class Chats:
                 "are not supported by this model: its chat template leaves them out. Leave them "
                 "out as well.",
             )
-        token_ids = await engine.encode_chat(messages, **offered, **options)
+        takes_facts = any(map(needs_facts, messages))
+        facts = await engine.template_facts() if takes_facts else TemplateFacts()
+        fitted = fitted_history(messages, facts)
+        token_ids = await engine.encode_chat(fitted, **offered, **options)
         tokenizer = engine.tokenizer
         is_open = tokenizer is not None and form.opens_reasoning(tokenizer, token_ids)
         is_closed = tokenizer is not None and form.closes_reasoning(tokenizer, token_ids)
@@ -103,14 +107,21 @@ class Chats:
         )
 
 
-def _check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidRequestError for a role that HTTP refuses as well: most templates would take it
-    for another one."""
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequestError for calls that are none, and for a role that HTTP refuses as well:
+    most templates would take it for another one."""
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES:
             raise InvalidRequestError(
                 f"messages[{index}].role", f"cannot be {role!r}; {one_of(ROLES)}."
+            )
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise InvalidRequestError(
+                f"messages[{index}].tool_calls",
+                'must be a list of {"id": ..., "type": "function", "function": {"name": ..., '
+                '"arguments": ...}}.',
             )
 
 

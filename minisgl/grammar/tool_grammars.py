@@ -27,8 +27,8 @@ from minisgl.grammar.source import (
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.alternatives import alternatives, constants, types_in
 from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS, ArgumentStyle, CallSpelling
+from minisgl.text.parsing.plain_values import types_of
 from minisgl.text.parsing.python_format import is_key
-from minisgl.text.parsing.xml_format import types_of
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"

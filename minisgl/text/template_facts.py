@@ -56,6 +56,8 @@ class TemplateFacts:
     system_anywhere: bool = False  # and others after an answer
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
     switches_reasoning: bool = False  # `enable_thinking` makes a difference
+    needs_question: bool = False  # without one it leaves out the system's messages, or fails
+    leaves_out_text: bool = False  # of a message with calls
     takes_one_text: bool = False  # beside calls: it refuses reasoning and content together
     takes_one_call: bool = False  # in a message; others are left out, or refused
 
@@ -123,6 +125,7 @@ def probe(render: Render) -> TemplateFacts:
         if VALUE in text:
             called, wants_text_arguments, wants_short_ids = text, as_text, short
             break
+    said = with_calls(given, CALLED_NAME, said={"content": TEXT})
     thought = with_calls(given, CALLED_NAME, said=with_reasoning({}, THOUGHT))
     both = with_calls(given, CALLED_NAME, said=with_reasoning({"content": TEXT}, THOUGHT))
     names = (CALLED_NAME, OTHER_CALLED_NAME)
@@ -156,6 +159,8 @@ def probe(render: Render) -> TemplateFacts:
             {text_of([question], enable_thinking=choice) for choice in (True, False)}
         )
         > 1,
+        needs_question=SYSTEM in with_system and SYSTEM not in text_of([system]),
+        leaves_out_text=VALUE in said and TEXT not in said,
         takes_one_text=THOUGHT in thought and not both,
         takes_one_call=takes_each and not takes_two,
     )

@@ -76,6 +76,20 @@ def test_instructions_stay_where_they_are_if_the_template_takes_them_there() -> 
         ]
 
 
+IN_QUESTION = (  # instructions are in the prompt where a question is
+    "{% if messages | length == 1 and messages[0].role == 'system' %}{% set messages = [] %}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_without_a_question_are_in_the_prompt(role: str) -> None:
+    with conversing(IN_QUESTION + QWEN_TEMPLATE) as (server, http):
+        body = {"model": "fake", "messages": [system(role, "Be brief.")]}
+        assert http.post(PATHS["chat"], json=body).status_code == 200
+        assert "Be brief." in server.engine.texts[-1]
+
+
 @pytest.mark.parametrize(
     ("api", "body", "field"),
     [

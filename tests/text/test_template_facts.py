@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from support.harmony_chat import TEMPLATE as HARMONY_TEMPLATE
 from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.errors import InvalidRequestError
+from minisgl.text.call_ids import short_id
 from minisgl.text.history import fitted_history
 from minisgl.text.rendering import EndlessTemplateError, render
-from minisgl.text.template_facts import Render, TemplateFacts, probe
+from minisgl.text.template_facts import LONG_ID, Render, TemplateFacts, probe
 from minisgl.text.tokenizer import Tokenizer
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -47,6 +49,21 @@ LAST_SYSTEM = (  # as of DeepSeek-R1-Distill
     "{% set ns = namespace(text='') %}{% for m in messages %}{% if m.role == 'system' %}"
     "{% set ns.text = m.content %}{% endif %}{% endfor %}{{ ns.text }}"
     "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+)
+SYSTEM_IN_QUESTION = (  # as of Gemma 3
+    "{% set text = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ text if loop.first }}{{ m.content }}"
+    "{% endfor %}"
+)
+LAST_TURN = (  # as of Nemotron-Nano-v2
+    "{{ messages[0].content }}{% set turns = messages[1:] if messages[0].role == 'system' else "
+    "messages %}{% if turns[-1].content + '' %}{% for m in turns if m.role != 'system' %}"
+    "{{ m.content }}{% endfor %}{% endif %}"
+)
+CALLS_ALONE = (  # as of Llama 3.1 and Solar
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "({{ call.function.arguments + '' }}){% else %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% endfor %}"
 )
 LEADING_SYSTEMS = (  # as of Qwen3.8
     "{% set ns = namespace(begun=false) %}{% for m in messages %}{% if m.role == 'system' and "
@@ -142,6 +159,18 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
             },
         ),
         (FIRST_SYSTEM, {}),
+        (SYSTEM_IN_QUESTION, {"needs_question": True}),
+        (LAST_TURN, {"needs_question": True}),
+        (
+            CALLS_ALONE,
+            {
+                "takes_calls": True,
+                "takes_results": True,
+                "wants_text_arguments": True,
+                "leaves_out_text": True,
+                **ALL_SYSTEMS,
+            },
+        ),
         (LAST_SYSTEM, {}),
         (NO_DEVELOPER, {"leaves_out_developer": True}),
         (OTHER_DEVELOPER, {"leaves_out_developer": True}),
@@ -184,21 +213,95 @@ def result(name: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"id-{name}", "content": name}
 
 
+TAKES = TemplateFacts(takes_calls=True, takes_results=True)
+CALLED = {"role": "assistant", "content": "", "tool_calls": [call("f")]}
+
+
 def test_a_history_has_each_call_with_its_result_where_a_message_takes_one() -> None:
     said = {"role": "assistant", "content": "I look."}
     both = {**said, "tool_calls": [call("f"), call("g")]}
     one = {**said, "tool_calls": [call("f")]}
-    messages = [{"role": "user", "content": "A?"}, both, result("g"), result("x"), result("f"), one]
-    assert fitted_history(messages, TemplateFacts()) == messages
-    assert fitted_history(messages, TemplateFacts(takes_one_call=True)) == [
+    unnamed = {"role": "tool", "content": "x"}
+    messages = [{"role": "user", "content": "A?"}, both, result("g"), unnamed, result("f"), one]
+    assert fitted_history(messages, TAKES) == messages
+    assert fitted_history(messages, replace(TAKES, takes_one_call=True)) == [
         messages[0],
         {**said, "tool_calls": [call("f")]},
         result("f"),
         {"role": "assistant", "content": "", "tool_calls": [call("g")]},
         result("g"),
-        result("x"),
+        unnamed,
         one,
     ]
+
+
+def test_a_text_that_would_be_left_out_beside_calls_is_a_message_before_them() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call("f"), call("g")]}
+    said = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "thinking": "Hm.",
+    }
+    both = {**said, "tool_calls": called["tool_calls"]}
+    results = [result("f"), result("g")]
+    facts = replace(TAKES, leaves_out_text=True)
+    assert fitted_history([both, *results], TAKES) == [both, *results]
+    assert fitted_history([both, *results], facts) == [said, called, *results]
+    assert fitted_history([called, *results], facts) == [called, *results]
+    assert fitted_history([both, *results], replace(facts, takes_one_call=True)) == [
+        said,
+        {**called, "tool_calls": [call("f")]},
+        results[0],
+        {**called, "tool_calls": [call("g")]},
+        results[1],
+    ]
+
+
+@pytest.mark.parametrize("template", [SYSTEM_IN_QUESTION, LAST_TURN, MESSAGES])
+def test_instructions_without_a_question_are_in_the_prompt(template: str) -> None:
+    render = rendered_by(with_tokens(chat_template=template))
+    facts = probe(render)
+    told = [{"role": "system", "content": "Be"}, {"role": "developer", "content": "kind."}]
+    for messages in ([*told[:1]], told):
+        text = render(fitted_history(messages, facts), {})
+        assert all(message["content"] in text for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("facts", "messages", "param"),
+    [
+        ({"leaves_out_system": True}, [{"role": "system", "content": "A"}], "messages.0.role"),
+        ({"takes_calls": False}, [CALLED], "messages.0.tool_calls"),
+        ({"takes_results": False}, [CALLED, result("f")], "messages.1.role"),
+        ({}, [CALLED, result("x")], "messages.1.tool_call_id"),
+        ({}, [CALLED, {"role": "user", "content": ""}, result("f")], "messages.2.tool_call_id"),
+        ({"takes_systems": False}, [{"role": "system", "content": [{"type": "image"}]}] * 2,
+         "messages"),
+    ],
+)  # fmt: skip
+def test_what_would_be_left_out_is_refused_by_name(
+    facts: dict[str, Any], messages: list[dict[str, Any]], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        fitted_history(messages, replace(TAKES, **facts))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_have_ids_and_arguments_as_the_template_takes_them(
+    arguments: object, as_text: bool
+) -> None:
+    made = {"id": LONG_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    told = {"role": "tool", "tool_call_id": LONG_ID, "content": ""}
+    facts = replace(TAKES, wants_text_arguments=as_text, wants_short_ids=True)
+    called, answered = fitted_history(
+        [{"role": "assistant", "content": "", "tool_calls": [made]}, told], facts
+    )
+    [fitted] = called["tool_calls"]
+    assert fitted["function"]["arguments"] == ('{"a": 1}' if as_text else {"a": 1})
+    assert fitted["id"] == answered["tool_call_id"] == short_id(LONG_ID)
 
 
 def test_system_messages_are_joined_where_the_template_would_leave_some_out() -> None:
@@ -233,14 +336,14 @@ def test_a_history_has_reasoning_where_templates_read_it() -> None:
     plain = {"role": "assistant", "content": "I look.", "tool_calls": [call("f")]}
     messages = [said, {**said, "tool_calls": [call("f")]}, plain]
     named = {**said, "thinking": "Hm."}
-    assert fitted_history(messages, TemplateFacts()) == [
+    assert fitted_history(messages, TAKES) == [
         named,
         {**named, "tool_calls": [call("f")]},
         plain,
     ]
     text = "Hm.\n\nI look."
     joined = {"content": "", "reasoning_content": text, "thinking": text}
-    assert fitted_history(messages, TemplateFacts(takes_one_text=True)) == [
+    assert fitted_history(messages, replace(TAKES, takes_one_text=True)) == [
         named,
         {"role": "assistant", **joined, "tool_calls": [call("f")]},
         plain,

@@ -102,7 +102,7 @@ class ToolCall(Struct):
             arguments = msgspec.json.encode(arguments).decode()
         fitting.names[self.id] = called.name
         function = {"name": called.name, "arguments": arguments}
-        return {"id": fitting.facts.fitted_id(self.id), "type": "function", "function": function}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def _arguments(given: str | dict[str, Raw]) -> dict[str, Raw]:
@@ -135,7 +135,6 @@ class Fitting:
     facts: TemplateFacts
     images: Images = "refuse"
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
-    awaited: set[str] = field(default_factory=set)  # the ids of calls whose results may come next
 
 
 class Message(Struct):
@@ -157,17 +156,10 @@ class Message(Struct):
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
-        if self.role in SYSTEM_ROLES:
-            self._check_taken(
-                not fitting.facts.leaves_out_system, f"{path}.role", "the system's messages"
-            )
-        elif self.role != "tool":
-            fitting.awaited = {call.id for call in self.tool_calls or ()}
         if self.role == "assistant":
             if reasoning := self.reasoning_content or self.reasoning:
                 message["reasoning_content"] = reasoning
             if self.tool_calls:
-                self._check_taken(fitting.facts.takes_calls, f"{path}.tool_calls", "calls")
                 message["tool_calls"] = [
                     call.for_template(f"{path}.tool_calls.{index}", fitting)
                     for index, call in enumerate(self.tool_calls)
@@ -179,13 +171,11 @@ class Message(Struct):
                 f"{path}.tool_call_id", "is only allowed in a message of the role tool."
             )
         if self.role == "tool":
-            self._check_taken(fitting.facts.takes_results, f"{path}.role", "results of tools")
             if self.tool_call_id is None:
                 raise InvalidRequestError(f"{path}.tool_call_id", "is missing.")
-            self._check_awaited(f"{path}.tool_call_id", self.tool_call_id, fitting)
             if self.name is None:
-                message["name"] = fitting.names[self.tool_call_id]
-            message["tool_call_id"] = fitting.facts.fitted_id(self.tool_call_id)
+                message["name"] = fitting.names.get(self.tool_call_id)
+            message["tool_call_id"] = self.tool_call_id
         return message
 
     @property
@@ -210,23 +200,6 @@ class Message(Struct):
             for index, part in enumerate(self.content):
                 if isinstance(part, ImagePart):
                     image_text(images, f"{path}.content.{index}", "image_url")
-
-    @staticmethod
-    def _check_taken(taken: bool, path: str, what: str) -> None:
-        if not taken:
-            raise InvalidRequestError(
-                path, f"is not supported by this model: its chat template leaves {what} out."
-            )
-
-    @staticmethod
-    def _check_awaited(path: str, call_id: str, fitting: Fitting) -> None:
-        if call_id not in fitting.names:
-            reason = "is the id of no call in a message before it."
-        elif call_id not in fitting.awaited:
-            reason = "is the id of a call that other messages follow: its result comes before them."
-        else:
-            return
-        raise InvalidRequestError(path, reason)
 
     def _check_said(self, path: str) -> None:
         """Raise InvalidRequestError for what only the assistant has, or an empty message."""

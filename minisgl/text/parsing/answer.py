@@ -215,6 +215,8 @@ class AnswerParser:
                 return False
             text = ""
         reader.record()
+        if text:
+            yield from reader.skip_all(opening)  # which may be written twice
         found = yield from self._calls.read(self._context, opening)
         if not found:
             self._emitter.text(text + reader.recorded())

@@ -146,7 +146,7 @@ def read_arguments(reader: Reader, put: Put) -> Reading[None]:
     A string that has them inside is taken for what is inside of it, and null for no arguments.
     """
     if (yield from reader.starts("{")):
-        yield from reader.value(put)
+        yield from reader.value(put, closes=True)
         return
     parts: list[str] = []
     yield from reader.value(parts.append)

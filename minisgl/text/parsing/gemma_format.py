@@ -18,9 +18,9 @@ from typing import Any
 from minisgl.text.parsing.alternatives import alternatives, known_types
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import TOOL_NAME
+from minisgl.text.parsing.plain_values import escaped, value_json
 from minisgl.text.parsing.python_format import python_as_json
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
-from minisgl.text.parsing.xml_format import escaped, value_json
 
 CALL, END_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 PREFIX = "call:"
@@ -84,7 +84,7 @@ class _Arguments:
         self._call, self._end_call = calls.markers[CALL], calls.markers[END_CALL]
         self._quote = calls.markers[QUOTE]
         self._of_key = Patterns(*":=,{}[]\n", self._quote, self._end_call)
-        self._of_word = Patterns(",", "}", "]", self._end_call)
+        self._of_word = Patterns(",", ";", "}", "]", self._end_call)
         self._levels: list[_Level] = []
 
     def read(self) -> Reading[None]:
@@ -93,7 +93,7 @@ class _Arguments:
         while self._levels and (char := (yield from reader.peek())):
             if (yield from reader.starts(self._end_call)):
                 break
-            if char in "}],":
+            if char in "}],;":
                 self._close(reader.take(1))
             elif self._levels[-1].closing == "]":
                 yield from self._value("")
@@ -241,8 +241,10 @@ class _Arguments:
             depth -= 1
         if not char or (yield from reader.starts(self._end_call, self._call)):
             return True
-        if char != "," or not fits or depth < 1:
+        if not fits or depth < 1:
             return False
+        if char != ",":
+            return depth == len(self._levels) and (yield from self._is_other_key(is_quoted))
         reader.take(1)
         blanks = yield from reader.match(BLANK_RUN)
         if not (char := (yield from reader.peek())) or (yield from reader.starts(self._end_call)):
@@ -262,6 +264,21 @@ class _Arguments:
         if level.is_free or (level.declares(key) and key not in level.keys):
             return True
         return found == ":" and not blanks and bool(PLAIN_KEY.fullmatch(key))
+
+    def _is_other_key(self, is_quoted: bool) -> Reading[bool]:
+        """Whether a key comes next that another separator than a comma is before, or none."""
+        level, separator = self._levels[-1], (yield from self._reader.skip(";"))
+        if level.closing == "]" or not (separator or is_quoted):
+            return False
+        key, found = yield from self._key()
+        key = key.strip()
+        if found not in (":", "=") or key in level.keys:
+            return False
+        if level.declares(key):
+            return True
+        yield from self._reader.match(BLANK_RUN)
+        is_text = yield from self._reader.starts(self._quote)
+        return level.is_free and bool(PLAIN_KEY.fullmatch(key)) and bool(is_text)
 
 
 def _as_json(word: str, types: frozenset[str]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
+from minisgl.text.parsing.plain_values import types_of
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reading
-from minisgl.text.parsing.xml_format import types_of
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 RECIPIENT = ">>>"  # a name, or TEXT, follows
@@ -71,7 +71,7 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     reader, markers = calls.reader, calls.markers
     if opening != markers[CALL]:
         yield from reader.peek()
-        yield from reader.skip(markers[CALL])
+        yield from reader.skip_all(markers[CALL])
     name = yield from reader.match(TOOL_NAME)
     if not (yield from reader.skip(markers[SEPARATOR])):
         return False
@@ -94,7 +94,7 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
     reader, markers = calls.reader, calls.markers
     if opening != markers[KIMI_CALL]:
         yield from reader.peek()
-        if not (yield from reader.skip(markers[KIMI_CALL])):
+        if not (yield from reader.skip_all(markers[KIMI_CALL])):
             return False
     yield from reader.peek()
     name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)

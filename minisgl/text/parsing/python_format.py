@@ -32,12 +32,14 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
     """Read a list of calls. Each is emitted at its closing parenthesis.
 
     An element that is no call with literal arguments ends the calls; it and the rest is content.
+    Behind a marker the brackets of the list may be missing.
     In a text, where the opening is only the bracket, calls are those of offered tools.
     """
     reader = calls.reader
-    if (yield from reader.peek()) != "[":
+    if (yield from reader.peek()) == "[":
+        reader.take(1)
+    elif opening in ("", BRACKET):
         return False
-    reader.take(1)
     found = False
     while True:
         if found:

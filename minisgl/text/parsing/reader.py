@@ -131,6 +131,16 @@ class Reader:
         self.take(len(found))
         return found
 
+    def skip_all(self, text: str) -> Reading[bool]:
+        """Read `text` as often as it comes next, with blanks between; returns whether it does."""
+        found = False
+        while True:
+            blanks = yield from self.match(BLANK_RUN)
+            if not (yield from self.skip(text)):
+                self.unread(blanks)
+                return found
+            found = True
+
     def character(self) -> Reading[str]:
         """Read one character; "" at the end."""
         if self._at < len(self._text) or (yield from self.more()):
@@ -167,16 +177,21 @@ class Reader:
         self._pass_on(found.start(), put)
         return self.take(len(found[0]))
 
-    def value(self, put: Put) -> Reading[bool]:
-        """Read a JSON value, to `put` as it comes; returns whether it has come to its end."""
-        scanner = ValueScanner()
+    def value(self, put: Put, *, closes: bool = False) -> Reading[bool]:
+        """Read a JSON value, to `put` as it comes; returns whether it has come to its end.
+
+        closes: the brackets that are missing at the end of what is a value otherwise go to `put`.
+        """
+        scanner, last = ValueScanner(), ""
         while True:
             end = scanner.scan(self._text, self._at)
-            self._pass_on(len(self._text) if end is None else end, put)
-            if end is not None:
-                return scanner.complete
-            if not (yield from self.more()):
-                return scanner.is_scalar
+            place = len(self._text) if end is None else end
+            last = self._text[self._at : place].rstrip()[-1:] or last
+            self._pass_on(place, put)
+            if end is not None or not (yield from self.more()):
+                if closes and (end is not None or self.natural) and last not in (",", ":"):
+                    put(scanner.missing)
+                return scanner.complete if end is not None else scanner.is_scalar
 
     def string(self) -> Reading[str | None]:
         """Read a JSON string; None where there is none, or one that is broken or no text."""
@@ -198,11 +213,11 @@ class Reader:
 class ValueScanner:
     """Finds the end of one JSON value in a text that arrives in pieces.
 
-    It knows strings, escapes and depth, and judges nothing else. A mark or a `<` outside of a
+    It knows strings, escapes and brackets, and judges nothing else. A mark or a `<` outside of a
     string, which no JSON has there, ends the value as it stands.
     """
 
-    __slots__ = ("_depth", "_escaped", "_in_string", "complete", "is_scalar")
+    __slots__ = ("_escaped", "_in_string", "_open", "complete", "is_scalar")
 
     _IN_STRING = re.compile(r'["\\]')
     _OUTSIDE = re.compile(f'["{{}}\\[\\]<{MARKS}]')
@@ -211,9 +226,14 @@ class ValueScanner:
     def __init__(self) -> None:
         self.complete = False
         self.is_scalar = False  # a number or a word, which nothing closes
-        self._depth = 0
+        self._open: list[str] = []  # the closings of the brackets
         self._in_string = False
         self._escaped = False  # the last character was a backslash
+
+    @property
+    def missing(self) -> str:
+        """What closes the brackets that are open; "" inside of a string."""
+        return "" if self._in_string else "".join(reversed(self._open))
 
     def scan(self, text: str, start: int) -> int | None:
         """Go over the next piece, which is `text` from `start` on.
@@ -221,7 +241,7 @@ class ValueScanner:
         Returns the place in `text` where the value ends, None if that is not in it.
         """
         position = start
-        if start < len(text) and not self._depth and not self._in_string and not self.is_scalar:
+        if start < len(text) and not self._open and not self._in_string and not self.is_scalar:
             self.is_scalar = text[start] not in '"{['
         if self.is_scalar:
             after = self._AFTER_SCALAR.search(text, start)
@@ -243,12 +263,12 @@ class ValueScanner:
                 case '"':
                     self._in_string = not self._in_string
                 case "{" | "[":
-                    self._depth += 1
+                    self._open.append("}" if found[0] == "{" else "]")
                 case "}" | "]":
-                    self._depth -= 1
+                    self._open = self._open[:-1]
                 case _:
                     return found.start()
-            if not self._depth and not self._in_string:
+            if not self._open and not self._in_string:
                 self.complete = True
                 return position
         return None

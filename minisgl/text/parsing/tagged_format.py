@@ -24,13 +24,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
+from minisgl.text.parsing.plain_values import escaped, types_of, value_json
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
-from minisgl.text.parsing.xml_format import escaped, types_of, value_json
 
 END_OF_NAME = Patterns(">", "<", "\n")
 ATTRIBUTE = re.compile(r"""\bname\s*=\s*(?:(["'])(.*?)\1|([^\s"'=]+))""")
@@ -144,7 +144,8 @@ class _Calls:
     """Calls that are being read, one after the other."""
 
     def __init__(self, tags: Tags, calls: CallContext) -> None:
-        self._tags, self._calls = tags, calls
+        self._tags = self._own_tags = tags
+        self._calls = calls
         self._reader, self._emitter = calls.reader, calls.emitter
         # The tags as they arrive.
         self._call, self._end_call = calls.markers[tags.call], calls.markers[tags.end_call]
@@ -153,15 +154,32 @@ class _Calls:
         self._parameter, self._value = calls.markers[tags.parameter], calls.markers[tags.value]
         self._end_key = calls.markers[tags.after_name]
         self._end_parameter = calls.markers[tags.end_parameter]
-        closings = (self._end_parameter, self._end_function, self._end_call)
-        self._closings = tuple(filter(None, closings))
-        openings = filter(None, (self._call, self._opening))
-        self._between = Patterns(self._parameter, *self._closings[1:], *openings)
+        plain = (XML.parameter,) if tags.tells_type else ()
+        self._openings = (self._parameter, *plain)  # of parameters
+        self._set_closings()
         # Of the call:
         self._schema: Mapping[str, Any] = {}
         self._known: Collection[str] = ()  # parameters
         self._given: set[str] = set()
         self._unread: list[str] = []
+
+    def _set_closings(self) -> None:
+        closings = (self._end_parameter, self._end_function, self._end_call)
+        self._closings = tuple(filter(None, closings))
+        openings = filter(None, (self._call, self._opening))
+        self._between = Patterns(self._parameter, *self._closings[1:], *openings)
+
+    def _choose_tags(self) -> Reading[None]:
+        """Take the tags of XML for a parameter that comes next with these instead."""
+        own, reader = self._own_tags, self._reader
+        if not own.tells_type or not (found := (yield from reader.starts(*self._openings))):
+            return
+        is_plain = found == XML.parameter
+        tags = replace(own, parameter=XML.parameter, end_parameter=XML.end_parameter)
+        self._tags = tags if is_plain else own
+        self._parameter = found
+        self._end_parameter = self._calls.markers[self._tags.end_parameter]
+        self._set_closings()
 
     def read(self, opening: str) -> Reading[bool]:
         reader, begun = self._reader, ""
@@ -239,6 +257,7 @@ class _Calls:
         """Read up to the next parameter, or to what ends the call; returns its tag."""
         reader = self._reader
         yield from reader.peek()
+        yield from self._choose_tags()
         if self._value and (yield from self._is_key(self._known)):
             return self._parameter  # which is forgotten
         skipped: list[str] = []
@@ -471,9 +490,9 @@ class _Calls:
                 read.append((yield from reader.skip(self._call)))
                 found = yield from self._begins_call(read)
         else:
-            opening = self._parameter if tag == self._end_parameter else self._opening
+            openings = self._openings if tag == self._end_parameter else (self._opening,)
             following = self._closings[self._closings.index(tag) + 1 :]
-            found = yield from reader.begins(opening, *following)
+            found = yield from reader.begins(*openings, *following)
             if not found and self._value:
                 found = yield from self._is_key(self._known)
         reader.unread("".join(read))

@@ -265,7 +265,7 @@ TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }} <tool_call>{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ call.function.name }}: "
-    "{{ call.function.arguments.city }}{% endfor %}<|im_end|>{% endfor %}"
+    "{{ call.function.arguments.values() | join }}{% endfor %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <think></think> #}"
 )
 TOY = with_tokens(*TAGS, special=("<|im_start|>", "<|im_end|>"), chat_template=TEMPLATE)
