@@ -4,7 +4,7 @@
 
 const MAX_FILE = 1 << 20; // bytes: more than most models can read
 const CONTROLS = /[\0-\x07\x0e-\x1a\x1c-\x1f]/; // in binary files
-const NO_TEXT = /[^\t\n\r\P{C}]/u; // other controls, halves of surrogates, and what Unicode does not assign
+const NO_TEXT = /[^\t\n\r\P{C}]|[À-ÿ]/u; // in UTF-16 of other letters: controls, what Unicode does not assign, Latin letters
 let attached = [];
 
 /** What the model reads: the files of a message, and then its text. */
