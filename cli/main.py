@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from minisgl.config import INSTEAD
 from minisgl.errors import MinisglError, one_of
 from minisgl.printable import printable
 
@@ -138,7 +139,11 @@ def _open_standard_streams() -> None:
 
 
 def _misused(error: Any) -> str:
-    """The message of a UsageError; for a missing argument, with all arguments of the command."""
+    """The message of a UsageError; for a missing argument, with all arguments of the command, and
+    for an option that other engines have, with what to do."""
+    option = str(getattr(error, "option_name", ""))
+    if instead := INSTEAD.get(option.removeprefix("--")):
+        return f"No such option: {option}; {instead}"
     message = str(error.format_message())
     if not message.startswith("Missing argument") or error.ctx is None:
         return message

@@ -40,8 +40,9 @@ found_python() {
 }
 
 install() { # EXTRAS
-  say "Installing minisgl$1 into $venv. The first time this takes minutes: PyTorch alone is a"
-  say "download of 0.2 GB for a CPU, and of some 3 GB with its libraries for an NVIDIA GPU."
+  say "Installing minisgl$1 into $venv. The first time this takes minutes."
+  has_torch ||
+    say "PyTorch alone is a download of 0.2 GB for a CPU, and of some 3 GB for an NVIDIA GPU."
   # Building without isolation needs setuptools here, and no network once the packages are there.
   pip_install 'setuptools>=77' || die "Installing setuptools failed; see above."
   if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
@@ -49,7 +50,14 @@ install() { # EXTRAS
       say "PyTorch's CPU build could not be installed; going on with the usual one."
   fi
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
+  [ -e "$venv/bin/hf" ] || make_hf
   fingerprint "$1" >"$venv/installed"
+}
+
+# The command of the Hub's client, which a venv lacks where it reuses that package.
+make_hf() {
+  printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m huggingface_hub.cli.hf "$@"\n' >"$venv/bin/hf"
+  chmod +x "$venv/bin/hf"
 }
 
 # Shows each download with its size, and nothing else that goes well; without the build's warnings,

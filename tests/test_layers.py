@@ -16,8 +16,8 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "matcher", "parameters", "request", "sampling_options", "shards"),
-        *("config", "paths", "keys", "progress", "printable", "subprocesses"),
+        *("errors", "printable", "events", "matcher", "parameters", "request", "sampling_options"),
+        *("shards", "config", "paths", "keys", "progress", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),

@@ -32,7 +32,14 @@ from minisgl.config.facts import (
     page_bytes,
     slot_bytes,
 )
-from minisgl.config.keywords import EngineOptions, KeywordError, Text, config_of, in_keywords
+from minisgl.config.keywords import (
+    INSTEAD,
+    EngineOptions,
+    KeywordError,
+    Text,
+    config_of,
+    in_keywords,
+)
 from minisgl.config.machine import memory_bytes, usable_cores
 from minisgl.config.options import (
     HIDDEN,

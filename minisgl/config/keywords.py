@@ -19,6 +19,12 @@ OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
 # What people write elsewhere, beside the spellings of the command line.
 FAMILIAR = {"max_num_seqs": "max_running_requests", "mem_fraction_static": "memory_ratio"}
 
+# Options of other engines, and what to do here, by their names in Python.
+INSTEAD = {
+    "revision": "download it with `hf download ID --revision REVISION --local-dir FOLDER`, and "
+    "give that folder as the model"
+}
+
 
 class TorchDtype(Protocol):
     """A dtype of torch, which is not imported here."""
@@ -165,6 +171,8 @@ def _in_words(value: Any) -> Any:
 
 def _unknown(name: str) -> str:
     """What to say of a keyword that does not exist."""
+    if name in INSTEAD:
+        return f"there is no such option; {INSTEAD[name]}"
     near = [FAMILIAR[name]] if name in FAMILIAR else get_close_matches(name, KEYWORDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"there is no such option; {hint}{one_of(SPECS)}"

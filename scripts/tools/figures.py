@@ -1,7 +1,7 @@
 """Writes the tables of measured figures in the README files from scripts/bench/measurements.toml,
 and that of the tests which ran on GPUs from gpu_checks.json beside it.
 
-python scripts/tools/figures.py --write    # after a change of that file
+python scripts/tools/figures.py --write    # after a change of these files
 python scripts/tools/figures.py --check    # exit code 1, and the tables that differ
 
 A table stands in its page between <!-- figures: NAME --> and <!-- end of figures -->. One with rows
@@ -192,6 +192,11 @@ class Measurements:
     def pages(self) -> list[str]:
         return sorted({table.page for table in self.tables.values()})
 
+    def sources(self, page: str) -> list[Path]:
+        """The files that the tables of a page come from."""
+        of_checks = {bool(table.checks) for table in self.tables.values() if table.page == page}
+        return [CHECKS if checks else DATA for checks in sorted(of_checks)]
+
     def written(self, page: str, text: str) -> str:
         """The text of a page with its tables as they should be."""
         there = BLOCK.findall(text)
@@ -261,7 +266,8 @@ def main() -> int:
         print(f"figures: {error}", file=sys.stderr)
         return 1
     for page in stale:
-        print(f"{page}: {'differs from' if check else 'written from'} {DATA.relative_to(ROOT)}")
+        sources = " and ".join(str(it.relative_to(ROOT)) for it in measurements.sources(page))
+        print(f"{page}: {'differs from' if check else 'written from'} {sources}")
     return 1 if check and stale else 0
 
 

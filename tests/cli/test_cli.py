@@ -121,6 +121,14 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (("serve", "--dtype", "int3"), "--dtype int3: allowed: auto, bfloat16"),
         (("serve", "--port", "x"), "--port x: allowed: a whole number"),
         (("chat", "--page-sise", "4"), "--page-size"),
+        *(
+            (
+                (command, *said),
+                "No such option: --revision; download it with `hf download ID --revision REVISION "
+                "--local-dir FOLDER`, and give that folder as the model (see minisgl",
+            )
+            for command, said in (("serve", ["--revision", "v1"]), ("chat", ["--revision=v1"]))
+        ),
         (("srve",), "There is no command srve. Did you mean serve? Allowed: serve, chat, batch, "),
         (("run", "Qwen/Qwen3-0.6B"), "There is no command run. Did you mean chat? Allowed: serve"),
         (("benchmark",), "There is no command benchmark. Did you mean bench? Allowed: serve, "),

@@ -152,6 +152,11 @@ def test_a_wrong_keyword_is_refused_in_words_of_python(options: dict[str, Any], 
     assert "--" not in str(refused.value)
 
 
+def test_a_revision_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="no such option; download it with `hf download ID --rev"):
+        config_of({"revision": "v1"})
+
+
 def test_the_keywords_of_sampling_are_the_fields_with_their_types() -> None:
     assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
 

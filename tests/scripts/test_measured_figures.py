@@ -6,7 +6,7 @@ import re
 
 import figures
 import pytest
-from figures import DATA, FiguresError, Measurements
+from figures import CHECKS, DATA, FiguresError, Measurements
 from gpu_checks import LIST, read_checks
 from support.folders import ROOT
 
@@ -127,6 +127,15 @@ def test_the_pages_have_the_tables_of_the_data() -> None:
         text = (ROOT / page).read_text()
         remedy = "run `python scripts/tools/figures.py --write`"
         assert text == measurements.written(page, text), remedy
+
+
+def test_a_page_comes_from_the_files_of_its_tables() -> None:
+    checks = '[tables.{}]\npage = "{}.md"\nchecks = "tests-*"\n'
+    measurements = Measurements(
+        SMALL + checks.format("first", "page") + checks.format("second", "gpu")
+    )
+    assert measurements.sources("page.md") == [DATA, CHECKS]
+    assert measurements.sources("gpu.md") == [CHECKS]
 
 
 def test_the_script_names_pages_that_differ_and_writes_them(

@@ -109,6 +109,24 @@ def test_the_quickstart_ends_with_the_next_command(tmp_path: Path) -> None:
     assert run("bash", "-c", next_command).stdout == "3 chat --model a model\n"
 
 
+@pytest.mark.parametrize("reused", ["/usr/lib/python3/site-packages", ""])
+def test_a_download_of_torch_is_said_only_where_there_will_be_one(
+    tmp_path: Path, reused: str
+) -> None:
+    fake_python(
+        tmp_path / ".venv/bin/python",
+        f'case "$*" in *probe_python.py) echo "{reused}" ;; *hub*) echo "$*" ;; esac',
+    )
+    (tmp_path / "pyproject.toml").write_text('"torch>=1"')
+    program = f"set -euo pipefail; root={tmp_path}; source {SCRIPTS}/venv.sh"
+    result = run("bash", "-c", f"{program}; cpu_index_answers() {{ false; }}; ensure_venv")
+    assert ("PyTorch alone is a download" in result.stderr) == (not reused)
+    assert result.returncode == 0 and "Installing minisgl into" in result.stderr
+    assert run(tmp_path / ".venv/bin/hf", "download", "a b").stdout == (
+        "-m huggingface_hub.cli.hf download a b\n"
+    )
+
+
 def test_installing_shows_each_download_and_nothing_else(tmp_path: Path) -> None:
     fake_python(
         tmp_path / "python",

@@ -555,6 +555,29 @@ def test_text_files_are_read_in_the_encodings_that_editors_write(
     assert text.strip() in engine.texts[-1]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "日本",
+        "我们的服务器在北京，今天的天气很好。\n你好！",
+        "カタカナとひらがな 123、漢字。",
+        "안녕하세요, 세계!",
+        "Привет, мир! Как дела?",
+        "Καλημέρα κόσμε",
+        "שלום עולם",
+    ],
+)
+def test_utf_16_without_a_mark_is_read_in_any_script(
+    text: str, encoding: str, page: Page, engine: PageEngine
+) -> None:
+    attach(page, "notes.txt", text.encode(encoding))
+    expect(page.locator("#attached")).to_contain_text(f"notes.txt · {len(text)} characters")
+    ask(page, "What is it?")
+    answered(page)
+    assert text in engine.texts[-1]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -563,8 +586,9 @@ def test_text_files_are_read_in_the_encodings_that_editors_write(
         b"\xff\xd8\xff\xe0\x10JFIF\x01",
         b"\xff\xfe\x00\xd8a\x00",  # a surrogate alone
         "x".encode("utf-32"),
+        bytes(range(1, 32)) * 9,
     ],
-    ids=["png", "elf", "jpeg", "surrogate", "utf-32"],
+    ids=["png", "elf", "jpeg", "surrogate", "utf-32", "controls"],
 )
 def test_what_is_no_text_is_not_attached(content: bytes, page: Page) -> None:
     attach(page, "other.bin", content)
@@ -684,6 +708,27 @@ def test_formulas_are_drawn_and_what_is_not_known_stays_as_it_was_written(
     assert grave_faults(page, within=".body") == []
 
 
+TABLE = r"""
+| name | $|x|$ |
+|---|---|
+| $|a_1|$ | \(P(A|B)\) *c* |
+| $5 | $6 |
+a \| b | $$|d| + |e|$$
+| f | g | h |
+"""
+
+
+def test_a_formula_with_strokes_stays_in_its_cell(page: Page, engine: PageEngine) -> None:
+    engine.answers, engine.run = [TABLE], 3
+    ask(page, "A table, please")
+    answered(page)
+    cells = page.locator(".body :is(th, td)")
+    expect(cells.locator("math")).to_have_count(4)
+    assert [text.replace("∣", "|") for text in cells.all_text_contents()] == [
+        *("name", "|x|", "|a1|", "P(A|B) c", "$5", "$6", "a | b", "|d|+|e|", "f", "g"),
+    ]
+
+
 DRAWN = r"""
 \[ \begin{aligned} f(x) &= (x+1)^2 \\ g &= x \end{aligned} \]
 
@@ -716,6 +761,8 @@ a_1 \\
 - *b*
 \end{gather*}
 
+\[ u \\ v \]
+
 ```math
 \nonsense{x}
 ```
@@ -728,7 +775,7 @@ def test_formulas_are_drawn_as_latex_draws_them(page: Page, engine: PageEngine) 
     ask(page, "Formulas, please")
     answered(page)
     displays = page.locator("math[display=block]")
-    expect(displays).to_have_count(11)
+    expect(displays).to_have_count(12)
     aligned, tagged, pmod, array, below, arrow, cancelled, negated, *others = displays.all()
 
     def edges(found: Locator) -> list[tuple[float, float]]:
@@ -754,6 +801,7 @@ def test_formulas_are_drawn_as_latex_draws_them(page: Page, engine: PageEngine) 
     for stroke in strokes.all():
         assert "polygon" in stroke.evaluate("each => getComputedStyle(each).clipPath")
     assert unicodedata.normalize("NFC", negated.text_content() or "") == "a≠b∉C,y′=𝒗"
+    expect(others.pop().locator("mtr")).to_have_text(["u", "v"])
     fenced, item, bare = (other.text_content() for other in others)
     assert (fenced, item, bare) == ("π", "E=mc2", "a1−∗b∗")
     expect(page.locator(".body pre")).to_have_text("\\nonsense{x}\n")
@@ -810,6 +858,8 @@ def test_hostile_text_is_shown_as_text(page: Page, engine: PageEngine) -> None:
 
 
 NO_FORMULAS = [
+    *(r"\mathrm{\\}", r"\text{a \\ b}", r"\boxed{\\}"),  # browsers break no line there
+    *(r"a \above 999em b", r"\genfrac{}{}{999pt}{}{a}{b}", r"\hspace{999em} x"),
     *(r"\frac", "x_", "{", "}", r"\left(", r"\begin{pmatrix}", r"\end{x}", "&", r"\sqrt["),
     *("{" * 900, "x^" * 900, r"\sqrt{" * 500 + "x" + "}" * 500),
     *(r"\constructor", r"\begin{constructor}x\end{constructor}", "x" * 4001),
@@ -841,7 +891,7 @@ def test_hostile_formulas_are_no_formulas(page: Page) -> None:
     for source in (*harmless, r"\tag{<script>} x"):
         html = page.evaluate("source => formulaOf(source, true).outerHTML", source)
         assert not re.search(r"<(b|script|a)\b|\bid=", html)
-    for size in ("9999em", "-9999em", "9999999px"):
+    for size in ("99em", "-99em", "9999em", "-9999em", "9999999px"):
         for formula in (
             rf"\rule{{{size}}}{{{size}}}",
             rf"\raisebox{{{size}}}{{x}}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from markdown_it import MarkdownIt
-from markdown_it.rules_block import StateBlock
+from markdown_it.rules_block import StateBlock, table
 from markdown_it.rules_inline import StateInline
 
 # One dollar needs another; other formulas may have been cut, or may still be written. A dollar ends
@@ -20,15 +20,18 @@ FORMULA = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
+DELIMITERS = re.compile(r"[ \t]*[-:|][-:| \t]*")  # of a table, below its head
+STROKE = "\0"  # stands for one of a formula; markdown-it has taken it out of the text
 BLOCK = re.compile(r"\$\$|\\\[|\\begin\{[a-zA-Z]+\*?\}")
 
 
 def with_formulas(parser: MarkdownIt) -> None:
     """A plugin for `parser`: LaTeX in `$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]` and environments
-    is text."""
+    is text, also where it has the `|` that parts the cells of a table."""
     parser.inline.ruler.before("escape", "formula", _formula)
     others = ["paragraph", "reference", "blockquote", "list"]  # which a formula ends
     parser.block.ruler.before("table", "formula", _formula_lines, {"alt": others})
+    parser.block.ruler.at("table", _table, {"alt": ["paragraph", "reference"]})
 
 
 def _formula(state: StateInline, silent: bool) -> bool:
@@ -66,3 +69,34 @@ def _formula_lines(state: StateBlock, start_line: int, end_line: int, silent: bo
     inline.map, inline.children = [start_line, next_line], []
     state.push("paragraph_close", "p", -1)
     return True
+
+
+def _table(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
+    """A table. Where a row has more cells than the table has columns, a `|` of a formula parts
+    none."""
+    source, num_tokens = state.src, len(state.tokens)
+    if start_line + 1 < end_line and DELIMITERS.fullmatch(_line(state, start_line + 1)):
+        lines = source.split("\n")
+        columns = _num_cells(_line(state, start_line + 1))
+        for number in range(start_line, end_line):
+            line = _line(state, number)
+            if "|" not in line:
+                break
+            if _num_cells(line) > columns:
+                whole = FORMULA.sub(lambda found: found[0].replace("|", STROKE), line)
+                lines[number] = lines[number].removesuffix(line) + whole
+        state.src = "\n".join(lines)
+    found = table(state, start_line, end_line, silent)
+    state.src = source
+    for token in state.tokens[num_tokens:]:
+        token.content = token.content.replace(STROKE, "|")
+    return found
+
+
+def _line(state: StateBlock, number: int) -> str:
+    return state.src[state.bMarks[number] + state.tShift[number] : state.eMarks[number]]
+
+
+def _num_cells(row: str) -> int:
+    inner = re.sub(r"^\||(?<!\\)\|$", "", row.strip())
+    return 1 + len(re.findall(r"(?<!\\)\|", inner))

@@ -4,6 +4,7 @@
 
 const MAX_FILE = 1 << 20; // bytes: more than most models can read
 const CONTROLS = /[\0-\x07\x0e-\x1a\x1c-\x1f]/; // in binary files
+const NO_TEXT = /[^\t\n\r\P{C}]|[À-ÿ]/u; // in UTF-16 of other letters: controls, what Unicode does not assign, Latin letters
 let attached = [];
 
 /** What the model reads: the files of a message, and then its text. */
@@ -16,17 +17,29 @@ function contentOf({ content, files = [] }) {
 	return [...texts, content].filter(Boolean).join("\n\n");
 }
 
-/** The text in the bytes of a file; `isGuess`: they may mean other letters. Undefined if they are no text. */
+/** The text in the bytes of a file; `guess`: an encoding in which they may mean other letters. Undefined if they are no text. */
 function textOf(bytes) {
 	const begins = (...mark) => mark.every((byte, at) => bytes[at] === byte);
 	const hasZeros = side => bytes.filter((byte, at) => !byte && at % 2 === side).length > bytes.length / 4;
 	const wide = begins(0xff, 0xfe) || hasZeros(1) ? "utf-16le" : begins(0xfe, 0xff) || hasZeros(0) ? "utf-16be" : "";
-	for (const encoding of wide ? [wide] : ["utf-8", "latin1"]) {
+	const decoded = (encoding, isText, guess) => {
 		try {
 			const text = new TextDecoder(encoding, { fatal: true }).decode(bytes);
-			if (!(encoding === "utf-8" ? /\0/ : CONTROLS).test(text)) return { text, isGuess: encoding === "latin1" };
+			if (isText(text)) return { text, guess };
 		} catch {} // not in this encoding
-	}
+	};
+	const hasNoControls = text => !CONTROLS.test(text);
+	if (wide) return decoded(wide, hasNoControls);
+	// Text in UTF-16 has none of the zeros where it is in other letters than Latin ones. Its other side, which tells the
+	// script, has few different bytes.
+	const numOf = (text, form) => [...text.matchAll(form)].length;
+	const isOdd = byte => byte > 0x7f || CONTROLS.test(String.fromCharCode(byte));
+	const kinds = side => new Set(bytes.filter((_, at) => at % 2 === side)).size;
+	const isWide = text => !NO_TEXT.test(text) && numOf(text, /\p{L}/gu) > text.length / 2 && bytes.filter(isOdd).length >= bytes.length / 4;
+	const [likely, other] = kinds(1) <= kinds(0) ? ["utf-16le", "utf-16be"] : ["utf-16be", "utf-16le"];
+	return decoded("utf-8", text => !text.includes("\0") && numOf(text, new RegExp(CONTROLS, "g")) <= text.length / 10)
+		?? decoded(likely, isWide, "UTF-16") ?? decoded(other, isWide, "UTF-16")
+		?? decoded("latin1", hasNoControls, "Latin-1");
 }
 
 /** Attaches files to the question that is written. Says which cannot be. */
@@ -39,7 +52,7 @@ async function attach(files) {
 		const found = textOf(new Uint8Array(await file.arrayBuffer()));
 		if (found) attached.push({ name: file.name, text: found.text });
 		if (!found) say(`${file.name} is no text: only text files can be attached, in UTF-8, UTF-16 or Latin-1.`);
-		else if (found.isGuess) say(`${file.name} is not in UTF-8, and was read as Latin-1: see whether its letters are right.`);
+		else if (found.guess) say(`${file.name} is not in UTF-8, and was read as ${found.guess}: see whether its letters are right.`);
 	}
 	showAttached();
 }

@@ -14,6 +14,19 @@ const DEEP = 8; // levels of quotes, lists and styles
 const startsBlock = line => [FENCE, HEADING, RULE, QUOTE, ITEM, FORMULA_LINE].some(form => form.test(line));
 const indentOf = line => line.search(/[^ ]|$/);
 const cells = line => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
+const IN_CELL = /\$\$.{1,500}?\$\$|\\\(.{1,500}?\\\)|\\\[.{1,500}?\\\]|(?<![\p{L}\p{N}])\$(?!\s).{1,500}?(?<![\s\\])\$(?!\d)/gu; // a formula
+
+/** The cells of a row. Where it has more than `columns`, strokes within formulas part none. */
+function cellsOf(line, columns) {
+	const found = cells(line);
+	if (found.length <= columns) return found;
+	return cells(line.replace(IN_CELL, formula => formula.replaceAll("|", "\0"))).map(cell => cell.replaceAll("\0", "|"));
+}
+
+function isHead(line, delimiters) {
+	const columns = DELIMITERS.test(delimiters) ? cells(delimiters).length : 0;
+	return cellsOf(line, columns).length === columns;
+}
 
 /** The blocks of a text: the number of its first line, of the line after it, and how to make it. */
 function* blocks(lines, depth = 0) {
@@ -61,7 +74,7 @@ function* blocks(lines, depth = 0) {
 			});
 			for (; !items.at(-1).trim(); at--) items.pop();
 			yield block(open => listOf(items, indent, isOrdered, open, depth));
-		} else if (line.includes("|") && DELIMITERS.test(lines[at + 1] ?? "") && cells(line).length === cells(lines[at + 1]).length) {
+		} else if (line.includes("|") && isHead(line, lines[at + 1] ?? "")) {
 			const rows = take(next => next.includes("|"));
 			yield block(() => tableOf(rows));
 		} else {
@@ -104,7 +117,7 @@ function listOf(lines, indent, isOrdered, open, depth) {
 function tableOf([head, delimiters, ...rows]) {
 	const sides = cells(delimiters).map(cell => cell.endsWith(":") && (cell.startsWith(":") ? "center" : "end"));
 	const row = (line, tag) => {
-		const texts = cells(line);
+		const texts = cellsOf(line, sides.length);
 		return make("tr", {}, ...sides.map((side, index) => withText(make(tag, { class: side }), texts[index] ?? "")));
 	};
 	const table = make("table", {}, make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map(line => row(line, "td"))));

@@ -5,6 +5,7 @@
 // What is not known there, or refused here, is no formula: it stays on the page as it was written.
 
 const MAX_FORMULA = 4000, MAX_NESTED = 100; // characters, levels of elements
+const MAX_LENGTH = 100; // of a space or a line, in any unit: more would push the rest out of sight
 
 /** `\begin` of an environment, as tokens from the last to the first. */
 function environment(gullet) {
@@ -41,6 +42,12 @@ const MACROS = {
 
 const isNestedIn = (levels, node) => levels > 0 && [...node.children].every(child => isNestedIn(levels - 1, child));
 
+/** Whether it has a line break outside of tables, which browsers do not draw. */
+const breaksLine = (element, source) => /\\(\\|newline|cr)/.test(source) && !!element.querySelector("mo:empty:not([fence])");
+
+const isBounded = element => [...element.querySelectorAll("*")].every(each =>
+	["width", "height", "depth", "voffset", "lspace", "linethickness"].every(name => !(Math.abs(parseFloat(each.getAttribute(name))) > MAX_LENGTH)));
+
 const withLight = (color, light) => `oklch(from ${color} ${light} c h)`;
 
 /** A formula as an element with MathML; null if it cannot be one. */
@@ -52,7 +59,11 @@ function formulaOf(source, isDisplay) {
 	} catch { // Temml's ParseError, or what hostile text makes of it
 		return null;
 	}
-	if (!isNestedIn(MAX_NESTED, element) || element.querySelector("[id], [href], [src]")) return null;
+	if (!isNestedIn(MAX_NESTED, element) || !isBounded(element) || element.querySelector("[id], [href], [src]")) return null;
+	if (breaksLine(element, source)) {
+		const isTable = source.startsWith("\\begin{gathered}"), canBe = isDisplay && !isTable && element.textContent.trim();
+		return canBe ? formulaOf(`\\begin{gathered}${source}\\end{gathered}`, true) : null;
+	}
 	// Colours that can be read on light paper, and on dark.
 	for (const { style } of element.querySelectorAll("[style]")) {
 		if (style.color) style.color = `light-dark(${withLight(style.color, "min(l, .6)")}, ${withLight(style.color, "max(l, .7)")})`;

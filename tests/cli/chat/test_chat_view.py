@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -281,6 +282,31 @@ def test_a_formula_stays_as_it_was_written(formula: str) -> None:
             lines = shown(text, cuts, width=60, height=20)
             written = [line.strip() for line in formula.split("\n")]
             assert [line.lstrip(" •1").rstrip() for line in lines][-len(written) :] == written
+
+
+@pytest.mark.parametrize("before", ["", "> ", "- "])
+def test_a_formula_with_strokes_stays_in_its_cell(before: str) -> None:
+    rows = [
+        "| name | $|x|$ |",
+        "|---|---|",
+        r"| $|a_1|$ | \(P(A|B)\) *c* |",
+        "| $5 | $6 |",
+        r"a \| b | $$|d| + |e|$$",
+        "| f | g | h |",
+    ]
+    text = "\n".join(
+        (before if before != "- " or not number else "  ") + row for number, row in enumerate(rows)
+    )
+    for cuts in ((), range(len(text))):
+        lines = [line.strip("▌• ") for line in shown(text, cuts, width=60, height=20)]
+        cells = [re.split(r"  +", line) for line in lines if line.strip("━─ ")]
+        assert cells == [
+            ["name", "$|x|$"],
+            ["$|a_1|$", r"\(P(A|B)\) c"],
+            ["$5", "$6"],
+            ["a | b", "$$|d| + |e|$$"],
+            ["f", "g"],
+        ]
 
 
 def test_money_code_and_escapes_are_no_formulas() -> None:
