@@ -34,14 +34,12 @@ class NetworkDrafter:
         self._num_layers = len(network.layer_specs("float32"))
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in Drafter."""
         return self._network.layer_specs(kv_dtype)
 
     def join(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """As in Drafter."""
 
     def draft(self, step: DraftStep, token_ids: Tensor, draw: Draw) -> None:
-        """As in Drafter."""
         num_drafts, slots, state = step.run - 1, step.ending_slots(), step.state
         drafts = state.drafts.new_full((len(slots), state.drafts.shape[1]), -1)
         if num_drafts or step.chunk_ends is not None:

@@ -222,11 +222,10 @@ class Eagle3(nn.Module):
         share_products(self, dtype, device)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in DraftNetwork."""
         return self._facts.layer_specs(kv_dtype)
 
     def prepare(self) -> None:
-        """As in DraftNetwork. Raises CheckpointError if d2t leads out of the vocabulary."""
+        """Prepare the kernels. Raises CheckpointError if d2t names a token that does not exist."""
         ids = torch.arange(self._num_drafted, device=self.d2t.device) + self.d2t
         if not bool(((ids >= 0) & (ids < self.vocab.whole)).all()):
             raise CheckpointError(
@@ -240,7 +239,6 @@ class Eagle3(nn.Module):
         prepare_products(self, self._dtype)
 
     def combine(self, target: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         if self.input_norm is not None:
             target = self.input_norm(Residual(target))
         if self.fc_norm is not None:
@@ -256,7 +254,6 @@ class Eagle3(nn.Module):
         states: Sequence[LayerState],
         attention: Attention,
     ) -> Drafted:
-        """As in DraftNetwork."""
         assert hidden is not None and self.embed_tokens is not None
         step = Step(batch, dict(enumerate(states)), attention, self._rotations.tables)
         (layer,) = self.layers
@@ -265,7 +262,6 @@ class Eagle3(nn.Module):
         return Drafted(rows, rows if self._norm_output else stream)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         assert self._places is not None, "prepare() has not been called"
         drafted, columns = self._places
         logits: Tensor = self.lm_head(rows)

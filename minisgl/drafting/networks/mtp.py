@@ -110,15 +110,12 @@ class Mtp(nn.Module):
         share_products(self, dtype, device)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in DraftNetwork."""
         return self._facts.layer_specs(kv_dtype)
 
     def prepare(self) -> None:
-        """As in DraftNetwork."""
         prepare_products(self, self._dtype)
 
     def combine(self, target: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         return target
 
     def forward(
@@ -128,7 +125,6 @@ class Mtp(nn.Module):
         states: Sequence[LayerState],
         attention: Attention,
     ) -> Drafted:
-        """As in DraftNetwork."""
         (target,) = self._target
         assert hidden is not None and target.embed_tokens is not None
         embedded = self.pre_fc_norm_embedding(Residual(target.embed_tokens(batch.token_ids)))
@@ -139,5 +135,4 @@ class Mtp(nn.Module):
         return Drafted(rows, rows)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         return self._target[0].logits(rows)

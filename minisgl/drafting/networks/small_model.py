@@ -23,15 +23,12 @@ class SmallModel:
         self._model = model
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in DraftNetwork."""
         return self._model.layer_specs(kv_dtype)
 
     def prepare(self) -> None:
-        """As in DraftNetwork."""
         self._model.prepare()
 
     def combine(self, target: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         raise AssertionError("a model of its own takes nothing of the target")
 
     def __call__(
@@ -41,9 +38,7 @@ class SmallModel:
         states: Sequence[LayerState],
         attention: Attention,
     ) -> Drafted:
-        """As in DraftNetwork."""
         return Drafted(self._model(batch, states, attention), None)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """As in DraftNetwork."""
         return self._model.logits(rows)
