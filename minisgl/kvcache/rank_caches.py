@@ -8,22 +8,14 @@ opens the lease.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
+from minisgl.kvcache.snapshots import SnapshotStats
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
 # elsewhere: each is worth its tokens.
 PREFIX_WEIGHT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotsOfRanks:
-    """The snapshots of all ranks together."""
-
-    num: int
-    num_cached: int
 
 
 class RankCaches:
@@ -72,14 +64,9 @@ class RankCaches:
         return sum(cache.num_available for cache in self.of_ranks)
 
     @property
-    def snapshots(self) -> SnapshotsOfRanks | None:
+    def snapshots(self) -> SnapshotStats | None:
         """None: the model keeps no states."""
-        found = [cache.snapshots for cache in self.of_ranks if cache.snapshots is not None]
-        if not found:
-            return None
-        return SnapshotsOfRanks(
-            sum(each.num for each in found), sum(each.num_cached for each in found)
-        )
+        return SnapshotStats.of(*(cache.snapshots for cache in self.of_ranks))
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached on the rank that has most."""
