@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 
@@ -18,12 +16,15 @@ from minisgl.config import EngineConfig
 
 from .batch_file import BatchRequest, Failure, Response
 
+LOCAL = "http://localhost"
 Post = Callable[[BatchRequest], Awaitable[Response | Failure]]
 
 
 @asynccontextmanager
 async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     """An engine behind the routes of the server, without a socket. Raises MinisglError."""
+    import httpx
+
     from minisgl.engine.vectors import check_task
     from minisgl.server.app import create_app
     from minisgl.server.config import ServerConfig
@@ -35,52 +36,18 @@ async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     try:
         check_task(engine.vectors.task, "generate")
         state.start(engine)
-        app = create_app(state)
+        transport = httpx.ASGITransport(create_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url=LOCAL, timeout=None) as client:
 
-        async def post(request: BatchRequest) -> Response | Failure:
-            return await _call(app, request)
+            async def post(request: BatchRequest) -> Response | Failure:
+                request_id = uuid.uuid4().hex
+                headers = {"content-type": "application/json", "x-request-id": request_id}
+                answer = await client.post(request.url, content=request.body, headers=headers)
+                return _response(answer.status_code, request_id, answer.content)
 
-        yield post
+            yield post
     finally:
         await engine.close()
-
-
-async def _call(app: Any, request: BatchRequest) -> Response | Failure:
-    """The answer of an ASGI application."""
-    request_id = uuid.uuid4().hex
-    headers = {"content-type": "application/json", "x-request-id": request_id}
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": request.url,
-        "raw_path": request.url.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": None,
-        "server": ("localhost", 80),
-        "state": {},
-    }
-    body, status = bytearray(), 0
-    messages = [{"type": "http.request", "body": request.body, "more_body": False}]
-
-    async def receive() -> Any:
-        if not messages:
-            await asyncio.Event().wait()  # the client never leaves
-        return messages.pop()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            body.extend(message.get("body", b""))
-
-    await app(scope, receive, send)
-    return _response(status, request_id, bytes(body))
 
 
 def server_at(url: str, api_key: str, timeout_s: float) -> Post:

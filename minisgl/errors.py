@@ -130,7 +130,9 @@ class ContextLengthError(InvalidRequestError):
     def without_answer(self, prompt_field: str) -> ContextLengthError:
         """The same error of a prompt that no answer is to follow, in the field of this name."""
         return ContextLengthError(
-            *(self.num_prompt_tokens, 0, self.max_seq_len),
+            self.num_prompt_tokens,
+            0,
+            self.max_seq_len,
             at_least=self._at_least,
             prompt_field=prompt_field,
         )

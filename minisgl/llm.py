@@ -230,8 +230,13 @@ class LLM:
         """
         stream = self._wait_for(
             self._open(
-                *(prompt, sampling_params, response_format, tools, cache_salt),
-                *(options, chat_template_kwargs),
+                prompt,
+                sampling_params,
+                response_format=response_format,
+                tools=tools,
+                cache_salt=cache_salt,
+                options=options,
+                template_kwargs=chat_template_kwargs,
             )
         )
         try:

@@ -18,11 +18,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 
+import httptools
+
 from minisgl.client.address import Address
 from minisgl.client.errors import AnswerError
 
 HEAD_BYTES = 64 << 10  # of an answer, with those that announce it
 LINE_BYTES = 4 << 10  # of the line in front of a chunk
+# Headers of bodies that end before the connection does.
+BOUNDED = frozenset((b"content-length", b"transfer-encoding"))
 
 Take = Callable[[bytes, float], None]
 
@@ -62,7 +66,7 @@ async def connect(address: Address, request: bytes, take: Take) -> ClientConnect
     """
     loop = asyncio.get_running_loop()
     connection = ClientConnection(request, take)
-    failure = OSError("its name leads nowhere")
+    failure = OSError("its host name has no address")
     for place in await _places(address):
         try:
             await loop.create_connection(
@@ -111,12 +115,11 @@ class ClientConnection(asyncio.Protocol):
         self.finished: asyncio.Future[None] = loop.create_future()
         self._request = request
         self._take = take
-        self._head_bytes = 0
-        self._data = b""  # received and not used yet
-        self._in_body = False
-        self._chunked = False
-        # Bytes to come of a body of a known length, or of a chunk and the end of its line.
-        self._num_left: int | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[bytes, bytes] = {}
+        self._num_unused = 0  # bytes of heads, or between the pieces of a body
+        self._pieces: list[bytes] = []
+        self._is_complete = self._is_wrong = False
 
     def close(self) -> None:
         self._transport.abort()
@@ -128,100 +131,67 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self._data:
-            data = self._data + data
         if self.finished.done():
             return
         try:
-            if not self._in_body:
-                data = self._read_head(data)
-            if self._in_body:
-                data = self._read_body(data, now)
-            self._data = data
+            while data and not (self.head.done() or self._is_wrong):
+                head, end, data = data.partition(b"\r\n\r\n")
+                self._feed(head + end)
+                if self._num_unused > HEAD_BYTES:
+                    raise AnswerError(f"sends headers of more than {HEAD_BYTES >> 10} KiB")
+            self._feed(data)
+            pieces, self._pieces = self._pieces, []
+            for piece in pieces:
+                self._take(piece, now)
+            if self._is_complete:
+                self.finished.set_result(None)
+            elif self._is_wrong or (self.head.done() and self._num_unused > LINE_BYTES):
+                raise AnswerError("does not answer in HTTP")
         except AnswerError as error:
             self._fail(error)
-        except ValueError:
-            self._fail(AnswerError("does not answer in HTTP"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        ends_the_body = self._in_body and not self._chunked and self._num_left is None
-        if ends_the_body and error is None:
-            self._finish()
+        in_body = self.head.done() and not self.finished.done()
+        if in_body and error is None and not BOUNDED & self._headers.keys():
+            self.finished.set_result(None)
         if error is not None:
             self._fail(AnswerError(f"broke the connection: {error}"))
-        where = "" if self._in_body else " without an answer"
+        where = "" if self.head.done() else " without an answer"
         self._fail(AnswerError(f"closed the connection{where}"))
 
-    def _read_head(self, data: bytes) -> bytes:
-        """Returns the data after the head, or all data while the head is incomplete."""
-        while not self._in_body:
-            self._check(data.startswith(b"HTTP/"[: len(data)]))
-            head, end, rest = data.partition(b"\r\n\r\n")
-            if self._head_bytes + len(head) > HEAD_BYTES:
-                raise AnswerError(f"sends headers of more than {HEAD_BYTES >> 10} KiB")
-            if not end:
-                return data
-            self._head_bytes += len(head) + len(end)
-            data = rest
-            first, *lines = head.decode("latin-1").split("\r\n")
-            _, status, *_ = (*first.split(), "")
-            self._check(100 <= (number := int(status)) < 600)
-            if number < 200:  # more to come: the answer itself follows
-                continue
-            parted = (line.partition(":") for line in lines)
-            headers = {name.lower(): value.strip() for name, _, value in parted}
-            self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-            if not self._chunked and "content-length" in headers:
-                self._num_left = int(headers["content-length"])
-                self._check(self._num_left >= 0)
-            self._in_body = True
-            self.head.set_result(Head(number, headers.get("location")))
-        return data
+    # -- called by the parser ----------------------------------------------------------------------
 
-    def _read_body(self, data: bytes, now: float) -> bytes:
-        """Passes on complete pieces; returns the rest."""
-        if self._chunked:
-            return self._read_chunks(data, now)
-        if self._num_left is not None:
-            data = data[: self._num_left]
-            self._num_left -= len(data)
-        if data:
-            self._take(data, now)
-        if self._num_left == 0:
-            self._finish()
-        return b""
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
 
-    def _read_chunks(self, data: bytes, now: float) -> bytes:
-        start = 0
-        if self._num_left:
-            start = min(self._num_left, len(data))
-            if self._num_left > 2:
-                self._take(data[: self._num_left - 2], now)
-            self._num_left -= start
-        while (line_end := data.find(b"\r\n", start)) >= 0:
-            first = line_end + 2
-            last = first + int(data[start:line_end].partition(b";")[0], 16)
-            if last <= first:
-                self._check(last == first)
-                self._finish()
-                return b""
-            if first < len(data):
-                self._take(data[first:last], now)
-            start = last + 2
-            if start > len(data):
-                self._num_left = start - len(data)
-                return b""
-        self._check(len(data) - start <= LINE_BYTES)
-        return data[start:]
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # more to come: the answer itself follows
+            self._headers = {}
+        else:
+            location = self._headers.get(b"location")
+            shown = None if location is None else location.decode("latin-1")
+            self.head.set_result(Head(status, shown))
 
-    @staticmethod
-    def _check(is_http: bool) -> None:
-        if not is_http:
-            raise ValueError
+    def on_body(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._num_unused = 0
 
-    def _finish(self) -> None:
-        if not self.finished.done():
-            self.finished.set_result(None)
+    def on_message_complete(self) -> None:
+        self._is_complete = self.head.done()
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        begins_body = self.head.done()
+        self._num_unused += len(data)
+        try:
+            if not self._is_complete:
+                self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._is_wrong = not self._is_complete  # what follows the answer is not read
+        if self.head.done() and not begins_body:
+            self._num_unused = 0
 
     def _fail(self, error: AnswerError) -> None:
         for future in (self.head, self.finished):

@@ -4,252 +4,205 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 
 from minisgl.config.facts import DTYPES, MAX_SEQ_LEN
-from minisgl.config.options import (
-    check_at_least,
-    check_types,
-    option,
-    option_names,
-    refuse,
-)
+from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
 from minisgl.errors import ConfigError, one_of
 
 QUANTIZATIONS = ("fp8",)
 TASKS = ("generate", "embed", "rerank")
 MOST_DRAFTS = 15
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
-
-
 MOST_GB = 1_000_000  # of any memory
+model_option = partial(option, group="Model")
+parallel_option = partial(option, group="Parallelism")
+memory_option = partial(option, group="Memory")
+scheduling_option = partial(option, group="Scheduling")
+draft_option = partial(option, group="Speculation")
+kernel_option = partial(option, group="Kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The options as the user set them. Raises ConfigError for values that are always invalid."""
 
-    model: str = option(
+    model: str = model_option(
         "",
         "Local folder or Hugging Face id; the bundled demo model if not given.",
         names=("--model", "--model-path"),
-        group="Model",
     )
-    dtype: str = option(
-        "auto", "auto, bfloat16, float16 or float32.", group="Model", choices=("auto", *DTYPES)
+    dtype: str = model_option(
+        "auto", "auto, bfloat16, float16 or float32.", choices=("auto", *DTYPES)
     )
-    device: str = option(
-        "auto", "auto, cuda or cpu.", group="Model", choices=("auto", "cuda", "cpu")
+    device: str = model_option("auto", "auto, cuda or cpu.", choices=("auto", "cuda", "cpu"))
+    load_format: str = model_option(
+        "auto", "auto (safetensors) or dummy (random weights).", choices=("auto", "dummy")
     )
-    load_format: str = option(
-        "auto",
-        "auto (safetensors) or dummy (random weights).",
-        group="Model",
-        choices=("auto", "dummy"),
-    )
-    quantization: str | None = option(
+    quantization: str | None = model_option(
         None,
         "fp8: round the weights of an unquantised checkpoint to FP8 while they are loaded; a "
         "quantised one says itself how.",
-        group="Model",
         choices=QUANTIZATIONS,
     )
-    model_impl: str = option(
+    model_impl: str = model_option(
         "auto",
         "native runs minisgl's code for the architecture, adopted transformers' with minisgl's "
         "kernels; auto takes the first that there is.",
-        group="Model",
         choices=("auto", "native", "adopted"),
     )
-    task: str = option(
+    task: str = model_option(
         "auto",
         "What the model is for: generate, embed (a vector for each text) or rerank (scores of "
         "documents for a query); auto is embed for a checkpoint with modules.json, else generate.",
-        group="Model",
         choices=("auto", *TASKS),
     )
-    max_seq_len_override: int | None = option(
+    max_seq_len_override: int | None = model_option(
         None,
         "Longest sequence in tokens; the model's own if not given.",
         names=("--max-seq-len-override", "--max-model-len"),
-        group="Model",
     )
-    chat_template: str | None = option(
-        None,
-        "File with a Jinja template for conversations, in place of the checkpoint's own.",
-        group="Model",
+    chat_template: str | None = model_option(
+        None, "File with a Jinja template for conversations, in place of the checkpoint's own."
     )
-    tp: int = option(
+    tp: int = parallel_option(
         1,
         "Number of tensor-parallel ranks of a stage, on all nodes together.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
-        group="Parallelism",
     )
-    dp_attention: bool = option(
+    dp_attention: bool = parallel_option(
         False,
         "Let each tensor-parallel rank attend for its own requests with all heads, in place of for "
         "all requests with some heads.",
         names=("--dp-attention", "--enable-dp-attention"),
-        group="Parallelism",
     )
-    pp: int = option(
+    pp: int = parallel_option(
         1,
         "Number of pipeline stages, each of --tp ranks and with a part of the layers.",
         names=("--pp", "--pipeline-parallel-size", "--pp-size"),
-        group="Parallelism",
     )
-    ep: bool = option(
+    ep: bool = parallel_option(
         False,
         "Divide the experts of a mixture among the ranks of --tp as whole ones, in place of a part "
         "of each.",
         names=("--ep", "--enable-expert-parallel"),
-        group="Parallelism",
     )
-    parallel: str = option(
+    parallel: str = parallel_option(
         "given",
         "given: --tp, --ep and --dp-attention say how the GPUs share the model. auto: all GPUs of "
         "this machine, or as many as --tp says, in the way that the arithmetic in the log prefers.",
-        group="Parallelism",
         choices=("given", "auto"),
     )
-    nnodes: int = option(1, "Number of machines that share the ranks evenly.", group="Parallelism")
-    node_rank: int = option(
-        0,
-        "Number of this machine, from 0 on; 0 serves, the others work for it.",
-        group="Parallelism",
+    nnodes: int = parallel_option(1, "Number of machines that share the ranks evenly.")
+    node_rank: int = parallel_option(
+        0, "Number of this machine, from 0 on; 0 serves, the others work for it."
     )
-    master_addr: str = option(
-        "127.0.0.1",
-        "Address of machine 0, on which it listens for the others.",
-        group="Parallelism",
+    master_addr: str = parallel_option(
+        "127.0.0.1", "Address of machine 0, on which it listens for the others."
     )
-    master_port: int = option(
-        29500, "Port of machine 0, on which it listens for the others.", group="Parallelism"
+    master_port: int = parallel_option(
+        29500, "Port of machine 0, on which it listens for the others."
     )
-    cluster_token_file: str = option(
-        "",
-        "File with the secret that all machines share; MINISGL_CLUSTER_TOKEN if not given.",
-        group="Parallelism",
+    cluster_token_file: str = parallel_option(
+        "", "File with the secret that all machines share; MINISGL_CLUSTER_TOKEN if not given."
     )
-    disable_pynccl: bool = option(
-        False, "Use torch.distributed's own collectives for everything.", group="Parallelism"
+    disable_pynccl: bool = parallel_option(
+        False, "Use torch.distributed's own collectives for everything."
     )
-    memory_ratio: float = option(
+    memory_ratio: float = memory_option(
         0.9,
         "Fraction of the GPU memory free at start for weights, activations and KV cache together.",
         names=("--memory-ratio", "--gpu-memory-utilization"),
-        group="Memory",
     )
-    num_pages: int | None = option(
-        None, "Size of the KV cache in pages; all that memory allows if not given.", group="Memory"
+    num_pages: int | None = memory_option(
+        None, "Size of the KV cache in pages; all that memory allows if not given."
     )
-    page_size: int | None = option(
-        None,
-        "Tokens per page of the KV cache; chosen for the attention backend if not given.",
-        group="Memory",
+    page_size: int | None = memory_option(
+        None, "Tokens per page of the KV cache; chosen for the attention backend if not given."
     )
-    cache_type: str = option(
+    cache_type: str = memory_option(
         "radix",
         "Prefix cache: radix or naive.",
         names=("--cache-type", "--cache"),
-        group="Memory",
         choices=("radix", "naive"),
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = memory_option(
         "auto",
         "Numbers in the KV cache: auto (fp8 if the checkpoint brings scales), model (those of "
         "--dtype) or fp8 (half the memory of 16 bits).",
-        group="Memory",
         choices=("auto", "model", "fp8"),
     )
-    dense_copies: str = option(
+    dense_copies: str = memory_option(
         "auto",
         "Keep INT4 weights in the model's dtype, too, for steps of many tokens on a GPU: auto (if "
         "that leaves most of the memory to the KV cache), always or never.",
-        group="Memory",
         choices=("auto", "always", "never"),
     )
-    host_cache: float = option(
+    host_cache: float = memory_option(
         0.0,
         "GB of host memory for prefixes that fall out of the KV cache, over all ranks; they are "
         "loaded again where that is faster than computing them. 0 turns it off.",
-        group="Memory",
     )
-    state_cache: float | None = option(
+    state_cache: float | None = memory_option(
         None,
         "For models that keep a state of each request: GB on the devices, over all ranks, for "
         "snapshots from which the prefix cache goes on; if not given, a part of what is left. 0 "
         "turns it off.",
-        group="Memory",
     )
-    disk_cache: str | None = option(
+    disk_cache: str | None = memory_option(
         None,
         "Folder for prefixes that fall out of --host-cache, which is needed; they outlive the "
         "server, and servers on one host may share them. What prompts say can be told from it.",
-        group="Memory",
     )
-    disk_cache_gb: float = option(
-        100.0, "Most GB of files in --disk-cache, of all servers together.", group="Memory"
+    disk_cache_gb: float = memory_option(
+        100.0, "Most GB of files in --disk-cache, of all servers together."
     )
-    max_running_requests: int = option(
-        256, "Maximum number of concurrently running requests.", group="Scheduling"
+    max_running_requests: int = scheduling_option(
+        256, "Maximum number of concurrently running requests."
     )
-    max_queued_requests: int = option(
-        2048, "Maximum number of waiting requests; further ones are refused.", group="Scheduling"
+    max_queued_requests: int = scheduling_option(
+        2048, "Maximum number of waiting requests; further ones are refused."
     )
-    max_prefill_length: int = option(
-        8192,
-        "Maximum number of prompt tokens per step; longer prompts are prefilled in chunks.",
-        group="Scheduling",
+    max_prefill_length: int = scheduling_option(
+        8192, "Maximum number of prompt tokens per step; longer prompts are prefilled in chunks."
     )
-    schedule_policy: str = option(
-        "fcfs",
-        "fcfs (in order) or lpm (longest cached prefix first).",
-        group="Scheduling",
-        choices=("fcfs", "lpm"),
+    schedule_policy: str = scheduling_option(
+        "fcfs", "fcfs (in order) or lpm (longest cached prefix first).", choices=("fcfs", "lpm")
     )
-    schedule_conservativeness: float = option(
-        1.0,
-        "Scales the reserve for tokens not yet generated; under 1 admits more and may retract.",
-        group="Scheduling",
+    schedule_conservativeness: float = scheduling_option(
+        1.0, "Scales the reserve for tokens not yet generated; under 1 admits more and may retract."
     )
-    key_share: float = option(
+    key_share: float = scheduling_option(
         0.9,
         "With several API keys: the part of what the other keys leave that the running requests of "
         "one key may take, of the slots and of the KV cache. 1 keeps nothing free.",
-        group="Scheduling",
     )
-    step_timeout: float = option(
+    step_timeout: float = scheduling_option(
         30.0,
         "Seconds that a step may take longer than ones like it before the engine fails; a third of "
         "it makes /health say so.",
-        group="Scheduling",
     )
-    speculative: str | None = option(
+    speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "
         "words before), mtp (a layer that some models bring), or an EAGLE-3 head or small model, "
         "as a folder or id.",
-        group="Speculation",
     )
-    draft_tokens: int = option(
-        3, "Most tokens that --speculative guesses for a request and step.", group="Speculation"
+    draft_tokens: int = draft_option(
+        3, "Most tokens that --speculative guesses for a request and step."
     )
-    draft_acceptance: float | None = option(
+    draft_acceptance: float | None = draft_option(
         None,
         "For measurements with --load-format dummy: accept each guess of --speculative with this "
         "probability, given that the one before it was, whatever the model says.",
-        group="Speculation",
     )
-    attn: str = option(
+    attn: str = kernel_option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
         names=("--attn", "--attention-backend"),
-        group="Kernels",
     )
-    cuda_graph_max_bs: int | None = option(
-        None,
-        "Largest batch whose decoding runs as a CUDA graph; 0 turns graphs off.",
-        group="Kernels",
+    cuda_graph_max_bs: int | None = kernel_option(
+        None, "Largest batch whose decoding runs as a CUDA graph; 0 turns graphs off."
     )
 
     def __post_init__(self) -> None:

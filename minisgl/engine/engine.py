@@ -18,11 +18,12 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter, SnapshotStats, drafts_of
+from minisgl.engine.stats import EngineStats, Meter, drafts_of
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
+from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,

@@ -97,7 +97,8 @@ class PageMoves:
         raises, where the engine stops meanwhile."""
         config = self._config
         if not config.num_host_pages:
-            raise ConfigError("--host-cache", 0, "engines exchange pages through it; allowed: more")
+            reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
+            raise ConfigError("--host-cache", 0, reason)
         if config.nnodes > 1:
             reason = "engines that exchange pages are on one node each; allowed: 1"
             raise ConfigError("--nnodes", config.nnodes, reason)

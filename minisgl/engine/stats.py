@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.kvcache.rank_caches import SnapshotsOfRanks
-from minisgl.kvcache.snapshots import Snapshots
+from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.runs import DraftCounters, Speculation
 from minisgl.scheduler.state import SchedulerCounters
@@ -155,18 +154,6 @@ class HostStats:
     def usage(self) -> float:
         """The fraction of the host tier that holds pages, 0 to 1."""
         return self.num_used_pages / self.num_pages
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotStats:
-    """The snapshots of states from which the prefix cache goes on."""
-
-    num: int
-    num_cached: int
-
-    @staticmethod
-    def of(snapshots: Snapshots | SnapshotsOfRanks | None) -> SnapshotStats | None:
-        return None if snapshots is None else SnapshotStats(snapshots.num, snapshots.num_cached)
 
 
 def drafts_of(speculation: Speculation | None) -> DraftCounters | None:

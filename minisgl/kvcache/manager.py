@@ -101,8 +101,8 @@ class KVCacheManager:
         looks_ahead: bool = False,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
-        offloads_per_plan: number of pages that travel there beside a decode step without disturbing
-        it. None: any, and none are copied ahead. max_loading: number of pages on their way from
+        offloads_per_plan: the most pages that a decode plan may offload. None: no limit; then
+        nothing is copied ahead. max_loading: number of pages on their way from
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
         always fit. num_snapshots: of the states of requests; None: the model keeps none.

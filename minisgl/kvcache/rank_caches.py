@@ -8,31 +8,23 @@ opens the lease.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
+from minisgl.kvcache.snapshots import SnapshotStats
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
 # elsewhere: each is worth its tokens.
 PREFIX_WEIGHT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotsOfRanks:
-    """The snapshots of all ranks together."""
-
-    num: int
-    num_cached: int
-
-
 class RankCaches:
     """The caches of all ranks, with the methods of one. Without a host tier, a disk and transits.
 
-    A request goes to the rank that has its longest prefix, else to the emptiest. But where the rank
-    with a prefix has more tokens in use than another by over PREFIX_WEIGHT times those of the
-    prefix, it goes to the other: so requests that have only their beginning in common are on all
-    ranks, each of which computes it once. Among equals, it is the first.
+    A request goes to the rank that has its longest prefix, else to the emptiest. If the rank with
+    the prefix has over PREFIX_WEIGHT times the prefix more tokens in use than the emptiest, the
+    emptiest takes it. So requests that have only their beginning in common are on all ranks, each
+    of which computes it once. Of ranks that are equally good, the first takes the request.
     """
 
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
@@ -64,33 +56,26 @@ class RankCaches:
 
     @property
     def num_cached(self) -> int:
-        """As in KVCacheManager."""
         return sum(cache.num_cached for cache in self.of_ranks)
 
     @property
     def num_available(self) -> int:
-        """As in KVCacheManager, for requests of all ranks."""
+        """Number of pages that `reserve` can provide to requests of all ranks."""
         return sum(cache.num_available for cache in self.of_ranks)
 
     @property
-    def snapshots(self) -> SnapshotsOfRanks | None:
+    def snapshots(self) -> SnapshotStats | None:
         """None: the model keeps no states."""
-        found = [cache.snapshots for cache in self.of_ranks if cache.snapshots is not None]
-        if not found:
-            return None
-        return SnapshotsOfRanks(
-            sum(each.num for each in found), sum(each.num_cached for each in found)
-        )
+        return SnapshotStats.of(*(cache.snapshots for cache in self.of_ranks))
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
-        """As in KVCacheManager, on the rank that has most."""
+        """Number of tokens that a lease would find cached on the rank that has most."""
         return max(cache.match(key, num_tokens, namespace) for cache in self.of_ranks)
 
     def acquire(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
     ) -> Lease:
-        """As in KVCacheManager, on the rank that is best for the request. One must have a free
-        slot."""
+        """Open a lease on the rank that is best for the request. One must have a free slot."""
 
         def cost(rank: int) -> int:
             cache = self.of_ranks[rank]
@@ -113,7 +98,6 @@ class RankCaches:
         num_beside: int | None = None,
         num_granted: int = 0,
     ) -> Sequence[int] | None:
-        """As in KVCacheManager."""
         return self.of(lease).reserve(
             lease, num_tokens, num_beside=num_beside, num_granted=num_granted
         )
@@ -138,7 +122,6 @@ class RankCaches:
         return False
 
     def settled(self, step: int) -> None:
-        """As in KVCacheManager."""
         for cache in self.of_ranks:
             cache.settled(step)
 
@@ -150,25 +133,20 @@ class RankCaches:
     def take_snapshots(
         self, lease: Lease, start: int, end: int, step: int
     ) -> tuple[TakenSnapshot, ...]:
-        """As in KVCacheManager."""
         return self.of(lease).take_snapshots(lease, start, end, step)
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        """As in KVCacheManager."""
         self.of(lease).commit(lease, key, num_tokens, step)
 
     def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        """As in KVCacheManager."""
         self._num_leases[lease.rank] -= 1
         self.of(lease).close(lease, key, num_tokens, step)
 
     def drop_written_since(self, step: int) -> None:
-        """As in KVCacheManager."""
         for cache in self.of_ranks:
             cache.drop_written_since(step)
 
     def audit(self, launched: int) -> None:
-        """As in KVCacheManager, of each rank."""
         for cache in self.of_ranks:
             cache.audit(launched)
         assert all(0 <= num <= self._num_slots for num in self._num_leases)

@@ -11,8 +11,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from minisgl.kvcache.prefix import Node
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStats:
+    """How many snapshots there are, and how many of them are in the tree."""
+
+    num: int
+    num_cached: int
+
+    @staticmethod
+    def of(*parts: Snapshots | SnapshotStats | None) -> SnapshotStats | None:
+        """Of all parts together; None: the model keeps no states."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return SnapshotStats(
+            sum(each.num for each in found), sum(each.num_cached for each in found)
+        )
 
 
 class Snapshots:

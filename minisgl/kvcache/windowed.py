@@ -11,8 +11,8 @@ from minisgl.kvcache.windows import Windows
 
 
 class WindowedCacheManager(KVCacheManager):
-    """Leases on pages of full layers, as in KVCacheManager, and beside each a page of windowed
-    layers, until it is behind their window."""
+    """Leases on pages of full layers, and beside each a page of windowed layers, until it is behind
+    their window."""
 
     windows: Windows
 
@@ -39,14 +39,14 @@ class WindowedCacheManager(KVCacheManager):
         return lease
 
     def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
-        """As in KVCacheManager; returns None, too, if the pages of windowed layers are too few."""
+        """Grow the lease; returns None if the pages of either kind are too few."""
         assert lease.windows is not None
         if not self.windows.claim(lease.windows, num_tokens):
             return None
         return super().reserve(lease, num_tokens, **of_plan)
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        """As in KVCacheManager, right after a chunk is launched, whose end is in the last page."""
+        """Share the first pages of a lease, whose last page a launched chunk ends in."""
         super().commit(lease, key, num_tokens, step)
         self._share(lease, key, num_tokens, step)
         assert lease.windows is not None

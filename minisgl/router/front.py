@@ -175,7 +175,9 @@ class FrontProcesses:
                 return
             logger.error(
                 "Routing process %d has ended (exit code %d); starting it again in %g s",
-                *(spec.index, exit_code, RESTART_S),
+                spec.index,
+                exit_code,
+                RESTART_S,
             )
             await asyncio.sleep(RESTART_S)
 

@@ -69,17 +69,20 @@ class RouterMetrics(MetricsPage):
         yield counter(
             "minisgl_router_requests",
             "Requests sent to a replica.",
-            *("replica", {name: fleet.num_sent[each.index] for name, each in names.items()}),
+            {name: fleet.num_sent[each.index] for name, each in names.items()},
+            "replica",
         )
         yield gauge(
             "minisgl_router_replica_ready",
             "1 if a replica takes requests.",
-            *("replica", {name: each.state.is_ready for name, each in names.items()}),
+            {name: each.state.is_ready for name, each in names.items()},
+            "replica",
         )
         yield counter(
             "minisgl_router_replica_starts",
             "Number of times that a replica was started.",
-            *("replica", {name: each.state.start for name, each in names.items()}),
+            {name: each.state.start for name, each in names.items()},
+            "replica",
         )
         if any(replica.role for replica in fleet.replicas):
             roles = GaugeMetricFamily(
@@ -93,7 +96,8 @@ class RouterMetrics(MetricsPage):
             yield counter(
                 "minisgl_router_prefills",
                 "Prompts that one replica should compute for another, by what became of them.",
-                *("result", {result: fleet.num_prefills[result] for result in (DONE, FAILED)}),
+                {result: fleet.num_prefills[result] for result in (DONE, FAILED)},
+                "result",
             )
         yield CounterMetricFamily(
             "minisgl_router_resent_requests",

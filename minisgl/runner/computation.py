@@ -130,9 +130,17 @@ class Computation:
         hidden = self._model(inputs, states, attention, received, taps)
         if self._drafter is not None:
             step = DraftStep(
-                *(inputs, hidden, self.tables.state, self.states, attention),
-                *(samples.slots, samples.output_index, samples.rows),
-                *(samples.num_runs, samples.chunk_ends, None if taps is None else taps.rows),
+                batch=inputs,
+                hidden=hidden,
+                state=self.tables.state,
+                states=self.states,
+                attention=attention,
+                slots=samples.slots,
+                output_index=samples.output_index,
+                sample_rows=samples.rows,
+                num_runs=samples.num_runs,
+                chunk_ends=samples.chunk_ends,
+                tapped=None if taps is None else taps.rows,
             )
             samples = replace(samples, drafting=step)
         return hidden, samples

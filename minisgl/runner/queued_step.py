@@ -34,7 +34,7 @@ class QueuedStep:
     # Rows of the entry that are sampled, in the order of the plan; last those of chunks.
     parts: tuple[range, ...] = ()
     num_logprobs: Sequence[int | None] = ()  # requested by each sampled slot; empty if none
-    run: int = 1  # rows of each slot in the other parts; the ring says how many are valid
+    run: int = 1  # rows per request in the other parts; the ring says how many are valid
     prompt_scores: PromptScores | None = None
     pooled: PooledVectors | None = None
 

@@ -37,10 +37,11 @@ class StepShape(NamedTuple):
 
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
-        num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        num_decodes, num_chunks = len(plan.decode_slots), len(plan.chunks)
-        snapshots = sum(len(chunk.snapshots) for chunk in plan.chunks)
         return StepShape(
-            *(num_decodes, num_chunk_rows, num_chunks),
-            *(plan.num_chunk_samples, snapshots, plan.max_run),
+            num_decodes=len(plan.decode_slots),
+            num_chunk_rows=sum(len(chunk.token_ids) for chunk in plan.chunks),
+            num_chunks=len(plan.chunks),
+            num_chunk_samples=plan.num_chunk_samples,
+            num_snapshots=sum(len(chunk.snapshots) for chunk in plan.chunks),
+            run=plan.max_run,
         )

@@ -202,7 +202,7 @@ class Scheduler:
         if not (group.rows or work.chunks or work.joins or self.kv.transits.is_copying_out):
             self._make_grants_later(work.grants)  # every row is in flight, or its pages are
             return None
-        return self._launch(work, group, lag)
+        return self._make_plan(work, group, lag)
 
     def _admit(self, work: StepWork) -> None:
         for running in self._admission.admit(work):
@@ -210,7 +210,7 @@ class Scheduler:
                 self.counters.admitted(running.request)
             (self._loading if running.loading else self._prefilling).append(running)
 
-    def _launch(self, work: StepWork, group: DecodeGroup, lag: int) -> StepPlan:
+    def _make_plan(self, work: StepWork, group: DecodeGroup, lag: int) -> StepPlan:
         """Count what a plan computes as scheduled."""
         self._step = work.step
         self.counters.num_steps += 1

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from itertools import accumulate
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,8 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, HostStats, SnapshotStats, Totals, TransferStats
-from minisgl.scheduler.runs import DraftCounters
+from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.access_log import Answered
 
@@ -65,98 +65,140 @@ class Metrics(MetricsPage):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry at each scrape."""
-        yield self._info()
-        yield self._responses(
-            "minisgl_http_responses",
-            "HTTP responses started; status 499: the client disconnected before.",
-        )
-        yield CounterMetricFamily(
-            "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
-        )
-        if (loading := self._state.loading) is not None:
-            yield gauge(
-                "minisgl_loading_ratio",
-                "While the model loads: how much of the phase is done, 0 to 1; 0 if that is "
-                "unknown.",
-                *("phase", {loading.phase: loading.fraction}),
-            )
-        stats = self._state.stats()
-        if stats is not None:
-            yield from _figures(stats)
-            if stats.host is not None:
-                yield from _tiers(stats, stats.host)
-            if stats.transfers is not None:
-                yield from _transfers(stats.transfers)
-            if stats.snapshots is not None:
-                yield from _snapshots(stats.snapshots)
-            if stats.drafts is not None:
-                yield from _drafts(stats.drafts)
-            yield from _histograms(stats.totals)
-
-    def _info(self) -> Metric:
         labels = {
             "version": metadata.version("minisgl"),
             "model": self._state.first_name() or "",
         }
-        return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
+        yield InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
+        yield self._responses(
+            "minisgl_http_responses",
+            "HTTP responses started; status 499: the client disconnected before.",
+        )
+        yield _counter("tool_calls", self.num_tool_calls)
+        if (loading := self._state.loading) is not None:
+            yield _gauge("loading_ratio", {loading.phase: loading.fraction}, "phase")
+        stats = self._state.stats()
+        if stats is not None:
+            yield from _figures(stats)
+            yield from _parts(stats)
+            yield from _histograms(stats)
 
 
-def counter(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A counter with one label, whose values are the keys of `values`."""
-    return _filled(CounterMetricFamily(name, documentation, labels=[label]), values)
+ABOUT = {
+    "tool_calls": "Tool calls in answers.",
+    "loading_ratio": "While the model loads: how much of the phase is done, 0 to 1; 0 if that is "
+    "unknown.",
+    "running_requests": "Number of requests currently running.",
+    "queued_requests": "Number of requests waiting to run.",
+    "token_usage_ratio": "Fraction of the KV cache's pages held by requests, 0 to 1.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "cached_prompt_tokens": "Prompt tokens found in the prefix cache.",
+    "generated_tokens": "Generated tokens.",
+    "retractions": "Number of times that a running request was requeued because the KV cache was "
+    "full.",
+    "graph_steps": "Steps that ran as a CUDA graph.",
+    "cached_grammars": "Constraints of requests whose grammar had been compiled before.",
+    "masked_rows": "Tokens that were sampled under a mask of a grammar.",
+    "requests_finished": "Requests that have ended.",
+    # For a KV cache of more than one tier.
+    "tier_tokens": "Tokens that a tier of the KV cache holds.",
+    "tier_hit_tokens": "Prompt tokens found in the prefix cache, by the tier that held them.",
+    "tier_copied_bytes": "Bytes of KV copied between device, host memory and disk, on one rank.",
+    "tier_copy_seconds": "Time in which such copies were under way, on one rank.",
+    # For prefixes that engines send each other.
+    "kv_transfers": "Prefixes sent to other engines, and received from them.",
+    "kv_transfers_direct": "Of these, prefixes that went from device to device.",
+    "kv_transfer_bytes": "Bytes of KV in such transfers.",
+    "kv_transfer_seconds": "Time that such transfers took.",
+    "kv_transfer_fallbacks": "Prefixes that this engine computed, or their ends, because they did "
+    "not come.",
+    # For a model that keeps a state of each request.
+    "snapshots": "Snapshots of states of requests that fit into memory.",
+    "snapshots_cached": "Snapshots of states from which requests may go on behind a cached prefix.",
+    # For speculation.
+    "drafted_tokens": "Guesses of tokens that were verified.",
+    "accepted_draft_tokens": "Of these, those that were right: tokens that took no step of their "
+    "own.",
+    "decode_rows": "Requests in decode steps, counted in each step: each got a token, and one more "
+    "for each accepted draft.",
+    "draft_length": "Guesses for each request that the last step verified, at most.",
+    # Histograms.
+    "step_seconds": "Duration of a step, from its launch or the end of the previous step.",
+    "time_to_first_token_seconds": "Time from a request's submission to its first token.",
+    "inter_token_seconds": "Time from one token of a request to its next.",
+    "request_seconds": "Time from submission to the end of requests that finished with stop or "
+    "length.",
+    "grammar_compile_seconds": "Time to compile a grammar, or to refuse it; cached ones are not "
+    "counted.",
+    "mask_seconds": "Time to fill the token masks of one step.",
+}
+Values: TypeAlias = float | Mapping[str, float]  # one, or one for each value of a label
 
 
-def gauge(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A gauge with one label, whose values are the keys of `values`."""
-    return _filled(GaugeMetricFamily(name, documentation, labels=[label]), values)
+def counter(name: str, about: str, values: Values, label: str = "") -> Metric:
+    return _filled(CounterMetricFamily(name, about, labels=[label] if label else []), values)
 
 
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+def gauge(name: str, about: str, values: Values, label: str = "") -> Metric:
+    return _filled(GaugeMetricFamily(name, about, labels=[label] if label else []), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    if not isinstance(values, Mapping):
+        family.add_metric([], values)
+        return family
     for label, value in values.items():
         family.add_metric([label], value)
     return family
 
 
+def _counter(name: str, values: Values, label: str = "") -> Metric:
+    return counter(f"minisgl_{name}", ABOUT[name], values, label)
+
+
+def _gauge(name: str, values: Values, label: str = "") -> Metric:
+    return gauge(f"minisgl_{name}", ABOUT[name], values, label)
+
+
+def _both_ways(name: str, sent: float, received: float) -> Metric:
+    return _counter(name, {"sent": sent, "received": received}, "direction")
+
+
 def _figures(stats: EngineStats) -> Iterator[Metric]:
     counters, totals = stats.counters, stats.totals
-    gauges = {
-        "minisgl_running_requests": ("Number of requests currently running.", stats.num_running),
-        "minisgl_queued_requests": ("Number of requests waiting to run.", stats.num_queued),
-        "minisgl_token_usage_ratio": (
-            "Fraction of the KV cache's pages held by requests, 0 to 1.",
-            stats.token_usage,
-        ),
-    }
-    for name, (documentation, value) in gauges.items():
-        yield GaugeMetricFamily(name, documentation, value)
-    counts = {
-        "minisgl_prompt_tokens": (
-            "Prompt tokens of admitted requests.",
-            counters.num_prompt_tokens,
-        ),
-        "minisgl_cached_prompt_tokens": (
-            "Prompt tokens found in the prefix cache.",
-            counters.num_cached_tokens,
-        ),
-        "minisgl_generated_tokens": ("Generated tokens.", totals.num_output_tokens),
-        "minisgl_retractions": (
-            "Number of times that a running request was requeued because the KV cache was full.",
-            counters.num_retractions,
-        ),
-        "minisgl_graph_steps": ("Steps that ran as a CUDA graph.", totals.num_graph_steps),
-        "minisgl_cached_grammars": (
-            "Constraints of requests whose grammar had been compiled before.",
-            totals.num_cached_grammars,
-        ),
-        "minisgl_masked_rows": (
-            "Tokens that were sampled under a mask of a grammar.",
-            totals.num_masked_rows,
-        ),
-    }
-    for name, (documentation, count) in counts.items():
-        yield CounterMetricFamily(name, documentation, count)
+    yield _gauge("running_requests", stats.num_running)
+    yield _gauge("queued_requests", stats.num_queued)
+    yield _gauge("token_usage_ratio", stats.token_usage)
+    yield _counter("prompt_tokens", counters.num_prompt_tokens)
+    yield _counter("cached_prompt_tokens", counters.num_cached_tokens)
+    yield _counter("generated_tokens", totals.num_output_tokens)
+    yield _counter("retractions", counters.num_retractions)
+    yield _counter("graph_steps", totals.num_graph_steps)
+    yield _counter("cached_grammars", totals.num_cached_grammars)
+    yield _counter("masked_rows", totals.num_masked_rows)
     finished = {reason.value: count for reason, count in totals.num_finished.items()}
-    yield counter("minisgl_requests_finished", "Requests that have ended.", "reason", finished)
+    yield _counter("requests_finished", finished, "reason")
+
+
+def _parts(stats: EngineStats) -> Iterator[Metric]:
+    """What only some engines have."""
+    if stats.host is not None:
+        yield from _tiers(stats, stats.host)
+    if stats.transfers is not None:
+        sent, received = stats.transfers.sent, stats.transfers.received
+        yield _both_ways("kv_transfers", sent.num_transfers, received.num_transfers)
+        yield _both_ways("kv_transfers_direct", sent.num_direct, received.num_direct)
+        yield _both_ways("kv_transfer_bytes", sent.num_bytes, received.num_bytes)
+        yield _both_ways("kv_transfer_seconds", sent.seconds, received.seconds)
+        yield _counter("kv_transfer_fallbacks", stats.transfers.num_failed)
+    if stats.snapshots is not None:
+        yield _gauge("snapshots", stats.snapshots.num)
+        yield _gauge("snapshots_cached", stats.snapshots.num_cached)
+    if stats.drafts is not None:
+        yield _counter("drafted_tokens", stats.drafts.num_drafted)
+        yield _counter("accepted_draft_tokens", stats.drafts.num_accepted)
+        yield _counter("decode_rows", stats.drafts.num_rows)
+        yield _gauge("draft_length", stats.drafts.num_in_use)
 
 
 def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
@@ -166,7 +208,6 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "device": (stats.num_pages - stats.num_free_pages) * host.page_size,
         "host": host.num_used_pages * host.page_size,
     }
-    yield gauge("minisgl_tier_tokens", "Tokens that a tier of the KV cache holds.", "tier", held)
     num_elsewhere = counters.num_host_tokens + counters.num_disk_tokens
     hits = {
         "device": counters.num_cached_tokens - num_elsewhere,
@@ -176,116 +217,25 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
     if host.has_disk:
         hits["disk"] = counters.num_disk_tokens
         copies |= {"write": traffic.writes, "read": traffic.reads}
-    yield counter(
-        "minisgl_tier_hit_tokens",
-        "Prompt tokens found in the prefix cache, by the tier that held them.",
-        *("tier", hits),
-    )
-    yield counter(
-        "minisgl_tier_copied_bytes",
-        "Bytes of KV copied between device, host memory and disk, on one rank.",
-        *("direction", {direction: each.num_bytes for direction, each in copies.items()}),
-    )
-    yield counter(
-        "minisgl_tier_copy_seconds",
-        "Time in which such copies were under way, on one rank.",
-        *("direction", {direction: each.seconds for direction, each in copies.items()}),
-    )
+    yield _gauge("tier_tokens", held, "tier")
+    yield _counter("tier_hit_tokens", hits, "tier")
+    num_bytes = {direction: each.num_bytes for direction, each in copies.items()}
+    yield _counter("tier_copied_bytes", num_bytes, "direction")
+    seconds = {direction: each.seconds for direction, each in copies.items()}
+    yield _counter("tier_copy_seconds", seconds, "direction")
 
 
-def _snapshots(stats: SnapshotStats) -> Iterator[Metric]:
-    """For a model that keeps a state of each request."""
-    yield GaugeMetricFamily(
-        "minisgl_snapshots", "Snapshots of states of requests that fit into memory.", stats.num
-    )
-    yield GaugeMetricFamily(
-        "minisgl_snapshots_cached",
-        "Snapshots of states from which requests may go on behind a cached prefix.",
-        stats.num_cached,
-    )
-
-
-def _drafts(drafts: DraftCounters) -> Iterator[Metric]:
-    """For an engine with speculation."""
-    yield CounterMetricFamily(
-        "minisgl_drafted_tokens", "Guesses of tokens that were verified.", drafts.num_drafted
-    )
-    yield CounterMetricFamily(
-        "minisgl_accepted_draft_tokens",
-        "Of these, those that were right: tokens that took no step of their own.",
-        drafts.num_accepted,
-    )
-    yield CounterMetricFamily(
-        "minisgl_decode_rows",
-        "Requests in decode steps, counted in each step: each got a token, and one more for each "
-        "accepted draft.",
-        drafts.num_rows,
-    )
-    yield GaugeMetricFamily(
-        "minisgl_draft_length",
-        "Guesses for each request that the last step verified, at most.",
-        drafts.num_in_use,
-    )
-
-
-def _transfers(stats: TransferStats) -> Iterator[Metric]:
-    """The prefixes that engines have sent each other."""
-    sent, received = stats.sent, stats.received
-    yield counter(
-        "minisgl_kv_transfers",
-        "Prefixes sent to other engines, and received from them.",
-        *("direction", {"sent": sent.num_transfers, "received": received.num_transfers}),
-    )
-    yield counter(
-        "minisgl_kv_transfers_direct",
-        "Of these, prefixes that went from device to device.",
-        *("direction", {"sent": sent.num_direct, "received": received.num_direct}),
-    )
-    yield counter(
-        "minisgl_kv_transfer_bytes",
-        "Bytes of KV in such transfers.",
-        *("direction", {"sent": sent.num_bytes, "received": received.num_bytes}),
-    )
-    yield counter(
-        "minisgl_kv_transfer_seconds",
-        "Time that such transfers took.",
-        *("direction", {"sent": sent.seconds, "received": received.seconds}),
-    )
-    yield CounterMetricFamily(
-        "minisgl_kv_transfer_fallbacks",
-        "Prefixes that this engine computed, or their ends, because they did not come.",
-        stats.num_failed,
-    )
-
-
-def _histograms(totals: Totals) -> Iterator[Metric]:
-    histograms = {
-        "minisgl_step_seconds": (
-            "Duration of a step, from its launch or the end of the previous step.",
-            totals.step_s,
-        ),
-        "minisgl_time_to_first_token_seconds": (
-            "Time from a request's submission to its first token.",
-            totals.ttft_s,
-        ),
-        "minisgl_inter_token_seconds": (
-            "Time from one token of a request to its next.",
-            totals.itl_s,
-        ),
-        "minisgl_request_seconds": (
-            "Time from submission to the end of requests that finished with stop or length.",
-            totals.e2e_s,
-        ),
-        "minisgl_grammar_compile_seconds": (
-            "Time to compile a grammar, or to refuse it; cached ones are not counted.",
-            totals.compile_s,
-        ),
-        "minisgl_mask_seconds": (
-            "Time to fill the token masks of one step.",
-            totals.mask_s,
-        ),
+def _histograms(stats: EngineStats) -> Iterator[Metric]:
+    totals = stats.totals
+    histograms: dict[str, Histogram] = {
+        "step_seconds": totals.step_s,
+        "time_to_first_token_seconds": totals.ttft_s,
+        "inter_token_seconds": totals.itl_s,
+        "request_seconds": totals.e2e_s,
+        "grammar_compile_seconds": totals.compile_s,
+        "mask_seconds": totals.mask_s,
     }
-    for name, (documentation, histogram) in histograms.items():
+    for name, histogram in histograms.items():
         bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        yield HistogramMetricFamily(name, documentation, buckets, histogram.sum)
+        yield HistogramMetricFamily(f"minisgl_{name}", ABOUT[name], buckets, histogram.sum)

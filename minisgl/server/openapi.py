@@ -15,7 +15,7 @@ from minisgl.models.generation import FROM_CHECKPOINT
 from minisgl.request import SamplingParams
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
-from minisgl.server.apis.openai import answer_types
+from minisgl.server.apis.openai import answer_types as openai
 from minisgl.server.apis.responses.answer_types import AnyEvent, DeletedResponse, Response
 from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, ScoreList
@@ -55,18 +55,17 @@ READING = (400, 404, 408, 413, 415, 429, 500, 503)
 AS_ANTHROPIC = (*READING[:-1], OVERLOADED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """The types of a route's request and answer; None for what is not JSON."""
 
     summary: str
-    is_deletion: bool = False
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
     chunk: Any = None  # the type of the events, if it can stream
-    errors: tuple[int, ...] = ()
+    errors: tuple[int, ...] = READING
     error: type[Struct] = Error
-    named_events: bool = False  # each has the name of its type, and none but these marks the end
+    is_deletion: bool = False
 
     @property
     def method(self) -> str:
@@ -75,94 +74,58 @@ class Operation:
 
 OPERATIONS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation(
-        summary="Answer a conversation.",
-        body=ChatRequest,
-        answer=answer_types.ChatCompletion,
-        chunk=answer_types.ChatCompletionChunk,
-        errors=READING,
+        "Answer a conversation.", ChatRequest, openai.ChatCompletion, openai.ChatCompletionChunk
     ),
     "/v1/completions": Operation(
-        summary="Continue one or more prompts.",
-        body=CompletionRequest,
-        answer=answer_types.Completion,
-        chunk=answer_types.CompletionChunk,
-        errors=READING,
+        "Continue one or more prompts.",
+        CompletionRequest,
+        openai.Completion,
+        openai.CompletionChunk,
     ),
     "/v1/responses": Operation(
-        summary="Answer a conversation, as the Responses API has it.",
-        body=ResponsesRequest,
-        answer=Response,
-        chunk=AnyEvent,
-        errors=READING,
-        named_events=True,
+        "Answer a conversation, as the Responses API has it.", ResponsesRequest, Response, AnyEvent
     ),
     "/v1/responses/{id}": Operation(
-        summary="A response that is stored.", answer=Response, errors=(400, 404)
+        "A response that is stored.", answer=Response, errors=(400, 404)
     ),
     MESSAGES: Operation(
-        summary="Answer a conversation, as Anthropic's API does.",
-        body=MessagesRequest,
-        answer=MessageAnswer,
-        chunk=MessageEvent,
+        "Answer a conversation, as Anthropic's API does.",
+        MessagesRequest,
+        MessageAnswer,
+        MessageEvent,
         errors=AS_ANTHROPIC,
         error=MessagesError,
-        named_events=True,
     ),
     COUNT_TOKENS: Operation(
-        summary="The number of tokens of a conversation.",
-        body=CountTokensRequest,
-        answer=TokenCount,
+        "The number of tokens of a conversation.",
+        CountTokensRequest,
+        TokenCount,
         errors=AS_ANTHROPIC,
         error=MessagesError,
     ),
-    EMBEDDINGS: Operation(
-        summary="Vectors of texts.",
-        body=EmbeddingRequest,
-        answer=EmbeddingList,
-        errors=READING,
-    ),
-    RERANK: Operation(
-        summary="Documents by how well they answer a query.",
-        body=RerankRequest,
-        answer=RankedList,
-        errors=READING,
-    ),
+    EMBEDDINGS: Operation("Vectors of texts.", EmbeddingRequest, EmbeddingList),
+    RERANK: Operation("Documents by how well they answer a query.", RerankRequest, RankedList),
     RERANK_V2: Operation(
-        summary="Documents by how well they answer a query, as Cohere's second version has it.",
-        body=RerankRequest,
-        answer=RankedList,
-        errors=READING,
+        "Documents by how well they answer a query, as Cohere's second version has it.",
+        RerankRequest,
+        RankedList,
     ),
-    SCORE: Operation(
-        summary="Scores of pairs of texts.", body=ScoreRequest, answer=ScoreList, errors=READING
-    ),
+    SCORE: Operation("Scores of pairs of texts.", ScoreRequest, ScoreList),
     "/v1/models": Operation(
-        summary="The model, under each of its names.", answer=answer_types.ModelList, errors=(503,)
+        "The model, under each of its names.", answer=openai.ModelList, errors=(503,)
     ),
-    "/v1/models/{name}": Operation(
-        summary="The model.", answer=answer_types.Model, errors=(404, 503)
-    ),
+    "/v1/models/{name}": Operation("The model.", answer=openai.Model, errors=(404, 503)),
     "/tokenize": Operation(
-        summary="The token ids of a text or of a conversation.",
-        body=TokenizeRequest,
-        answer=answer_types.Tokens,
-        errors=READING,
+        "The token ids of a text or of a conversation.", TokenizeRequest, openai.Tokens
     ),
-    "/detokenize": Operation(
-        summary="The text of token ids.",
-        body=DetokenizeRequest,
-        answer=answer_types.Text,
-        errors=READING,
-    ),
-    "/health": Operation(
-        summary="Whether requests are taken.", answer=answer_types.Health, errors=(503,)
-    ),
-    "/metrics": Operation(summary="Figures for Prometheus."),
+    "/detokenize": Operation("The text of token ids.", DetokenizeRequest, openai.Text),
+    "/health": Operation("Whether requests are taken.", answer=openai.Health, errors=(503,)),
+    "/metrics": Operation("Figures for Prometheus.", errors=()),
     "/metrics/history": Operation(
-        summary="The last hour of the figures that the page draws.", answer=MetricsHistory
+        "The last hour of the figures that the page draws.", answer=MetricsHistory, errors=()
     ),
-    "/version": Operation(summary="The version of the server.", answer=answer_types.Version),
-    "/openapi.json": Operation(summary="This description."),
+    "/version": Operation("The version of the server.", answer=openai.Version, errors=()),
+    "/openapi.json": Operation("This description.", errors=()),
 }
 HELLO = [{"role": "user", "content": "Hello!"}]
 RANKED = {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}
@@ -183,10 +146,10 @@ BODIES: Mapping[str, dict[str, Any]] = {
 # Further ones on the same paths.
 DELETIONS: Mapping[str, Operation] = {
     "/v1/responses/{id}": Operation(
-        summary="Delete a response that is stored.",
-        is_deletion=True,
+        "Delete a response that is stored.",
         answer=DeletedResponse,
         errors=(404,),
+        is_deletion=True,
     ),
 }
 
@@ -204,21 +167,25 @@ def describe(
     ]
     paths = [route.path.replace(":path}", "}") for route in described_routes]
     locked = set(paths) - set(open_paths) if with_key else set()
-    operations = {
-        path: [OPERATIONS[path], *([DELETIONS[path]] if path in DELETIONS else [])]
+    operations = [
+        (path, found[path])
         for path in paths
-    }
+        for found in (OPERATIONS, DELETIONS)
+        if found is OPERATIONS or path in found
+    ]
     types = [
         type
-        for several in operations.values()
-        for found in several
+        for _, found in operations
         for type in (found.body, found.answer, found.chunk, found.error)
         if type is not None
     ]
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
-    for body in {found.body for several in operations.values() for found in several}:
-        if body is not None:
-            _explain(body, described[body.__name__]["properties"])
+    for body in {found.body for _, found in operations if found.body is not None}:
+        _explain(body, described[body.__name__]["properties"])
+    by_path: dict[str, dict[str, Any]] = {}
+    for path, found in operations:
+        described_operation = _operation(path, found, locked=path in locked)
+        by_path.setdefault(path, {})[found.method] = described_operation
     components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {
@@ -229,12 +196,7 @@ def describe(
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": metadata.version("minisgl")},
         "servers": [{"url": root_path or "/"}],
-        "paths": {
-            path: {
-                found.method: _operation(path, found, locked=path in locked) for found in several
-            }
-            for path, several in operations.items()
-        },
+        "paths": by_path,
         "components": components,
     }
 
@@ -280,7 +242,7 @@ def _schema(struct: type[Struct]) -> dict[str, Any]:
 def _event_schema(operation: Operation) -> dict[str, Any]:
     """The schema of each event of a stream."""
     [content], _ = msgspec.json.schema_components([operation.chunk], ref_template=SCHEMA)
-    if operation.named_events:
+    if operation.chunk in (AnyEvent, MessageEvent):  # named by type; none but these marks the end
         event = {"type": "string"}
         return {
             "type": "object",

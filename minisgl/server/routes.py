@@ -148,7 +148,8 @@ class Routes:
             kinds = {kind if kind in HOSTED else "others" for kind in left_out}
             logger.info(
                 "request %s: left out tools that this server does not run: %s",
-                *(asked.id, ", ".join(sorted(kinds))),
+                asked.id,
+                ", ".join(sorted(kinds)),
             )
         with chat.fields_named():
             if body.truncation == "auto":
@@ -297,7 +298,8 @@ class Routes:
         if chat.left_out:
             logger.info(
                 "request %s: %d tools that this server does not run are left out",
-                *(asked.id, len(chat.left_out)),
+                asked.id,
+                len(chat.left_out),
             )
         return chat
 

@@ -116,7 +116,10 @@ async def open_browser(page: str) -> None:
     """Open the page in the user's browser; if there is none, log where the page is."""
     quiet = asyncio.subprocess.DEVNULL
     browser = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OPEN, page),
+        sys.executable,
+        "-c",
+        OPEN,
+        page,
         stdin=quiet,
         stdout=quiet,
         stderr=quiet,

@@ -111,7 +111,9 @@ async def test_pages_are_not_shared_without_a_host_cache_or_a_secret(
 ) -> None:
     monkeypatch.delenv("MINISGL_CLUSTER_TOKEN", raising=False)
     async with await demo_engine(num_pages=60) as plain:
-        with pytest.raises(ConfigError, match="--host-cache 0: engines exchange pages through it"):
+        with pytest.raises(
+            ConfigError, match="--host-cache 0: sharing pages between engines needs a host cache"
+        ):
             await plain.share_pages("127.0.0.1:0", always_load=False)
     shared = await engine()
     async with shared:

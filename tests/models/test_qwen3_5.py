@@ -28,11 +28,11 @@ from support.state_cases import (
 from minisgl.config import page_bytes, slot_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import scheduler_of
-from minisgl.engine.stats import SnapshotStats
 from minisgl.errors import CheckpointError, ConfigError, DeviceMemoryError
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.gated_delta import DeltaHeads
 from minisgl.models import decoder_reader, targets

@@ -22,7 +22,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import serving_process, wait_for_health
 from support.serving import Served, served
 
-from minisgl.engine.stats import SnapshotStats
+from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.request import PARAMETERS
 from minisgl.router.metrics import join_pages
 from minisgl.scheduler.runs import DraftCounters

@@ -17,7 +17,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from support.scripted_engine import ScriptedEngine, ScriptedStream, qwen
 from support.waiting import LIMIT_S
 
-from minisgl.engine.stats import EngineStats, SnapshotStats
+from minisgl.engine.stats import EngineStats
+from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.request import FinishReason
 from minisgl.scheduler.runs import DraftCounters
 from minisgl.scheduler.scheduler import SchedulerCounters

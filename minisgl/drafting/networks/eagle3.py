@@ -225,7 +225,7 @@ class Eagle3(nn.Module):
         return self._facts.layer_specs(kv_dtype)
 
     def prepare(self) -> None:
-        """Raises CheckpointError if d2t leads out of the vocabulary."""
+        """Prepare the kernels. Raises CheckpointError if d2t names a token that does not exist."""
         ids = torch.arange(self._num_drafted, device=self.d2t.device) + self.d2t
         if not bool(((ids >= 0) & (ids < self.vocab.whole)).all()):
             raise CheckpointError(

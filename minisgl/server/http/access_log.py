@@ -74,7 +74,10 @@ class Observe:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug(
                     "request %s: %s %s %d in %.3f s",
-                    *(request_id(scope), scope["method"], _route(scope), status),
+                    request_id(scope),
+                    scope["method"],
+                    _route(scope),
+                    status,
                     time.monotonic() - began,
                 )
 

@@ -178,15 +178,33 @@ HERMES = CallFormat(
 )
 
 
-def _tagged(name: str, tags: Tags, spelling: CallSpelling, *markers: str) -> CallFormat:
-    """A format with tags around names and values; markers: what may be single tokens."""
+def _tagged(
+    name: str, tags: Tags, spelling: CallSpelling, markers: tuple[str, ...] = ()
+) -> CallFormat:
+    """A format with tags around names and values; markers: what may be single tokens, by default
+    the two around a call."""
     return CallFormat(
         name,
         spelling,
-        markers,
+        markers or (tags.call, tags.end_call),
         openings=(tags.call, tags.opening) if tags.function else (tags.call,),
         read=partial(read_tagged, tags),
         closing=tags.end_call,
+    )
+
+
+def _one_block(tags: Tags, after_key: str, json_tag: str = "") -> CallSpelling:
+    """All calls of an answer between one pair of markers."""
+    return CallSpelling(
+        head=tags.opening,
+        middle='">\n',
+        tail=f"{tags.end_function}\n",
+        between="",
+        begin=f"{tags.call}\n",
+        end=tags.end_call,
+        arguments=ArgumentStyle.TAGS,
+        tags=(tags.key, after_key, f"{tags.end_parameter}\n"),
+        json_tag=json_tag,
     )
 
 
@@ -201,7 +219,6 @@ QWEN3_CODER = _tagged(
         arguments=ArgumentStyle.TAGS,
         tags=(XML.key, ">\n", f"\n{XML.end_parameter}\n"),
     ),
-    *(XML.call, XML.end_call),
 )
 SEED_OSS = _tagged(
     "seed_oss",
@@ -212,38 +229,13 @@ SEED_OSS = _tagged(
         tail=f"{SEED.end_function}\n{SEED.end_call}",
         tags=(SEED.key, ">", f"{SEED.end_parameter}\n"),
     ),
-    *(SEED.call, SEED.end_call),
 )
-MINIMAX_M2 = _tagged(
-    "minimax_m2",
-    MINIMAX,
-    CallSpelling(
-        head=MINIMAX.opening,
-        middle='">\n',
-        tail=f"{MINIMAX.end_function}\n",
-        between="",
-        begin=f"{MINIMAX.call}\n",
-        end=MINIMAX.end_call,
-        arguments=ArgumentStyle.TAGS,
-        tags=(MINIMAX.key, '">', f"{MINIMAX.end_parameter}\n"),
-    ),
-    *(MINIMAX.call, MINIMAX.end_call),
-)
+MINIMAX_M2 = _tagged("minimax_m2", MINIMAX, _one_block(MINIMAX, '">'))
 DEEPSEEK_V32 = _tagged(
     "deepseek_v32",
     DSML,
-    CallSpelling(
-        head=DSML.opening,
-        middle='">\n',
-        tail=f"{DSML.end_function}\n",
-        between="",
-        begin=f"{DSML.call}\n",
-        end=DSML.end_call,
-        arguments=ArgumentStyle.TAGS,
-        tags=(DSML.key, '" string="true">', f"{DSML.end_parameter}\n"),
-        json_tag='" string="false">',
-    ),
-    DSML_TOKEN,
+    _one_block(DSML, '" string="true">', json_tag='" string="false">'),
+    markers=(DSML_TOKEN,),
 )
 GLM45 = _tagged(
     "glm45",
@@ -256,7 +248,9 @@ GLM45 = _tagged(
         arguments=ArgumentStyle.TAGS,
         tags=(GLM.key, f"{GLM.after_name}\n{GLM.value}", f"{GLM.end_parameter}\n"),
     ),
-    *(GLM.call, GLM.end_call, GLM.parameter, GLM.after_name, GLM.value, GLM.end_parameter),
+    markers=(
+        *(GLM.call, GLM.end_call, GLM.parameter, GLM.after_name, GLM.value, GLM.end_parameter),
+    ),
 )
 GLM47 = replace(
     GLM45,
