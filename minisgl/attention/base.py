@@ -117,36 +117,29 @@ class ForwardBatch:
         return self.windowed or self if kv.windowed else self
 
 
+Sinks = Tensor | None  # [num_heads] float32, if the spec has them
+
+
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
     Decode and prefill may use different backends. Query head h reads KV head
-    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]; sinks: [num_heads]
-    float32, if the spec has them. Both methods return a new tensor, [num_rows, num_heads, width of
-    the values], and queue their work on the current stream.
+    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]. Both methods return
+    a new tensor, [num_rows, num_heads, width of the values], and queue their work on the current
+    stream.
 
     With a window, neither keys and values before it nor their entries of the page table are read:
     their pages may belong to other requests.
     """
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """Attend from the single token of each row to all keys of the row."""
         ...
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """Attend from each row of a chunk to the keys up to its own. The result of rows of no chunk
         is undefined."""
@@ -183,7 +176,7 @@ class FusedDecode(Protocol):
         batch: DecodeBatch,
         norm_rope: NormRope,
         spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         """Norm, rotate, store and attend. qkv: as for dispatch.qk_norm_rope_store_kv. Returns
         [num_rows, num_heads, head_dim]."""
@@ -215,7 +208,7 @@ class Attention:
         batch: ForwardBatch,
         norm_rope: NormRope,
         spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
 
@@ -237,12 +230,7 @@ class Attention:
         return self.windowed or self if kv.windowed else self
 
     def __call__(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: ForwardBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: ForwardBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """Attend over the cache, which already holds K and V of the rows.
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
 from minisgl.attention.declaration import Backend, is_installed
 from minisgl.attention.state import PagedKV
 from minisgl.config import SOFT_CAPS, WINDOWS, AttentionSpec, BackendFacts
@@ -38,23 +38,13 @@ class FlashAttention:
         self._kernels = load_kernels()
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.decode(q, kv, batch, spec)
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.prefill(q, kv, batch, spec)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch, Sinks
 from minisgl.attention.declaration import Backend, is_installed, why_not_importable
 from minisgl.attention.state import PagedKV
 from minisgl.config import (
@@ -161,23 +161,13 @@ class FlashInferAttention:
         }
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._decodes.planned(batch, spec), q, kv, spec)
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._chunks.planned(batch, spec), q, kv, spec)
@@ -242,12 +232,7 @@ class TrtllmAttention:
         self._prefill.plan_prefill(batch)
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = self._decode(
@@ -265,12 +250,7 @@ class TrtllmAttention:
         return out
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._prefill.prefill(q, kv, batch, spec)

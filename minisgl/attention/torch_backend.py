@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
 from minisgl.attention.declaration import Backend
 from minisgl.attention.state import PagedKV
 from minisgl.config import ATTENTION_EXTRAS, AttentionSpec, BackendFacts, KVScales
@@ -34,12 +34,7 @@ class TorchAttention:
     With a window, keys before those that the batch sees are neither looked up nor read."""
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
@@ -56,12 +51,7 @@ class TorchAttention:
         return out
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
@@ -85,7 +75,7 @@ def _decode(
     lengths: Tensor,
     longest: int,
     spec: AttentionSpec,
-    sinks: Tensor | None,
+    sinks: Sinks,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
@@ -117,7 +107,7 @@ def _prefill(
     pages: Tensor,
     start: int,
     spec: AttentionSpec,
-    sinks: Tensor | None,
+    sinks: Sinks,
 ) -> None:
     """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     length, num_heads, head_dim = q.shape

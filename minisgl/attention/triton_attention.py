@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.kernels.attention.paged_common import SplitWorkspace, num_groups
@@ -124,12 +124,7 @@ class TritonAttention:
         self._prefill_workspaces: list[SplitWorkspace] = []
 
     def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values. Rows of
         length 0 are zeros.
@@ -145,7 +140,7 @@ class TritonAttention:
         batch: DecodeBatch,
         norm_rope: NormRope,
         spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         """qkv: as for dispatch.qk_norm_rope_store_kv; returns [num_rows, num_heads, head_dim].
 
@@ -171,7 +166,7 @@ class TritonAttention:
         kv: PagedKV,
         batch: DecodeBatch,
         spec: AttentionSpec,
-        sinks: Tensor | None,
+        sinks: Sinks,
         norm_rope: NormRope | None,
     ) -> Tensor:
         num_rows, _, head_dim = heads.shape
@@ -216,12 +211,7 @@ class TritonAttention:
         )
 
     def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same with the width of values. Raises as
         `decode` does."""

@@ -418,10 +418,14 @@ def tuning_of(device: torch.device) -> DeviceTuning:
     )
 
 
-def fitting_stages(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:
-    """`num_stages`, or as many tiles in flight as there is shared memory for.
+def fitting_stages(
+    num_stages: int, stage_bytes: int, shared_bytes: int, steps: int = NO_LIMIT
+) -> int:
+    """`num_stages`, or as many tiles in flight as there is shared memory for, and steps of the
+    loop, where the compiler knows their number.
 
     The tile at work counts: wgmma reads it from shared memory. Without wgmma it is in registers,
-    and there is room to spare.
+    and there is room to spare. In a loop known to be shorter than its pipeline, Triton 3.6 let a
+    tile be overwritten while it was multiplied.
     """
-    return min(num_stages, shared_bytes // stage_bytes)
+    return min(num_stages, shared_bytes // stage_bytes, steps)

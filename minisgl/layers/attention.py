@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
     of the RMS norm of every head of q and k; None: they have none. `adds_one`: as in RMSNorm.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
-    the one to q, head by head.
+    the one to q, head by head. `v_is_k`: there is no map to values.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
         adds_one: bool = False,
         has_gate: bool = False,
+        v_is_k: bool = False,
     ) -> None:
         super().__init__()
         self._layer = layer
@@ -49,7 +50,9 @@ class SelfAttention(nn.Module):
         self.heads = even_shard(spec.num_heads, comm.rank, comm.size)
         heads = self.heads.times(head_dim)
         kv_heads = kv_head_shard(spec.num_kv_heads, comm.rank, comm.size).times(head_dim)
-        parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        parts = {"q_proj": heads, "k_proj": kv_heads}
+        if not v_is_k:
+            parts["v_proj"] = kv_heads
         self.has_gate, merged = has_gate, list[MergedMap]()
         if has_gate:
             parts[_GATE] = heads

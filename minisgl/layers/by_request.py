@@ -11,7 +11,7 @@ one exchange, which computes the next norm as well, where a gathering takes thre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -40,12 +40,15 @@ def mixed(
 
 
 def mixed_apart(
-    mixer: nn.Module, residual: Residual, norm: RMSNorm, step: Step, ranks: Communicator
+    mixer: Callable[[Residual, RMSNorm, Step], tuple[Tensor, Tensor]],
+    residual: Residual,
+    norm: RMSNorm,
+    step: Step,
+    ranks: Communicator,
 ) -> tuple[Tensor, Tensor]:
     """The output of `mixer`, and the stream without it: both [num_rows, size]."""
     if not step.batch.shares:
-        output, rows = mixer(residual, norm, step)
-        return output, rows
+        return mixer(residual, norm, step)
     rows = joined(residual, norm)
     output = own = own_rows(rows, step, ranks)
     if len(own):

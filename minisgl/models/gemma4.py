@@ -339,8 +339,9 @@ class GemmaLayer(DecoderLayer):
             config.attention(index),
             format,
             comm,
-            bias=config.qkv_bias,
-            norm_eps=config.norm_eps,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.qkv_bias,
+            qk_norm_eps=config.norm_eps,
             v_is_k=config.v_is_k(index),
         )
 
@@ -351,8 +352,9 @@ class GemmaLayer(DecoderLayer):
         return GatedMLP(config.hidden_size, size, format, comm, bias=False, gelu=True)
 
     def forward(self, residual: Residual, step: Step) -> Residual:
-        attention = self.get_submodule(self._mixer)
-        result, rows = mixed_apart(attention, residual, self.input_layernorm, step, self._ranks)
+        attention, norm = self.get_submodule(self._mixer), self.input_layernorm
+        assert isinstance(attention, NormedAttention)
+        result, rows = mixed_apart(attention.apart, residual, norm, step, self._ranks)
         attended = PostNormed((result,), _post(self.post_attention_layernorm))
         post = _post(self.post_feedforward_layernorm, scale=self.layer_scalar)
         mlp = self.mlp

@@ -6,7 +6,8 @@ A format of weights is one subclass, as in linear/product.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,3 +36,18 @@ class ExpertsProduct(ABC):
     def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         """The stream rows + self(...). May overwrite rows, which are like x."""
         return Residual(rows, delta=self(x, choice))
+
+
+class OneFunction(ExpertsProduct):
+    """Mixed into experts whose result one function computes, alone or added to the stream."""
+
+    # (x, choice, self, rows or None) → as fused_experts of moe/fused_experts.py.
+    fused: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
+
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        return self.fused(x, choice, self)[0]
+
+    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
+        """As in ExpertsProduct."""
+        rows, squares = self.fused(x, choice, self, rows)
+        return Residual(rows, squares=squares)

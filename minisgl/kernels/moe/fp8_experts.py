@@ -3,6 +3,8 @@ each GEMM, which multiplies on FP8 tensor cores."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -14,14 +16,13 @@ from minisgl.kernels.fp8_rows import Fp8Rows
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.linear.fp8.fp8_kernel import down, scale_row
 from minisgl.kernels.linear.gemm_parts import load
-from minisgl.kernels.linear.quantized import Fp8Weights
 from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
-from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
+from minisgl.kernels.moe.experts_product import OneFunction
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, many_rows_experts, store_outputs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Choice, rows_held
-from minisgl.kernels.moe.routing import choose, place_for_sum
-from minisgl.kernels.residual import Residual
-from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
+from minisgl.kernels.moe.reference import Choice, Chosen, rows_held
+from minisgl.kernels.moe.routing import place_for_sum
+from minisgl.kernels.tuning import ManyTiles, tuning_of
 
 _EXACT_K = 128  # products that the tensor cores add up by themselves
 
@@ -43,39 +44,9 @@ def fused_experts(
         tiles = choose_fp8_tiles(num_rows, experts, choice.top_k, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
-    return _many_rows_experts(x, choice, experts, residual, tiles, pdl)
-
-
-def _many_rows_experts(
-    x: Tensor,
-    choice: Choice,
-    experts: Fp8Experts,
-    residual: Tensor | None,
-    tiles: ManyTiles,
-    pdl: bool,
-) -> tuple[Tensor, Tensor | None]:
-    hidden_size = x.shape[1]
     num_experts, _, size = experts.down.data.shape
-    choice = choose(choice, pdl=pdl)
-    chosen, weights, _ = choice
-    pairs = list_pairs(chosen, num_experts, pdl=pdl)
-    scales = experts.input_scales
-    inner = x.new_empty((chosen.numel(), size))
-    outputs = x.new_empty((chosen.numel(), hidden_size))
-    for source, weight, static, target, product in (
-        (x, experts.gate_up, scales and scales.gate_up, inner, tiles.inner),
-        (inner, experts.down, scales and scales.down, outputs, tiles.outer),
-    ):
-        if experts.activations == Activations.STATIC:
-            assert static is not None
-            rounded = _round_pairs(source, chosen, static, pdl=pdl)
-        else:
-            group = weight.group if experts.activations == Activations.GROUP else None
-            rounded = quantize(source, group, pdl=pdl)
-        gated = source is x
-        gelu = gated and experts.gelu
-        _multiply(rounded, weight, target, pairs, weights, product, gated=gated, gelu=gelu, pdl=pdl)
-    return add_outputs(outputs, x, residual, choice, pdl=pdl)
+    multiply = partial(_multiply, experts)
+    return many_rows_experts(x, choice, num_experts, size, residual, multiply, tiles, pdl)
 
 
 def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
@@ -100,60 +71,40 @@ def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -
     return Fp8Rows(out, scales, source.dtype)
 
 
-def _multiply(
-    rows: Fp8Rows,
-    weight: Fp8Weights,
-    target: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    weights: Tensor,
-    tiles: ExpertTiles,
-    *,
-    gated: bool,
-    gelu: bool,
-    pdl: bool,
-) -> None:
-    counts, lists = pairs
-    (num_pairs, num_outputs), num_inputs = target.shape, rows.data.shape[1]
-    across = triton.cdiv(num_outputs, tiles.block_n) * tiles.places
-    _expert_product[(across, len(counts))](
+def _multiply(experts: Fp8Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+    weight, scales = experts.gate_up if gemm.gated else experts.down, experts.input_scales
+    if experts.activations == Activations.STATIC:
+        assert scales is not None
+        static = scales.gate_up if gemm.gated else scales.down
+        rows = _round_pairs(gemm.source, choice.experts, static, pdl=gemm.pdl)
+    else:
+        group = weight.group if experts.activations == Activations.GROUP else None
+        rows = quantize(gemm.source, group, pdl=gemm.pdl)
+    tiles, num_inputs = gemm.tiles, gemm.source.shape[1]
+    _expert_product[gemm.grid(len(weight.data))](
         rows.data,
         rows.scale,
         weight.data,
         weight.scale,
-        target,
-        counts,
-        lists,
-        weights,
-        lists.shape[1],
+        gemm.target,
+        *pairs,
         # Where whole rows have scales, all groups have the same.
         rows.scale.stride(1) if rows.scale.dim() == 2 else 0,
-        num_outputs=num_outputs,
-        num_inputs=num_inputs,
-        shared=num_pairs // len(rows),
+        shared=len(gemm.target) // len(rows),
         places=tiles.places,
-        gated=gated,
-        gelu=gelu,
+        gelu=gemm.gated and experts.gelu,
         scale_rows=0 if weight.block is None else weight.block[0],
         exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
         whole_k=num_inputs % tiles.block_k == 0 and tiles.block_k >= 32,
-        block_n=tiles.block_n,
-        block_m=tiles.block_m,
-        block_k=tiles.block_k,
         stages=tiles.num_stages,
-        num_warps=tiles.num_warps,
-        **pdl_options(target.device, pdl),
+        **gemm.numbers,
     )
 
 
-class TensorCoreExperts(Fp8Experts):
+class TensorCoreExperts(OneFunction, Fp8Experts):
     """Experts in FP8 whose inputs are rounded, on a GPU."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        return fused_experts(x, choice, self)[0]
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        rows, squares = fused_experts(x, choice, self, rows)
-        return Residual(rows, squares=squares)
+    fused = staticmethod(fused_experts)
 
 
 @triton.jit

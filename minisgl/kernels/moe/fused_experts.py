@@ -19,11 +19,13 @@ A row's sum depends on the other rows only in the tiles that are chosen for thei
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.few_rows import few_rows_experts
-from minisgl.kernels.moe.many_rows import many_rows_experts
+from minisgl.kernels.moe.many_rows import many_rows_experts, multiply_dense
 from minisgl.kernels.moe.reference import Choice, ExpertWeights, rows_held
 from minisgl.kernels.moe.routing import place_for_sum
 from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
@@ -57,4 +59,6 @@ def fused_experts(
         return place_for_sum(x, residual, 1)
     if isinstance(tiles, FewTiles):
         return few_rows_experts(x, choice, experts, residual, tiles, pdl)
-    return many_rows_experts(x, choice, experts, residual, tiles, pdl)
+    num_experts, _, size = experts.down.shape
+    multiply = partial(multiply_dense, experts)
+    return many_rows_experts(x, choice, num_experts, size, residual, multiply, tiles, pdl)

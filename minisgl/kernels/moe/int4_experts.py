@@ -7,19 +7,19 @@ exactly, in registers; a group's scales multiply the float32 sum of its products
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.linear.quantized import Int4Weights
 from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
-from minisgl.kernels.moe.many_rows import add_outputs, list_pairs, store_outputs
+from minisgl.kernels.moe.experts_product import OneFunction
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, many_rows_experts, store_outputs
 from minisgl.kernels.moe.quantized_experts import Int4Experts
-from minisgl.kernels.moe.reference import Choice, rows_held
-from minisgl.kernels.moe.routing import choose, place_for_sum
-from minisgl.kernels.residual import Residual
-from minisgl.kernels.tuning import ExpertTiles, ManyTiles, tuning_of
+from minisgl.kernels.moe.reference import Choice, Chosen, rows_held
+from minisgl.kernels.moe.routing import place_for_sum
+from minisgl.kernels.tuning import ManyTiles, tuning_of
 
 
 def fused_experts(
@@ -39,67 +39,33 @@ def fused_experts(
     if tiles is None:
         num_rows = rows_held(len(x), choice, len(experts.down.data))
         tiles = choose_int4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
-    choice = choose(choice, pdl=pdl)
-    chosen, weights, _ = choice
-    pairs = list_pairs(chosen, len(experts.down.data), pdl=pdl)
-    inner = x.new_empty((chosen.numel(), experts.down.data.shape[2] * 4))
-    outputs = x.new_empty((chosen.numel(), x.shape[1]))
-    first = {"gated": True, "gelu": experts.gelu, "pdl": pdl}
-    _multiply(x, experts.gate_up, inner, pairs, weights, tiles.inner, **first)
-    _multiply(inner, experts.down, outputs, pairs, weights, tiles.outer, pdl=pdl)
-    return add_outputs(outputs, x, residual, choice, pdl=pdl)
+    num_experts, _, words = experts.down.data.shape
+    multiply = partial(_multiply, experts)
+    return many_rows_experts(x, choice, num_experts, words * 4, residual, multiply, tiles, pdl)
 
 
-def _multiply(
-    source: Tensor,
-    weight: Int4Weights,
-    target: Tensor,
-    pairs: tuple[Tensor, Tensor],
-    weights: Tensor,
-    tiles: ExpertTiles,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-    pdl: bool,
-) -> None:
-    counts, lists = pairs
-    num_pairs, num_outputs = target.shape
-    across = triton.cdiv(num_outputs, tiles.block_n) * tiles.places
-    _expert_product[(across, len(counts))](
-        source,
+def _multiply(experts: Int4Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+    weight = experts.gate_up if gemm.gated else experts.down
+    _expert_product[gemm.grid(len(weight.data))](
+        gemm.source,
         weight.data,
         weight.scale,
         weight.zero,
-        target,
-        counts,
-        lists,
-        weights,
-        lists.shape[1],
-        num_outputs=num_outputs,
-        num_inputs=source.shape[1],
-        shared=num_pairs // len(source),
-        places=tiles.places,
-        gated=gated,
-        gelu=gelu,
+        gemm.target,
+        *pairs,
+        shared=gemm.shared,
+        places=gemm.tiles.places,
+        gelu=gemm.gated and experts.gelu,
         group=weight.group_size,
-        block_n=tiles.block_n,
-        block_m=tiles.block_m,
-        block_k=tiles.block_k,
-        stages=tiles.num_stages,
-        num_warps=tiles.num_warps,
-        **pdl_options(target.device, pdl),
+        stages=gemm.tiles.num_stages,
+        **gemm.numbers,
     )
 
 
-class WeightOnlyExperts(Int4Experts):
+class WeightOnlyExperts(OneFunction, Int4Experts):
     """Experts whose INT4 weights a kernel dequantises in registers."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        return fused_experts(x, choice, self)[0]
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        rows, squares = fused_experts(x, choice, self, rows)
-        return Residual(rows, squares=squares)
+    fused = staticmethod(fused_experts)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,59 +19,96 @@ from minisgl.kernels.moe.routing import (
     multiply,
     place_for_sum,
 )
-from minisgl.kernels.tuning import ManyTiles
+from minisgl.kernels.tuning import ExpertTiles, ManyTiles
 
 _MAX_LISTED = 4096  # pairs that a program scans at a time
+
+
+class PairGemm(NamedTuple):
+    """One of both products of the experts: the first, which is gated, or the second, whose results
+    are weighted."""
+
+    source: Tensor  # [any, num_inputs]: the row of a pair, or of several
+    target: Tensor  # [num_pairs, num_outputs]
+    tiles: ExpertTiles
+    gated: bool
+    pdl: bool
+
+    @property
+    def shared(self) -> int:
+        """Pairs of a row of the source."""
+        return len(self.target) // len(self.source)
+
+    def grid(self, num_experts: int) -> tuple[int, int]:
+        """That of kernels with programs for each expert."""
+        across = triton.cdiv(self.target.shape[1], self.tiles.block_n)
+        return across * self.tiles.places, num_experts
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The arguments that all kernels have, by their names."""
+        tiles = self.tiles
+        return {
+            "num_outputs": self.target.shape[1],
+            "num_inputs": self.source.shape[1],
+            "gated": self.gated,
+            "block_n": tiles.block_n,
+            "block_m": tiles.block_m,
+            "block_k": tiles.block_k,
+            "num_warps": tiles.num_warps,
+            **pdl_options(self.target.device, self.pdl),
+        }
+
+
+class Listed(NamedTuple):
+    """The pairs of a step, as the kernels of many rows take them."""
+
+    counts: Tensor  # as of `list_pairs`
+    lists: Tensor
+    weights: Tensor  # [num_rows, top_k]
+    num_rows: int
 
 
 def many_rows_experts(
     x: Tensor,
     choice: Choice,
-    experts: ExpertWeights,
+    num_experts: int,
+    size: int,
     residual: Tensor | None,
+    multiply: Callable[[PairGemm, Chosen, Listed], None],
     tiles: ManyTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    num_rows, hidden_size = x.shape
-    num_experts, _, size = experts.down.shape
-    top_k, options = choice.top_k, pdl_options(x.device, pdl)
+    """As fused_experts of fused_experts.py, by two products, which `multiply` computes. size: inner
+    dimension of an expert."""
     choice = choose(choice, pdl=pdl)
     chosen, weights, _ = choice
-    counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
+    pairs = Listed(*list_pairs(chosen, num_experts, pdl=pdl), weights, len(chosen))
     inner = x.new_empty((chosen.numel(), size))
-    outputs = x.new_empty((chosen.numel(), hidden_size))
-    up_bias, down_bias = experts.biases or (None, None)
-    for source, weight, bias, target, product in (
-        (x, experts.gate_up, up_bias, inner, tiles.inner),
-        (inner, experts.down, down_bias, outputs, tiles.outer),
-    ):
-        num_outputs, num_inputs = target.shape[1], source.shape[1]
-        across = triton.cdiv(num_outputs, product.block_n) * product.places
-        _expert_product[(across, num_experts)](
-            source,
-            weight,
-            bias,
-            target,
-            counts,
-            lists,
-            weights,
-            num_rows,
-            num_outputs=num_outputs,
-            num_inputs=num_inputs,
-            top_k=top_k,
-            places=product.places,
-            gated=source is x,
-            exact=x.dtype == torch.float32,
-            **clamp_options(experts.clamped),
-            gelu=experts.gelu,
-            block_n=product.block_n,
-            block_m=product.block_m,
-            block_k=product.block_k,
-            num_warps=product.num_warps,
-            num_stages=product.num_stages,
-            **options,
-        )
+    outputs = x.new_empty((chosen.numel(), x.shape[1]))
+    multiply(PairGemm(x, inner, tiles.inner, True, pdl), choice, pairs)
+    multiply(PairGemm(inner, outputs, tiles.outer, False, pdl), choice, pairs)
     return add_outputs(outputs, x, residual, choice, pdl=pdl)
+
+
+def multiply_dense(experts: ExpertWeights, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+    """A product of experts of x's dtype."""
+    weight = experts.gate_up if gemm.gated else experts.down
+    up_bias, down_bias = experts.biases or (None, None)
+    _expert_product[gemm.grid(len(weight))](
+        gemm.source,
+        weight,
+        up_bias if gemm.gated else down_bias,
+        gemm.target,
+        *pairs,
+        top_k=choice.top_k,
+        places=gemm.tiles.places,
+        exact=gemm.source.dtype == torch.float32,
+        **clamp_options(experts.clamped),
+        gelu=experts.gelu,
+        num_stages=gemm.tiles.num_stages,
+        **gemm.numbers,
+    )
 
 
 def list_pairs(chosen: Tensor, num_experts: int, *, pdl: bool) -> tuple[Tensor, Tensor]:

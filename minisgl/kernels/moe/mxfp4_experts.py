@@ -10,23 +10,30 @@ registers: in bfloat16 that is exact, and so the scales cost nothing where sums 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
 from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
+from minisgl.kernels.moe.experts_product import OneFunction
 from minisgl.kernels.moe.grouped import ByScores
-from minisgl.kernels.moe.many_rows import add_outputs, finished, list_pairs, store_outputs
-from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Clamped, rows_held
+from minisgl.kernels.moe.many_rows import (
+    Listed,
+    PairGemm,
+    add_outputs,
+    finished,
+    many_rows_experts,
+    store_outputs,
+)
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
+from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, rows_held
 from minisgl.kernels.moe.routing import (
     choose,
     clamp_options,
@@ -34,8 +41,7 @@ from minisgl.kernels.moe.routing import (
     place_for_sum,
     weights_of,
 )
-from minisgl.kernels.residual import Residual
-from minisgl.kernels.tuning import ExpertTiles, ManyTiles, PairTiles, tuning_of
+from minisgl.kernels.tuning import ManyTiles, PairTiles, tuning_of
 
 
 def fused_experts(
@@ -55,123 +61,85 @@ def fused_experts(
     if tiles is None:
         num_rows = rows_held(len(x), choice, len(experts.down.data))
         tiles = choose_mxfp4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
+    num_experts, _, words = experts.down.data.shape
+    if isinstance(tiles, ManyTiles):
+        multiply = partial(_multiply_listed, experts)
+        return many_rows_experts(x, choice, num_experts, words * 4, residual, multiply, tiles, pdl)
+    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
+    if isinstance(choice, ByScores) or (isinstance(choice, ByRouter) and choice.scales is not None):
+        choice = choose(choice, pdl=pdl)
     num_pairs = len(x) * choice.top_k
-    inner = x.new_empty((num_pairs, experts.down.data.shape[2] * 4))
-    outputs = x.new_empty((num_pairs, x.shape[1]))
-    if isinstance(tiles, PairTiles):
-        multiply = _of_each_pair(choice, len(experts.down.data), pdl=pdl)
-    else:
-        multiply = _of_listed_pairs(choice, len(experts.down.data), pdl=pdl)
-    up_bias, down_bias = experts.biases or (None, None)
-    multiply(_Gemm(x, experts.gate_up, up_bias, inner, experts.clamped), tiles.inner)
-    multiply(_Gemm(inner, experts.down, down_bias, outputs), tiles.outer)
+    inner, outputs = x.new_empty((num_pairs, words * 4)), x.new_empty((num_pairs, x.shape[1]))
+    _multiply_pairs(experts, PairGemm(x, inner, tiles.inner, True, pdl), choice)
+    _multiply_pairs(experts, PairGemm(inner, outputs, tiles.outer, False, pdl), choice)
     return add_outputs(outputs, x, residual, choice, pdl=pdl)
 
-
-class _Gemm(NamedTuple):
-    """One of both products of the experts: the first, or the second and a weighting."""
-
-    source: Tensor
-    matrices: Mxfp4Weights
-    bias: Tensor | None
-    target: Tensor
-    clamped: Clamped | None = None
-
-    def numbers(self, tiles: ExpertTiles) -> dict[str, Any]:
-        """The arguments of both kernels by their names."""
-        num_pairs, num_outputs = self.target.shape
-        lanes = tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1
-        assert tiles.block_k % (CHUNK * lanes) == 0
-        num_inputs = self.source.shape[1]
-        return {
-            "num_outputs": num_outputs,
-            "num_inputs": num_inputs,
-            "shared": num_pairs // len(self.source),
-            "gated": self.matrices.data.shape[1] != num_outputs,
-            "block_n": tiles.block_n,
-            "block_m": tiles.block_m,
-            "block_k": tiles.block_k,
-            "lanes": lanes,
-            "stages": min(tiles.num_stages, triton.cdiv(num_inputs, tiles.block_k)),
-            "packed": self.source.is_cuda and self.source.dtype == torch.bfloat16,
-            "num_warps": tiles.num_warps,
-            **clamp_options(self.clamped),
-        }
-
-
-Multiply = Callable[[_Gemm, ExpertTiles], None]
 
 # Up to so many rows of x in a tile, each warp multiplies another chunk of k.
 FEW_MEMBERS = 16
 
 
-def _of_each_pair(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
-    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
-    if isinstance(choice, ByScores) or (isinstance(choice, ByRouter) and choice.scales is not None):
-        choice = choose(choice, pdl=pdl)
-    logits, normalize, chosen, weights = None, False, None, None
+def _multiply_listed(experts: Mxfp4Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+    _expert_product[gemm.grid(len(experts.down.data))](
+        gemm.source,
+        *_matrices(experts, gemm),
+        gemm.target,
+        *pairs,
+        places=gemm.tiles.places,
+        **_numbers_of(experts, gemm),
+    )
+
+
+def _multiply_pairs(experts: Mxfp4Experts, gemm: PairGemm, choice: ByRouter | Chosen) -> None:
+    num_experts, (num_pairs, num_outputs) = len(experts.down.data), gemm.target.shape
+    logits, normalize, chosen, weights, drops = None, False, None, None, False
     if isinstance(choice, ByRouter):
         logits, normalize = choice.logits, choice.routing.normalize
     else:
         chosen, weights, _ = choice
-    drops = choice.dropped is not None if isinstance(choice, Chosen) else False
-
-    def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
-        num_pairs, num_outputs = gemm.target.shape
-        _pair_product[(triton.cdiv(num_outputs, tiles.block_n), num_pairs)](
-            gemm.source,
-            gemm.matrices.data,
-            gemm.matrices.scale,
-            gemm.bias,
-            gemm.target,
-            logits,
-            chosen,
-            weights,
-            num_experts=num_experts,
-            top_k=choice.top_k,
-            normalize=normalize,
-            experts_block=triton.next_power_of_2(num_experts),
-            drops=drops,
-            **gemm.numbers(tiles),
-            **pdl_options(gemm.target.device, pdl),
-        )
-
-    return multiply
+        drops = choice.dropped is not None
+    _pair_product[(triton.cdiv(num_outputs, gemm.tiles.block_n), num_pairs)](
+        gemm.source,
+        *_matrices(experts, gemm),
+        gemm.target,
+        logits,
+        chosen,
+        weights,
+        num_experts=num_experts,
+        top_k=choice.top_k,
+        normalize=normalize,
+        experts_block=triton.next_power_of_2(num_experts),
+        drops=drops,
+        **_numbers_of(experts, gemm),
+    )
 
 
-def _of_listed_pairs(choice: Choice, num_experts: int, *, pdl: bool) -> Multiply:
-    chosen, weights, _ = choose(choice, pdl=pdl)
-    counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
-
-    def multiply(gemm: _Gemm, tiles: ExpertTiles) -> None:
-        across = triton.cdiv(gemm.target.shape[1], tiles.block_n) * tiles.places
-        _expert_product[(across, num_experts)](
-            gemm.source,
-            gemm.matrices.data,
-            gemm.matrices.scale,
-            gemm.bias,
-            gemm.target,
-            counts,
-            lists,
-            weights,
-            len(chosen),
-            places=tiles.places,
-            **gemm.numbers(tiles),
-            **pdl_options(gemm.target.device, pdl),
-        )
-
-    return multiply
+def _matrices(experts: Mxfp4Experts, gemm: PairGemm) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers, scales and biases of one of both products."""
+    weight, (up, down) = experts.gate_up, experts.biases or (None, None)
+    if gemm.gated:
+        return weight.data, weight.scale, up
+    return experts.down.data, experts.down.scale, down
 
 
-class WeightOnlyExperts(Mxfp4Experts):
+def _numbers_of(experts: Mxfp4Experts, gemm: PairGemm) -> dict[str, Any]:
+    """The arguments of both kernels by their names."""
+    tiles = gemm.tiles
+    lanes = tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1
+    assert tiles.block_k % (CHUNK * lanes) == 0
+    return gemm.numbers | {
+        "shared": gemm.shared,
+        "lanes": lanes,
+        "stages": tiles.num_stages,
+        "packed": gemm.source.is_cuda and gemm.source.dtype == torch.bfloat16,
+        **clamp_options(experts.clamped if gemm.gated else None),
+    }
+
+
+class WeightOnlyExperts(OneFunction, Mxfp4Experts):
     """Experts whose MXFP4 weights a kernel dequantises in registers."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        return fused_experts(x, choice, self)[0]
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        rows, squares = fused_experts(x, choice, self, rows)
-        return Residual(rows, squares=squares)
+    fused = staticmethod(fused_experts)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
