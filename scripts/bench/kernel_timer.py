@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from minisgl.bench.peak import Peak
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from dummy_config import MODELS as MODELS  # configs of models, by name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16

@@ -10,16 +10,14 @@ a launch of its own. Of sampling, bytes count each row of logits once, and nearl
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from kernel_timer import DEVICE, DTYPE, Case, Problem, nbytes, random
+from kernel_timer import DEVICE, DTYPE, MODELS, Case, Problem, nbytes, random
 from torch import Tensor
 
 from minisgl.kernels.elementwise import latents, reference
@@ -31,9 +29,6 @@ from minisgl.request import SamplingParams
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
-
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from dummy_config import MODELS
 
 CALLS, SAMPLES = 20, 8  # of a graph
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6

@@ -4,9 +4,11 @@ kernels themselves run in kernels/test_timed_kernels.py."""
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import bench_kernels
 import pytest
 import torch
 from bench_kernels import SUBJECTS, chosen, parsed, tiles_of
@@ -139,6 +141,22 @@ def test_a_field_that_tiles_have_not_is_refused() -> None:
         with pytest.raises(SystemExit, match=f"--tiles {field}: allowed of {type(of).__name__}: "):
             changed(of, field, 32)
     assert changed(both, "inner.block_n", 32) == ManyTiles(ExpertTiles(32, 16, 128, 4, 3), tiles)
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "experts", "--tiles", "block_n=32,64"])
+    assert bench_kernels.main() == 1
+    assert capsys.readouterr().err == "bench_kernels.py needs a GPU.\n"
+
+
+@pytest.mark.parametrize("tiles", ["block_n", "block_n=", "=3", "block_n=a,b"])
+def test_tiles_without_numbers_are_refused(tiles: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(["linear", "--tiles", tiles])
+    assert f"{tiles}: allowed: FIELD=N,N" in capsys.readouterr().err
 
 
 def test_collectives_are_compared_before_they_are_timed() -> None:
