@@ -30,7 +30,7 @@ DTYPE = torch.bfloat16
 COLD_BYTES = 512 << 20
 WARM_UP = 3  # rounds
 BEST = 3  # tiles that are printed
-HEADER = f"{'case':54} kernel             µs  limit µs  share   TB/s TFLOP/s"
+HEADER = f"{'case':56} kernel             µs  limit µs  share   TB/s TFLOP/s"
 
 Call = Callable[[], object]
 Item = TypeVar("Item")
@@ -181,7 +181,7 @@ class Report:
         try:
             took_s, right = self._seconds(problem, make_calls())
         except self.passed_over as error:  # what a library or the compiler says of this case
-            self.write(f"{name:54} {kernel:11} {str(error).partition(chr(10))[0][:200]}")
+            self.write(f"{name:56} {kernel:11} {str(error).partition(chr(10))[0][:200]}")
             return float("inf"), True
         self.write(self._line(name, kernel, problem, took_s) + ("" if right else "  WRONG"))
         return took_s, right
@@ -198,7 +198,7 @@ class Report:
         limit_s = problem.limit_s(self.peak)
         share = f"{limit_s / took_s:6.0%}" if limit_s else f"{'-':>6}"
         rates = (problem.num_bytes / took_s / 1e12, problem.operations / took_s / 1e12)
-        row = f"{name:54} {kernel:11} {took_s * 1e6:9.2f} {limit_s * 1e6:9.2f} {share}"
+        row = f"{name:56} {kernel:11} {took_s * 1e6:9.2f} {limit_s * 1e6:9.2f} {share}"
         return row + f" {rates[0]:6.2f} {rates[1]:7.0f}"
 
     def _try_tiles(self, name: str, problem: Problem) -> None:

@@ -96,7 +96,7 @@ def test_attention(form: tuple[int, int, int], heads: Heads, kernels: list[str])
 def test_backends_are_asked_by_name_and_one_that_is_missing_says_so() -> None:
     report = Report(None, clock=one_call_s, write=(lines := []).append)
     assert report.run([attention_case((2, 1, 40), HEADS)])
-    assert [line[55:].split()[0] for line in lines[1:]] == list(BACKENDS)
+    assert [line[57:].split()[0] for line in lines[1:]] == list(BACKENDS)
     assert all("flash" in line for line in lines[2:]), lines
 
 
