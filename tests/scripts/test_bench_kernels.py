@@ -113,6 +113,17 @@ def test_what_fails_has_its_reason_in_its_row_and_the_others_their_times() -> No
         printed([Case("case", lambda: problem)], passed_over=())
 
 
+def test_a_case_that_cannot_be_made_says_why_and_the_next_is_timed() -> None:
+    def fail() -> Problem:
+        raise ValueError("this GPU has no FP8")
+
+    ours = Problem(calls={"ours": lambda: [lambda: 1.0]})
+    lines = printed([Case("one", fail), Case("two", lambda: ours)])[1:]
+    assert [line.split()[:2] for line in lines] == [["one", "this"], ["two", "ours"]]
+    with pytest.raises(ValueError):
+        printed([Case("one", fail)], passed_over=())
+
+
 def test_all_combinations_of_tiles_are_tried_and_the_best_are_printed() -> None:
     now = ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3))
     tried: list[ManyTiles] = []
