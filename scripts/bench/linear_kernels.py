@@ -327,7 +327,7 @@ class ExpertSizes:
     def of(cls, model: str) -> ExpertSizes:
         config = MODELS[model]
         size = config.get("moe_intermediate_size", config["intermediate_size"])
-        count = config.get("num_experts", config.get("num_local_experts"))
+        count = config.get("num_experts") or config["num_local_experts"]
         return cls(config["hidden_size"], size, count, config["num_experts_per_tok"])
 
     def weights(self, format: str) -> Experts:
@@ -362,6 +362,7 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
     size = SIZES[format] - (2 / GROUP if format == "int4" else 0)
     tuning, top_k = tuning_of(DEVICE), sizes.top_k
     module: Any
+    choose: Any
     if isinstance(weights, Mxfp4Experts):
         module, choose = mxfp4_experts, partial(expert_tiles.choose_mxfp4_tiles, dtype=DTYPE)
     elif isinstance(weights, Int4Experts):
