@@ -49,8 +49,10 @@ SUBJECTS: dict[str, Callable[[Sequence[int] | None], Iterator[Case]]] = {
 
 
 def tiles_of(text: str) -> tuple[str, list[int]]:
-    field, _, values = text.partition("=")
-    return field, [int(value) for value in values.split(",")]
+    found = re.fullmatch(r"([\w.]+)=(\d+(?:,\d+)*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text}: allowed: FIELD=N,N, such as block_n=32,64")
+    return found[1], [int(value) for value in found[2].split(",")]
 
 
 def chosen(subject: str, given: argparse.Namespace) -> Iterator[Case]:

@@ -18,7 +18,6 @@ import numpy as np
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
-from minisgl.engine.stream import OutputStream
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import SamplingParams
 
@@ -49,7 +48,7 @@ async def seconds_per_token(
     """Time per output token of a row, from the first token of the batch on."""
     generator, num_ids = random.Random(time.monotonic_ns()), min(10_000, engine.vocab_size)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_tokens)
-    streams: list[OutputStream] = []
+    streams = []
     for row in range(batch):
         prompt = [generator.randrange(num_ids) for _ in range(PROMPT_TOKENS)]
         matcher = HalfMatcher(halves) if row < round(share * batch) else None
@@ -63,23 +62,18 @@ async def seconds_per_token(
 
 async def measure(config: EngineConfig, batches: Sequence[int], num_tokens: int) -> None:
     async with await AsyncEngine.start(config) as engine:
-        generator = np.random.default_rng(0)
-        words = mask_words(engine.vocab_size)
-        halves = generator.integers(0, 2**32, (2, words), dtype=np.uint32)
+        size = (2, mask_words(engine.vocab_size))
+        halves = np.random.default_rng(0).integers(0, 2**32, size, dtype=np.uint32)
         print(f"{'batch':>6}{'masked':>8}{'ms a token':>12}{'of unmasked':>13}")
         for batch in batches:
             unmasked = 0.0
             for share in (0.0, 0.5, 1.0) if batch > 1 else (0.0, 1.0):
-                times = [
-                    await seconds_per_token(engine, halves, batch, share, num_tokens)
-                    for _ in range(REPEATS)
-                ]
+                given = (engine, halves, batch, share, num_tokens)
+                times = [await seconds_per_token(*given) for _ in range(REPEATS)]
                 taken = statistics.median(times[1:])
                 unmasked = unmasked or taken
-                print(
-                    f"{batch:>6}{share:>8.0%}{taken * 1e3:>12.3f}{taken / unmasked:>13.3f}",
-                    flush=True,
-                )
+                row = f"{batch:>6}{share:>8.0%}{taken * 1e3:>12.3f}{taken / unmasked:>13.3f}"
+                print(row, flush=True)
 
 
 def main() -> None:

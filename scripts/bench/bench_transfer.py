@@ -19,8 +19,8 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from script_runner import above_zero
 
@@ -40,98 +40,84 @@ NUM_PLANES = 80  # of a page on a device, as of a model with 40 layers
 
 
 class Rank:
-    """Host pages of one rank, which sends or receives all of them."""
+    """Pages of one rank, which sends or receives all of them."""
 
-    place = Place.HOST
-
-    def __init__(self, address: str, carrier: str, num_pages: int, page_bytes: int) -> None:
-        self.memory = np.zeros((num_pages, page_bytes), np.uint8)
-        regions = [(self.memory.ctypes.data, self.memory.nbytes)]
+    def __init__(self, carrier: str, address: str, num_pages: int, page_bytes: int) -> None:
+        self.place, self._first, self._num_pages = Place.HOST, 0, num_pages
+        self.memory = [torch.zeros((num_pages, page_bytes), dtype=torch.uint8)]
         carriers: list[Carrier[memoryview]] = []
         if carrier != "socket":
+            regions = [(self.memory[0].data_ptr(), self.memory[0].nbytes)]
             nixl = NixlPages(lambda: regions, True, lambda: None)
             wait_for(nixl)
             carriers.append(nixl)
         if carrier != "NIXL":
             carriers.append(SocketPages())
-        views = [page.data for page in self.memory]
-        self.exchange = PageExchange(
-            Address.parse(address), b"", 0, page_bytes, lambda _: views, lambda: None, carriers
-        )
+        views = [page.data for page in self.memory[0].numpy()]
+        self._meet(address, page_bytes, lambda _: views, lambda: None, carriers)
+
+    def _meet(self, address: str, page_bytes: int, *more: Any) -> None:
+        self.exchange = PageExchange(Address.parse(address), b"", 0, page_bytes, *more)
         self._ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def synchronize(self) -> None:
+        """Until the device has done what it was told."""
+
+    def fill(self, value: int) -> None:
+        for plane in self.memory:
+            plane.fill_(value)
+        self.synchronize()
+
+    def holds(self, value: int) -> bool:
+        return all(bool((plane[self._first :] == value).all()) for plane in self.memory)
 
     @property
     def num_bytes(self) -> int:
-        return self.memory.nbytes
-
-    def fill(self, value: int) -> None:
-        self.memory[:] = value
-
-    def holds(self, value: int) -> bool:
-        return bool((self.memory == value).all())
+        return sum(plane[self._first :].nbytes for plane in self.memory)
 
     def send(self) -> None:
-        self._start(Move(1, self.place, Place.ENGINE, self._pages(), name=NAME))
+        self._start(self.place, Place.ENGINE)
 
     def receive(self, peer: str) -> None:
-        self._start(Move(1, Place.ENGINE, self.place, self._pages(), name=NAME, peers=(peer,)))
+        self._start(Place.ENGINE, self.place, peer)
 
-    def _pages(self) -> tuple[int, ...]:
-        return tuple(range(len(self.memory)))
-
-    def _start(self, move: Move) -> None:
-        self._wanted = len(move.pages)
+    def _start(self, source: Place, target: Place, *peers: str) -> None:
+        pages = tuple(range(self._first, self._first + self._num_pages))
+        move = Move(1, source, target, pages, name=NAME, peers=peers)
         self.exchange.start(move, [], lambda _, num_pages: self._ends.put(num_pages))
 
     def wait(self) -> None:
-        if self._ends.get(timeout=LIMIT_S) != self._wanted:
+        if self._ends.get(timeout=LIMIT_S) != self._num_pages:
             raise SystemExit("a transfer failed")
 
 
 class DeviceRank(Rank):
     """The same with pages of a device, but for the scratch page."""
 
-    place = Place.DEVICE
-
-    def __init__(self, address: str, gpu: int, num_pages: int, page_bytes: int) -> None:
+    def __init__(self, gpu: int, address: str, num_pages: int, page_bytes: int) -> None:
         """gpu: counted as a list is."""
+        self.place, self._first, self._num_pages = Place.DEVICE, 1, num_pages
         gpus = range(torch.cuda.device_count())
         device = torch.device("cuda", gpus[gpu]) if gpus else torch.device("cpu")
-        lanes = Lanes(device)
-        lanes.enter_thread()
+        self._lanes = Lanes(device)
+        self._lanes.enter_thread()
         shape = (num_pages + 1, max(1, page_bytes // NUM_PLANES // 16) * 16)
-        self.planes = [
+        self.memory = [
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(NUM_PLANES)
         ]
-        lanes.synchronize()
-        planes = Planes.of(self.planes)
-        self.exchange = PageExchange(
-            Address.parse(address),
-            b"",
-            0,
-            planes.page_bytes,
-            lambda _: [],
-            lanes.enter_thread,
-            [],
-            [DevicePages(planes, lanes)],
-        )
-        self._lanes = lanes
-        self._ends = queue.SimpleQueue()
+        self.synchronize()
+        planes = Planes.of(self.memory)
+        carriers = [DevicePages(planes, self._lanes)]
+        self._meet(address, planes.page_bytes, lambda _: [], self._lanes.enter_thread, [], carriers)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(plane[1:].nbytes for plane in self.planes)
-
-    def fill(self, value: int) -> None:
-        for plane in self.planes:
-            plane.fill_(value)
+    def synchronize(self) -> None:
         self._lanes.synchronize()
 
-    def holds(self, value: int) -> bool:
-        return all(bool((plane[1:] == value).all()) for plane in self.planes)
 
-    def _pages(self) -> tuple[int, ...]:
-        return tuple(range(1, len(self.planes[0])))
+def rank_of(carrier: str, gpu: int, address: str, num_pages: int, page_bytes: int) -> Rank:
+    if carrier == "device":
+        return DeviceRank(gpu, address, num_pages, page_bytes)
+    return Rank(carrier, address, num_pages, page_bytes)
 
 
 def wait_for(nixl: NixlPages) -> None:
@@ -144,11 +130,7 @@ def wait_for(nixl: NixlPages) -> None:
 
 def send(pipe: Connection, address: str, carrier: str, num_pages: int, page_bytes: int) -> None:
     """The other process: sends all pages as often as it is told to."""
-    rank: Rank
-    if carrier == "device":
-        rank = DeviceRank(address, -1, num_pages, page_bytes)
-    else:
-        rank = Rank(address, carrier, num_pages, page_bytes)
+    rank = rank_of(carrier, -1, address, num_pages, page_bytes)
     rank.fill(7)
     pipe.send(str(rank.exchange.address))
     while pipe.recv():
@@ -159,14 +141,13 @@ def send(pipe: Connection, address: str, carrier: str, num_pages: int, page_byte
 
 def measure(address: str, carrier: str, arguments: argparse.Namespace) -> list[float]:
     """GB/s of each round; the first connects, and is not among them."""
-    page_bytes = int(arguments.page_mb * 1e6)
-    sizes = (carrier, arguments.pages, page_bytes)
+    sizes = (arguments.pages, int(arguments.page_mb * 1e6))
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
-    process = context.Process(target=send, args=(end, address, *sizes), daemon=True)
+    process = context.Process(target=send, args=(end, address, carrier, *sizes), daemon=True)
     process.start()
     own = "127.0.0.1:0" if address.startswith("127") else f"{address}-receiver"
-    rank = DeviceRank(own, 0, *sizes[1:]) if carrier == "device" else Rank(own, *sizes)
+    rank = rank_of(carrier, 0, own, *sizes)
     peer = pipe.recv()
     found = []
     for _ in range(arguments.rounds + 1):

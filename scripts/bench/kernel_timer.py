@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from minisgl.bench.peak import Peak
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from dummy_config import MODELS as MODELS  # configs of models, by name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
@@ -25,7 +30,7 @@ DTYPE = torch.bfloat16
 COLD_BYTES = 512 << 20
 WARM_UP = 3  # rounds
 BEST = 3  # tiles that are printed
-HEADER = f"{'case':54} kernel             µs  limit µs  share   TB/s TFLOP/s"
+HEADER = f"{'case':56} kernel             µs  limit µs  share   TB/s TFLOP/s"
 
 Call = Callable[[], object]
 Item = TypeVar("Item")
@@ -156,30 +161,41 @@ class Report:
 
     def run(self, cases: Iterable[Case]) -> bool:
         """Whether all results were right. What fails has its reason in the place of its time."""
-        right = True
         self.write(HEADER)
-        for case in cases:
+        rights = [self._try_case(case) for case in cases]
+        return all(rights)
+
+    def _try_case(self, case: Case) -> bool:
+        right = True
+        try:
             problem = case.make()
-            for kernel, make_calls in problem.calls.items():
-                if self.kernels is None or kernel in self.kernels:
-                    right &= self._row(case.name, kernel, problem, make_calls)[1]
-            if self.tiles is not None and problem.tiled is not None:
-                self._try_tiles(case.name, problem)
-            del problem
-            if DEVICE.type == "cuda":
-                torch.cuda.empty_cache()
+        except self.passed_over as error:
+            self._fail(case.name, "", error)
+            return right
+        for kernel, make_calls in problem.calls.items():
+            if self.kernels is None or kernel in self.kernels:
+                right &= self._try_kernel(case.name, kernel, problem, make_calls)
+        if self.tiles is not None and problem.tiled is not None:
+            self._try_tiles(problem, self.tiles)
+        del problem
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
         return right
 
-    def _row(
+    def _try_kernel(
         self, name: str, kernel: str, problem: Problem, make_calls: Callable[[], Sequence[Call]]
-    ) -> tuple[float, bool]:
+    ) -> bool:
         try:
             took_s, right = self._seconds(problem, make_calls())
         except self.passed_over as error:  # what a library or the compiler says of this case
-            self.write(f"{name:54} {kernel:11} {str(error).partition(chr(10))[0][:200]}")
-            return float("inf"), True
-        self.write(self._line(name, kernel, problem, took_s) + ("" if right else "  WRONG"))
-        return took_s, right
+            self._fail(name, kernel, error)
+            return True
+        self.write(self._row(name, kernel, problem, took_s) + ("" if right else "  WRONG"))
+        return right
+
+    def _fail(self, name: str, kernel: str, error: Exception) -> None:
+        reason, *_ = str(error).splitlines() or [repr(error)]
+        self.write(f"{name:56} {kernel:11} {reason[:200]}")
 
     def _seconds(self, problem: Problem, calls: Sequence[Call]) -> tuple[float, bool]:
         right = problem.is_right(calls[0]())
@@ -189,31 +205,31 @@ class Report:
             took_s = median_s(calls[0], rounds=problem.rounds)
         return took_s / problem.repeats, right
 
-    def _line(self, name: str, kernel: str, problem: Problem, took_s: float) -> str:
+    def _row(self, name: str, kernel: str, problem: Problem, took_s: float) -> str:
         limit_s = problem.limit_s(self.peak)
         share = f"{limit_s / took_s:6.0%}" if limit_s else f"{'-':>6}"
         rates = (problem.num_bytes / took_s / 1e12, problem.operations / took_s / 1e12)
-        row = f"{name:54} {kernel:11} {took_s * 1e6:9.2f} {limit_s * 1e6:9.2f} {share}"
+        row = f"{name:56} {kernel:11} {took_s * 1e6:9.2f} {limit_s * 1e6:9.2f} {share}"
         return row + f" {rates[0]:6.2f} {rates[1]:7.0f}"
 
-    def _try_tiles(self, name: str, problem: Problem) -> None:
+    def _try_tiles(self, problem: Problem, choice: Mapping[str, Sequence[int]]) -> None:
         """Print the best of all combinations, whose results must be that of the tiles in use."""
-        assert self.tiles is not None and problem.tiles is not None and problem.tiled is not None
+        assert problem.tiles is not None and problem.tiled is not None
         now, tiled = problem.tiles(), problem.tiled
         if problem.expected is None:
             expected = tiled(now)[0]()
             assert isinstance(expected, Tensor)
             problem = replace(problem, expected=expected)
         found: list[tuple[float, str]] = []
-        for values in itertools.product(*self.tiles.values()):
-            tiles, chosen = now, dict(zip(self.tiles, values, strict=True))
+        for values in itertools.product(*choice.values()):
+            tiles, chosen = now, dict(zip(choice, values, strict=True))
             for field, value in chosen.items():
                 tiles = changed(tiles, field, value)
             spelled = " ".join(f"{field}={value}" for field, value in chosen.items())
             try:
                 took_s, right = self._seconds(problem, tiled(tiles))
             except Exception as error:  # most likely for too much shared memory
-                self.write(f"  not {spelled}: {str(error).partition(chr(10))[0][:100]}")
+                self._fail(f"  not {spelled}", "", error)
                 continue
             found += [(took_s, spelled)] if right else []
             if not right:

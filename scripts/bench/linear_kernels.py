@@ -10,17 +10,26 @@ first. The rows of a step choose other experts than those of the step before.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from kernel_timer import COLD_BYTES, DEVICE, DTYPE, Call, Case, Problem, copies, in_turn, random
+from kernel_timer import (
+    COLD_BYTES,
+    DEVICE,
+    DTYPE,
+    MODELS,
+    Call,
+    Case,
+    Problem,
+    copies,
+    in_turn,
+    random,
+)
 from torch import Tensor
 
 from minisgl.config import Activations
@@ -32,14 +41,12 @@ from minisgl.kernels.moe.reference import ByRouter, ExpertWeights, Routing, topk
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import tuning_of
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from dummy_config import MODELS
-
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.kernels.linear.product import Product
     from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
     from minisgl.kernels.linear.weight_only.weights import WeightWords
 
+Weight = TypeVar("Weight")
 GROUP, BLOCK = 128, (128, 128)  # of INT4, and of FP8
 # Bytes of a weight, its scales included.
 SIZES = {
@@ -48,11 +55,12 @@ SIZES = {
     "fp8-block": 1.0,
     "int4": 0.5 + 4 / GROUP,  # of experts 2 / GROUP
     "int4-zeros": 0.5 + 4 / GROUP,
-    "e4m3": 1.0,  # x is not rounded
+    "e4m3": 1.0 + 4 / GROUP,  # x is not rounded
     "mxfp4": 0.5 + 2 / 32,
 }
 WORKSPACE_FLOATS, SEMAPHORES = 64 << 20, 1 << 20
-MOST_DENSE_ROWS = 256  # of our kernel with dense weights
+MOST_OURS = 256  # rows of x, of our kernel with dense weights
+NUM_CALLS = 12  # of a graph, or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +79,31 @@ class Shape:
     def size(self) -> int:
         return self.n * self.k
 
-    def problem(self, format: str, m: int, *, x_size: int = 2, **more: Any) -> Problem:
-        """Of m rows: W, x and y are read or written once."""
-        outputs = self.n // 2 if self.gated else self.n
-        num_bytes = self.size * SIZES[format] + m * (self.k * x_size + outputs * 2)
-        return Problem(num_bytes=num_bytes, operations=2.0 * m * self.size, **more)
+    def problem(
+        self,
+        format: str,
+        m: int,
+        weights: Sequence[Weight],
+        ours: Callable[[Weight, LinearTiles | None], Tensor],
+        others: Mapping[str, Callable[[], Sequence[Call]]],
+        **more: Any,
+    ) -> Problem:
+        """Of m rows: W, x and y are read or written once. ours: with some tiles, or those in use;
+        others: what it is compared with."""
+
+        def tiled(tiles: LinearTiles | None = None) -> list[Call]:
+            return in_turn(lambda weight: ours(weight, tiles), weights, NUM_CALLS)
+
+        in_fp8, outputs = format.startswith("fp8"), self.n // 2 if self.gated else self.n
+        moved = m * (self.k * (1 if in_fp8 else 2) + outputs * 2)
+        return Problem(
+            calls={"minisgl": tiled, **others},
+            num_bytes=self.size * SIZES[format] + moved,
+            operations=2.0 * m * self.size,
+            in_fp8=in_fp8,
+            tiled=tiled,
+            **more,
+        )
 
 
 def shapes_of(model: str) -> list[Shape]:
@@ -153,30 +181,22 @@ def dense_problem(shape: Shape, m: int) -> Problem:
     weights = copies(lambda: random(shape.n, shape.k) / shape.k**0.5, 2 * shape.size)
     x, workspace, epilogue = random(m, shape.k), make_workspace(), Epilogue(shape.gated)
 
-    def tiled(tiles: LinearTiles | None) -> list[Call]:
-        def ours(weight: Tensor) -> Tensor:
-            return linear(x, weight, epilogue=epilogue, workspace=workspace, tiles=tiles)
-
-        return in_turn(ours, weights, 20)
+    def ours(weight: Tensor, tiles: LinearTiles | None) -> Tensor:
+        return linear(x, weight, epilogue=epilogue, workspace=workspace, tiles=tiles)
 
     def tuned() -> list[Call]:
         products = load_products(DTYPE, DEVICE)
         assert products is not None, "cuBLASLt is unavailable"
         products.tune(weights)
         assert products(x, weights[0]) is not None, "is that of cuBLAS: W is small"
-        return in_turn(partial(products, x), weights, 20)
+        return in_turn(partial(products, x), weights, NUM_CALLS)
 
-    calls = {"cuBLAS": lambda: in_turn(partial(cublas, shape.gated, x), weights, 20)}
-    calls |= {} if shape.gated or m > MAX_ROWS else {"tuned": tuned}
-    calls |= {"minisgl": lambda: tiled(None)} if m <= MOST_DENSE_ROWS else {}
-    return shape.problem(
-        "bf16",
-        m,
-        calls=calls,
-        expected=cublas(shape.gated, x, weights[0]),
-        tiles=lambda: choose_tiles(m, shape.n, shape.k, tuning_of(DEVICE), gated=shape.gated),
-        tiled=tiled if m <= MOST_DENSE_ROWS else None,
-    )
+    others = {"cuBLAS": lambda: in_turn(partial(cublas, shape.gated, x), weights, NUM_CALLS)}
+    others |= {} if shape.gated or m > MAX_ROWS else {"tuned": tuned}
+    expected, gated = cublas(shape.gated, x, weights[0]), shape.gated
+    tiles = partial(choose_tiles, m, shape.n, shape.k, tuning_of(DEVICE), gated=gated)
+    problem = shape.problem("bf16", m, weights, ours, others, expected=expected, tiles=tiles)
+    return problem if m <= MOST_OURS else replace(problem, calls=others, tiled=None)
 
 
 def fp8_problem(shape: Shape, m: int, *, blocks: bool) -> Problem:
@@ -191,27 +211,17 @@ def fp8_problem(shape: Shape, m: int, *, blocks: bool) -> Problem:
     x = quantize(random(m, k), group)
     scale = x.scale[:, None] if group is None else x.scale.repeat_interleave(group, 1)[:, :k]
 
-    def tiled(tiles: LinearTiles | None) -> list[Call]:
-        def ours(weight: Fp8Weights) -> Tensor:
-            return linear(x, weight, None, workspace=workspace, tiles=tiles)
-
-        return in_turn(ours, weights, 6)
+    def ours(weight: Fp8Weights, tiles: LinearTiles | None) -> Tensor:
+        return linear(x, weight, None, workspace=workspace, tiles=tiles)
 
     def by_torch() -> list[Call]:
         assert scaled_mm.takes(x, weights[0], None), "torch does not compute this product"
-        return in_turn(lambda weight: scaled_mm.linear(x, weight, None), weights, 6)
+        return in_turn(lambda weight: scaled_mm.linear(x, weight, None), weights, NUM_CALLS)
 
-    return shape.problem(
-        "fp8-block",
-        m,
-        x_size=1,
-        calls={"minisgl": lambda: tiled(None), "torch": by_torch},
-        in_fp8=True,
-        expected=(x.data.float() * scale) @ dequantize(weights[0]).float().T,
-        tolerance=0.004,
-        tiles=lambda: choose_tiles(m, n, k, tuning_of(DEVICE), group=group),
-        tiled=tiled,
-    )
+    tiles = partial(choose_tiles, m, n, k, tuning_of(DEVICE), group=group)
+    expected = (x.data.float() * scale) @ dequantize(weights[0]).float().T
+    known = {"expected": expected, "tolerance": 0.004, "tiles": tiles}
+    return shape.problem("fp8-block", m, weights, ours, {"torch": by_torch}, **known)
 
 
 def weight_only_problem(shape: Shape, m: int, format: str) -> Problem:
@@ -224,28 +234,17 @@ def weight_only_problem(shape: Shape, m: int, format: str) -> Problem:
     x, workspace, epilogue = random(m, k), make_workspace(), Epilogue(shape.gated)
     first = weights[0]
 
-    def tiled(tiles: LinearTiles | None) -> list[Call]:
-        def ours(words: WeightWords) -> Tensor:
-            return linear(x, words, epilogue=epilogue, workspace=workspace, tiles=tiles)
-
-        return in_turn(ours, weights, 12)
+    def ours(words: WeightWords, tiles: LinearTiles | None) -> Tensor:
+        return linear(x, words, epilogue=epilogue, workspace=workspace, tiles=tiles)
 
     def dense() -> list[Call]:
         room = torch.empty(n * k, device=DEVICE, dtype=DTYPE)
         return in_turn(lambda words: cublas(shape.gated, x, dequantize(words, room)), weights, 4)
 
-    def tiles() -> LinearTiles:
-        sizes = (m, n, k, first.span, first.bits, tuning_of(DEVICE))
-        return weight_only_tiles.choose_tiles(*sizes, gated=shape.gated)
-
-    return shape.problem(
-        format,
-        m,
-        calls={"minisgl": lambda: tiled(None)} | ({"dense": dense} if m >= 128 else {}),
-        expected=cublas(shape.gated, x, values(first, DTYPE)),
-        tiles=tiles,
-        tiled=tiled,
-    )
+    sizes, gated = (m, n, k, first.span, first.bits, tuning_of(DEVICE)), shape.gated
+    tiles = partial(weight_only_tiles.choose_tiles, *sizes, gated=gated)
+    others, expected = {"dense": dense} if m >= 128 else {}, cublas(gated, x, values(first, DTYPE))
+    return shape.problem(format, m, weights, ours, others, expected=expected, tiles=tiles)
 
 
 def make_words(format: str, n: int, k: int) -> WeightWords:
@@ -328,7 +327,7 @@ class ExpertSizes:
     def of(cls, model: str) -> ExpertSizes:
         config = MODELS[model]
         size = config.get("moe_intermediate_size", config["intermediate_size"])
-        count = config.get("num_experts", config.get("num_local_experts"))
+        count = config.get("num_experts") or config["num_local_experts"]
         return cls(config["hidden_size"], size, count, config["num_experts_per_tok"])
 
     def weights(self, format: str) -> Experts:
@@ -363,6 +362,7 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
     size = SIZES[format] - (2 / GROUP if format == "int4" else 0)
     tuning, top_k = tuning_of(DEVICE), sizes.top_k
     module: Any
+    choose: Any
     if isinstance(weights, Mxfp4Experts):
         module, choose = mxfp4_experts, partial(expert_tiles.choose_mxfp4_tiles, dtype=DTYPE)
     elif isinstance(weights, Int4Experts):
@@ -372,14 +372,14 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
     else:
         module, choose = fused_experts, expert_tiles.choose_tiles
 
-    def tiled(tiles: Any) -> list[Call]:
+    def tiled(tiles: Any = None) -> list[Call]:
         def ours(x: Tensor, logits: Tensor) -> object:
             return module.fused_experts(x, ByRouter(logits, routing), weights, tiles=tiles)[0]
 
         return [partial(ours, *step) for step in zip(rows, logits, strict=True)]
 
     return Problem(
-        calls={"minisgl": lambda: tiled(None)},
+        calls={"minisgl": tiled},
         num_bytes=chosen * num_weights * size + 4 * m * sizes.hidden_size,
         operations=2.0 * m * top_k * num_weights,
         in_fp8=format.startswith("fp8"),

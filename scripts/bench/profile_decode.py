@@ -1,12 +1,11 @@
 """Shows which kernels the time of a decode step on a GPU goes to:
 
-python scripts/bench/profile_decode.py FOLDER --batch 1
-
+    python scripts/bench/profile_decode.py FOLDER --batch 1
 
 Requests of --input prompt tokens decode together while torch.profiler watches --steps of their
-steps. The table adds up the kernels of each kind. Launches may overlap, so *busy* is the time in
-which any kernel ran, and *gaps* is what is left of the step: launches and, where the host falls
-behind, waiting for it. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
+steps. Launches may overlap: the time of a kernel is what it adds to the end of the work before it,
+and *gaps* is what is left of the step, in which no kernel ran. FOLDER needs no more than a
+config.json (see scripts/tools/dummy_config.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -30,79 +29,29 @@ from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
-# What a kernel's name says about its kind; the first that fits.
-KINDS = {
-    "attention": (
-        "_decode_kernel",
-        "_merge",
-        "prefill",
-        "attention",
-        "xqa",
-        "flash",
-        "BatchDecode",
-    ),
-    "between ranks": ("_sum_row", "_sum_in_two", "_maximum_of_row", "_gather_row", "nccl"),
-    "sampling": ("_draw", "_settle", "_edit", "_record", "sampl"),
-    "norm": ("norm",),
-    "heads": ("_turn_and_store",),
-    "activation": ("_gated_mul",),
-    "slots": ("_read_slot", "_feed", "_send", "_embed"),
-    "matrix products": (
-        "gemm",
-        "gemv",
-        "nvjet",
-        "cutlass",
-        "splitk",
-        "_stream",
-        "_burst",
-        "_linear",
-    ),
-}
-OTHERS = "others"
+
+class Launch(NamedTuple):
+    name: str
+    start_us: float
+    end_us: float
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """The times of one step, in microseconds."""
+def added_us(launches: Sequence[Launch]) -> dict[str, list[float]]:
+    """By the name of a kernel, what each of its launches adds.
 
-    by_kind: dict[str, float]
-    by_name: dict[str, float]  # of kernels
-    launches: dict[str, float]
-    busy: float
-    step: float
-
-
-def kind_of(name: str) -> str:
-    lower = name.lower()
-    for kind, parts in KINDS.items():
-        if any(part.lower() in lower for part in parts):
-            return kind
-    return OTHERS
+    Under overlapping launches a kernel waits inside for the one before it: what counts is how far
+    it brings the end of the work.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    reached = float("-inf")
+    for name, start, end in sorted(launches, key=lambda launch: launch.start_us):
+        found[name].append(max(0.0, end - max(start, reached)))
+        reached = max(reached, end)
+    return found
 
 
-def break_down(kernels: Sequence[tuple[str, float, float]], num_steps: float) -> Breakdown:
-    """kernels: name, start and end in microseconds, of `num_steps` steps."""
-    by_kind: dict[str, float] = defaultdict(float)
-    by_name: dict[str, float] = defaultdict(float)
-    launches: dict[str, float] = defaultdict(float)
-    busy, reached = 0.0, float("-inf")
-    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        # Under overlapping launches a kernel waits inside for the one before it: what counts is
-        # how far it brings the end of the work.
-        gained = max(0.0, end - max(start, reached))
-        by_kind[kind_of(name)] += gained / num_steps
-        by_name[name] += gained / num_steps
-        launches[kind_of(name)] += 1 / num_steps
-        busy, reached = busy + gained, max(reached, end)
-    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    return Breakdown(
-        dict(by_kind), dict(by_name), dict(launches), busy / num_steps, span / num_steps
-    )
-
-
-async def record(
-    engine: AsyncEngine, arguments: argparse.Namespace
-) -> tuple[Breakdown, list[tuple[str, float, float]]]:
+async def record(engine: AsyncEngine, arguments: argparse.Namespace) -> tuple[list[Launch], int]:
+    """The launches of some steps, and the number of these."""
     rng = random.Random(0)
     # Enough tokens to reach steady decode, to be watched, and to be still there at the end.
     num_tokens = 3 * arguments.steps + 64
@@ -125,14 +74,29 @@ async def record(
         torch.cuda.synchronize()
     for stream in streams:
         stream.abort()
-    kernels = [
-        (event.name, event.time_range.start, event.time_range.end)
+    launches = [
+        Launch(event.name, event.time_range.start, event.time_range.end)
         for event in watched.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    if not kernels:
+    if not launches:
         raise ConfigError("--device", engine.config.device, "the profiler saw no kernel")
-    return break_down(kernels, num_steps), kernels
+    return launches, num_steps
+
+
+def table_of(launches: Sequence[Launch], num_steps: int) -> Table:
+    added = added_us(launches)
+    sums = {name: sum(times) / num_steps for name, times in added.items()}
+    span_us = max(each.end_us for each in launches) - min(each.start_us for each in launches)
+    step_us = span_us / num_steps
+    table = Table("kernel", "launches a step", "µs a step", "share")
+    for name, us in sorted(sums.items(), key=lambda entry: -entry[1]):
+        count = f"{len(added[name]) / num_steps:.1f}"
+        table.add_row(name[:70], count, f"{us:.1f}", f"{us / step_us:.1%}")
+    gaps_us = step_us - sum(sums.values())
+    table.add_row("gaps", "", f"{gaps_us:.1f}", f"{gaps_us / step_us:.1%}")
+    table.add_row("step", "", f"{step_us:.1f}", "")
+    return table
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -142,36 +106,16 @@ async def run(arguments: argparse.Namespace) -> None:
             console.print(line)
         freeze_memory()
         await record(engine, arguments)  # a first time, for what is compiled or loaded late
-        result, kernels = await record(engine, arguments)
-    table = Table("kind", "launches a step", "µs a step", "share")
-    for kind, us in sorted(result.by_kind.items(), key=lambda entry: -entry[1]):
-        table.add_row(kind, f"{result.launches[kind]:.0f}", f"{us:.1f}", f"{us / result.step:.1%}")
-    gaps = result.step - result.busy
-    table.add_row("gaps", "", f"{gaps:.1f}", f"{gaps / result.step:.1%}")
-    table.add_row("step", "", f"{result.step:.1f}", "")
-    console.print(table)
-    if arguments.names:
-        times: dict[str, list[float]] = defaultdict(list)
-        for name, start, end in kernels:
-            times[name].append(end - start)
-        for name, us in sorted(result.by_name.items(), key=lambda entry: -entry[1])[:40]:
-            took = times[name]
-            mean = sum(took) / len(took)
-            console.print(
-                f"{us:8.1f} µs a step: {len(took):6} x {mean:8.2f} µs  {kind_of(name):16} "
-                f"{name[:90]}"
-            )
+        console.print(table_of(*await record(engine, arguments)))
 
 
 def main() -> int:
     parser = make_parser(__doc__, cache_type="naive")
-    parser.add_argument(
-        "--batch", type=above_zero(int), default=1, help="requests that decode together"
-    )
-    parser.add_argument("--input", type=above_zero(int), default=512, help="prompt tokens of each")
-    parser.add_argument("--steps", type=above_zero(int), default=50, help="steps to watch")
+    number = above_zero(int)
+    parser.add_argument("--batch", type=number, default=1, help="requests that decode together")
+    parser.add_argument("--input", type=number, default=512, help="prompt tokens of each")
+    parser.add_argument("--steps", type=number, default=50, help="steps to watch")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--names", action="store_true", help="list the kernels by name too")
     return run_script(run(parser.parse_args()))
 
 

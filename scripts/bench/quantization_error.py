@@ -11,10 +11,9 @@ calibrated checkpoint (AWQ, GPTQ) loses is less than INT4 shows here. Runs on a 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +36,6 @@ OUTLIER_SHARE, OUTLIER_FACTOR = 0.01, 20.0
 Round = Callable[[Tensor], Tensor]
 
 
-# -- how x is rounded -----------------------------------------------------------------------------
-
-
 def by_tensor(x: Tensor) -> Tensor:
     """A scale for all of x: what a static scale is at best."""
     return rounded(x, Activations.STATIC, None, x.abs().amax() / E4M3_MAX)
@@ -53,9 +49,6 @@ def by_row(x: Tensor) -> Tensor:
 def by_group(x: Tensor) -> Tensor:
     """A scale for each 128 columns of a token."""
     return rounded(x, Activations.GROUP, BLOCK, None)
-
-
-# -- how W is rounded -----------------------------------------------------------------------------
 
 
 def by_block(weight: Tensor) -> Tensor:
@@ -87,11 +80,7 @@ def as_bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-# -- the table ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     name: str
     weight: Round
     x: Round | None  # None: not rounded
@@ -107,10 +96,6 @@ FORMATS = (
 )
 
 
-def normal(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns)
-
-
 def heavy_tailed(rows: int, columns: int) -> Tensor:
     return torch.distributions.StudentT(torch.tensor(float(FREEDOM))).sample((rows, columns))
 
@@ -123,19 +108,14 @@ def with_outliers(x: Tensor) -> Tensor:
     return x * factors
 
 
-def error(weight: Tensor, x: Tensor, exact: Tensor) -> float:
-    return float((x @ weight.T - exact).norm() / exact.norm())
-
-
-def errors(kinds: dict[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, list[float | None]]]:
-    """For each format: of each kind (weights, x) the error with W rounded, and with x, too."""
-    for each in FORMATS:
-        found: list[float | None] = []
-        for weight, x in kinds.values():
-            exact, stored = x @ weight.T, each.weight(weight)
-            found.append(error(stored, x, exact))
-            found.append(None if each.x is None else error(stored, each.x(x), exact))
-        yield each.name, found
+def errors(format: Format, weight: Tensor, x: Tensor) -> Iterator[str]:
+    """With W rounded, and with x, too."""
+    exact, stored = x @ weight.T, format.weight(weight)
+    for each in (x, format.x(x) if format.x else None):
+        if each is None:
+            yield ""
+        else:
+            yield f"{float((each @ stored.T - exact).norm() / exact.norm()):.2%}"
 
 
 def table(rows: int, outputs: int, inputs: int) -> Iterator[str]:
@@ -143,7 +123,7 @@ def table(rows: int, outputs: int, inputs: int) -> Iterator[str]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         kinds = {
-            "normal": (normal(outputs, inputs), normal(rows, inputs)),
+            "normal": (torch.randn(outputs, inputs), torch.randn(rows, inputs)),
             "heavy tails": (
                 heavy_tailed(outputs, inputs),
                 with_outliers(heavy_tailed(rows, inputs)),
@@ -152,25 +132,10 @@ def table(rows: int, outputs: int, inputs: int) -> Iterator[str]:
         headings = [f"{kind}: {what}" for kind in kinds for what in ("W", "W and x")]
         yield f"| format | {' | '.join(headings)} |"
         yield f"|---|{'---|' * len(headings)}"
-        for name, found in errors(kinds):
-            cells = ("" if one is None else f"{one:.2%}" for one in found)
-            yield f"| {name} | {' | '.join(cells)} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=ROWS, help="of x [default: 256]")
-    parser.add_argument("--outputs", type=int, default=OUTPUTS, help="of W [default: 1024]")
-    parser.add_argument("--inputs", type=int, default=INPUTS, help="of W [default: 4096]")
-    given = parser.parse_args()
-    for name in ("rows", "outputs", "inputs"):
-        if getattr(given, name) < 1 or getattr(given, name) % (1 if name == "rows" else BLOCK):
-            parser.error(f"--{name}: allowed: multiples of {1 if name == 'rows' else BLOCK}")
-    for line in table(given.rows, given.outputs, given.inputs):
-        print(line)
+        for each in FORMATS:
+            cells = [cell for kind in kinds.values() for cell in errors(each, *kind)]
+            yield f"| {each.name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    main()
+    print(*table(ROWS, OUTPUTS, INPUTS), sep="\n")

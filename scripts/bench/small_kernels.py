@@ -10,16 +10,14 @@ a launch of its own. Of sampling, bytes count each row of logits once, and nearl
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from kernel_timer import DEVICE, DTYPE, Case, Problem, nbytes, random
+from kernel_timer import DEVICE, DTYPE, MODELS, Case, Problem, nbytes, random
 from torch import Tensor
 
 from minisgl.kernels.elementwise import latents, reference
@@ -32,12 +30,8 @@ from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from dummy_config import MODELS
-
 CALLS, SAMPLES = 20, 8  # of a graph
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
-MOST_MAPPED = 64  # rows whose maps between heads and latents are worth a kernel, perhaps
 Config = Mapping[str, Any]
 
 
@@ -76,46 +70,62 @@ def rms_norm(config: Config, m: int) -> Problem:
     )
 
 
-def add_rms_norm(config: Config, m: int, group: int | None = 0) -> Problem:
-    """group: see `rounded`; 0: the norm is not rounded."""
-    from minisgl.kernels.elementwise import quantize
+def norm_inputs(config: Config, m: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What is added, the residual stream, the weight, and eps. Each call adds to the stream."""
+    size = config["hidden_size"]
+    return random(m, size) * 1e-3, random(m, size), random(size), EPS
+
+
+def add_rms_norm(config: Config, m: int) -> Problem:
     from minisgl.kernels.elementwise.norm import add_rms_norm
 
-    x, residual = (random(m, config["hidden_size"]) for _ in range(2))
-    given = (x * 1e-3, residual, random(config["hidden_size"]), EPS)  # each call adds to residual
+    given = norm_inputs(config, m)
     return timed(
-        (lambda: add_rms_norm(*given))
-        if group == 0
-        else (lambda: quantize.add_rms_norm_quantize(*given, group)),
-        nbytes(x, x, x) + x.numel() * (2 if group == 0 else 1),
-        torch=lambda: rounded(reference.add_rms_norm(*given)[0], group),
+        lambda: add_rms_norm(*given),
+        4 * nbytes(given[0]),
+        torch=lambda: reference.add_rms_norm(*given),
     )
 
 
-def gated_mul(config: Config, m: int, group: int | None = 0) -> Problem:
-    from minisgl.kernels.elementwise import quantize
+def gated_mul(config: Config, m: int) -> Problem:
     from minisgl.kernels.elementwise.activation import gated_mul
 
     gate_up = random(m, 2 * config["intermediate_size"])
     return timed(
-        (lambda: gated_mul(gate_up))
-        if group == 0
-        else (lambda: quantize.gated_mul_quantize(gate_up, group)),
-        nbytes(gate_up) + gate_up.numel() // 2 * (2 if group == 0 else 1),
-        torch=lambda: rounded(reference.gated_mul(gate_up), group),
+        lambda: gated_mul(gate_up),
+        1.5 * nbytes(gate_up),
+        torch=lambda: reference.gated_mul(gate_up),
     )
 
 
 def quantize(config: Config, m: int, group: int | None) -> Problem:
+    """group: columns of a row that share a scale in FP8; None: a whole row."""
     from minisgl.kernels.elementwise.quantize import quantize
 
     x = random(m, config["hidden_size"])
-    return timed(lambda: quantize(x, group), 3 * x.numel(), torch=lambda: rounded(x, group))
+    return timed(lambda: quantize(x, group), 1.5 * nbytes(x), torch=lambda: quantize_rows(x, group))
 
 
-def rounded(x: Tensor, group: int | None) -> object:
-    """x in FP8 with a scale of each `group` columns of a row, or of each row; 0: as it is."""
-    return x if group == 0 else quantize_rows(x, group)
+def add_rms_norm_quantize(config: Config, m: int, group: int | None) -> Problem:
+    from minisgl.kernels.elementwise.quantize import add_rms_norm_quantize
+
+    given = norm_inputs(config, m)
+    return timed(
+        lambda: add_rms_norm_quantize(*given, group),
+        3.5 * nbytes(given[0]),
+        torch=lambda: quantize_rows(reference.add_rms_norm(*given)[0], group),
+    )
+
+
+def gated_mul_quantize(config: Config, m: int, group: int | None) -> Problem:
+    from minisgl.kernels.elementwise.quantize import gated_mul_quantize
+
+    gate_up = random(m, 2 * config["intermediate_size"])
+    return timed(
+        lambda: gated_mul_quantize(gate_up, group),
+        1.25 * nbytes(gate_up),
+        torch=lambda: quantize_rows(reference.gated_mul(gate_up), group),
+    )
 
 
 def rope_table(size: int) -> Tensor:
@@ -228,14 +238,11 @@ def sampling_problem(
 
 MAPS = {"store_latents": store_latents, "values_of_latents": values_of_latents}
 ELEMENTWISE: dict[str, Callable[[Config, int], Problem]] = {
-    "embed": embed,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "gated_mul": gated_mul,
-    "qk_norm_rope_store_kv": qk_norm_rope_store_kv,
+    kernel.__name__: kernel
+    for kernel in (embed, rms_norm, add_rms_norm, gated_mul, qk_norm_rope_store_kv)
 } | {
-    f"{kernel.__name__}, FP8 by {name}": partial(kernel, group=group)
-    for kernel in (add_rms_norm, gated_mul, quantize)
+    f"{kernel.__name__} by {name}": partial(kernel, group=group)
+    for kernel in (quantize, add_rms_norm_quantize, gated_mul_quantize)
     for name, group in (("token", None), ("group", 128))
 }
 VOCAB_SIZE = 151_936
@@ -271,7 +278,7 @@ def elementwise_cases(rows: Sequence[int] | None) -> Iterator[Case]:
 def latent_map_cases(rows: Sequence[int] | None) -> Iterator[Case]:
     models = ("GLM-4.7-Flash", "DeepSeek-V2-Lite")
     for model, (kernel, make) in itertools.product(models, MAPS.items()):
-        for m in rows or (1, 8, 32, MOST_MAPPED):
+        for m in rows or (1, 8, 32, 64):
             yield Case(f"{model} {kernel}, {m} rows", partial(make, MODELS[model], m))
 
 

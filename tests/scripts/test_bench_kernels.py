@@ -4,9 +4,11 @@ kernels themselves run in kernels/test_timed_kernels.py."""
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import bench_kernels
 import pytest
 import torch
 from bench_kernels import SUBJECTS, chosen, parsed, tiles_of
@@ -63,7 +65,7 @@ def test_a_check_finds_each_of_its_figures_in_one_row(check: Check) -> None:
 def test_cases_have_names_of_their_own_that_fit_their_column(subject: str) -> None:
     names = [case.name for case in SUBJECTS[subject](None)]
     assert len(set(names)) == len(names) > 0
-    assert max(map(len, names)) <= 54
+    assert max(map(len, names)) <= 56
 
 
 def test_rows_have_times_limits_and_rates() -> None:
@@ -111,6 +113,17 @@ def test_what_fails_has_its_reason_in_its_row_and_the_others_their_times() -> No
         printed([Case("case", lambda: problem)], passed_over=())
 
 
+def test_a_case_that_cannot_be_made_says_why_and_the_next_is_timed() -> None:
+    def fail() -> Problem:
+        raise ValueError("this GPU has no FP8")
+
+    ours = Problem(calls={"ours": lambda: [lambda: 1.0]})
+    lines = printed([Case("one", fail), Case("two", lambda: ours)])[1:]
+    assert [line.split()[:2] for line in lines] == [["one", "this"], ["two", "ours"]]
+    with pytest.raises(ValueError):
+        printed([Case("one", fail)], passed_over=())
+
+
 def test_all_combinations_of_tiles_are_tried_and_the_best_are_printed() -> None:
     now = ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3))
     tried: list[ManyTiles] = []
@@ -139,6 +152,22 @@ def test_a_field_that_tiles_have_not_is_refused() -> None:
         with pytest.raises(SystemExit, match=f"--tiles {field}: allowed of {type(of).__name__}: "):
             changed(of, field, 32)
     assert changed(both, "inner.block_n", 32) == ManyTiles(ExpertTiles(32, 16, 128, 4, 3), tiles)
+
+
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "experts", "--tiles", "block_n=32,64"])
+    assert bench_kernels.main() == 1
+    assert capsys.readouterr().err == "bench_kernels.py needs a GPU.\n"
+
+
+@pytest.mark.parametrize("tiles", ["block_n", "block_n=", "=3", "block_n=a,b"])
+def test_tiles_without_numbers_are_refused(tiles: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(["linear", "--tiles", tiles])
+    assert f"{tiles}: allowed: FIELD=N,N" in capsys.readouterr().err
 
 
 def test_collectives_are_compared_before_they_are_timed() -> None:
