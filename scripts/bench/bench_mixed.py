@@ -85,11 +85,9 @@ async def measure_phase(work: Work, seconds: float) -> Phase:
 
 async def measure_round(phase: Phase, work: Work, seconds: float) -> None:
     """From the moment when all streams decode until the first of them ends, `seconds` at most."""
-    streams = work.streams()
     # Made before anything is timed, because long prompts take long to draw.
-    waiting = (
-        [work.arrivals() for _ in range(math.ceil(seconds * work.rate))] if work.arrivals else []
-    )
+    streams, count = work.streams(), math.ceil(seconds * work.rate)
+    waiting = [work.arrivals() for _ in range(count)] if work.arrivals else []
     steady: list[list[float]] = [[] for _ in streams]
     arrived: list[tuple[float, list[float], asyncio.Task[None]]] = []
 
@@ -176,15 +174,13 @@ async def measure(
     rng = random.Random(arguments.seed)
     low, high = arguments.input
 
-    def stream() -> Request:
-        prompt = random_tokens(rng, arguments.steady_input, vocab_size)
-        return make(prompt, arguments.steady_output)
+    def streams() -> list[Request]:
+        num_input, count = arguments.steady_input, arguments.streams
+        prompts = [random_tokens(rng, num_input, vocab_size) for _ in range(count)]
+        return [make(prompt, arguments.steady_output) for prompt in prompts]
 
     def arriving() -> Request:
         return make(random_tokens(rng, rng.randint(low, high), vocab_size), arguments.output)
-
-    def streams() -> list[Request]:
-        return [stream() for _ in range(arguments.streams)]
 
     console.print(
         f"{arguments.streams} steady streams, {arguments.steady_input} tokens in and up to "
@@ -234,9 +230,7 @@ def main() -> int:
     number, positive = above_zero(int), above_zero(float)
     parser.add_argument("--streams", type=number, default=32)
     parser.add_argument("--steady-input", type=number, default=512, help="their prompt tokens")
-    parser.add_argument(
-        "--steady-output", type=number, default=1024, help="tokens until a new round"
-    )
+    parser.add_argument("--steady-output", type=number, default=1024, help="until a new round")
     parser.add_argument("--rate", type=positive, default=20.0, help="arrivals a second")
     parser.add_argument(
         "--input", type=number, nargs=2, default=[100, 500], metavar=("LOW", "HIGH"),
