@@ -53,7 +53,6 @@ from minisgl.runner.memory import (
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.stage import Stage
-from minisgl.runner.stage_times import StageTimes
 from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 from minisgl.tiers.disk.disk_cache import open_store
 from minisgl.tiers.disk.page_files import PageFiles
@@ -130,10 +129,9 @@ def load_runner(
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
-    times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
-    stage = Stage(pipeline, hidden_size, dtype, device, times, has_runs=has_runs)
+    stage = Stage(pipeline, hidden_size, dtype, device, has_runs=has_runs)
     build = _Builder(config, facts, model, layer_specs, network, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config), num_window_pages=pages_for_largest_step(config))

@@ -216,7 +216,6 @@ class ModelRunner:
         with self.lanes.compute("drain"):
             stage.drain(computation.tables.returned)
         self.lanes.synchronize()
-        stage.write_times()
         self._graphs = StepGraphs()
         if self._tiers is not None:
             self._tiers.close()

@@ -19,7 +19,6 @@ from torch import Tensor
 from minisgl.distributed.communicator import SINGLE_RANK
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.models.decoder import Taps
-from minisgl.runner.stage_times import StageTimes
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -32,19 +31,17 @@ class Stage:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        times: StageTimes | None = None,
         *,
         has_runs: bool = False,
     ) -> None:
-        """hidden_size, dtype: of the rows that pass between stages. times: to be recorded.
-        has_runs: whether steps sample runs."""
+        """hidden_size, dtype: of the rows that pass between stages. has_runs: whether steps sample
+        runs."""
         self.pipeline = pipeline
         self._has_runs = has_runs
         self.is_first = pipeline.stage == 0
         self.is_last = pipeline.stage == pipeline.size - 1
         # Of captured steps: the rows that they read and those that they write.
         self.inbox = self.outbox = torch.empty((0, hidden_size), dtype=dtype, device=device)
-        self._times = times
         self._unreturned: deque[int] = deque()  # on the first stage: steps that have sampled
 
     def bytes_on_the_way(self, num_rows: int) -> int:
@@ -89,14 +86,10 @@ class Stage:
             if not captured:
                 rows = self.inbox.new_empty((num_rows, self.inbox.shape[1]))
             self.pipeline.receive(rows)
-        if self._times is not None:
-            self._times.began(plan.step)
         return rows
 
     def send(self, plan: StepPlan, rows: Tensor) -> None:
         """Send the rows of a step, whose work is done, to the next stage."""
-        if self._times is not None:
-            self._times.ended()
         self.pipeline.send(rows)
         if plan.num_samples and not plan.deferred:
             self.will_return(plan.step)
@@ -109,8 +102,6 @@ class Stage:
     def return_tokens(self, plan: StepPlan, table: Tensor) -> None:
         """Send the tokens to the first stage, unless this is the first or the plan samples none.
         The step's work is done."""
-        if self._times is not None and plan.num_tokens:
-            self._times.ended()
         if not self.is_first and plan.num_samples:
             self.pipeline.send_tokens(table.clone())
 
@@ -118,11 +109,6 @@ class Stage:
         """Wait on the first stage for all tokens, so that the last one does not wait for ever."""
         while self._unreturned:
             self._wait_for_tokens(self._unreturned[0], table)
-
-    def write_times(self) -> None:
-        """Write the times of all steps, if they are recorded. All work must be done."""
-        if self._times is not None:
-            self._times.write()
 
     def _wait_for_tokens(self, step: int, table: Tensor) -> None:
         while self._unreturned and self._unreturned[0] <= step:

@@ -2,9 +2,7 @@
 
 1. plan + settle at 256 running requests, with a runner that returns at once. Limit: 1.5 µs a
    request and step.
-2. Sending a step's plan to three other ranks, and reading it there, at 256 running requests. Limit:
-   50 µs.
-3. The radix cache at a million cached tokens: matching, inserting and evicting, against a small
+2. The radix cache at a million cached tokens: matching, inserting and evicting, against a small
    cache. Neither may grow with the size of the cache.
 
 Run it on a quiet machine; each figure is the best of five.
@@ -13,26 +11,18 @@ Run it on a quiet machine; each figure is the best of five.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import random
 import time
-from collections.abc import Callable
-from typing import Any
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.ranks.processes.plan_codec import PlanDecoder, PlanEncoder
 from minisgl.request import Request, SamplingParams
-from minisgl.scheduler.plan import PageGrant, StepPlan, StepResult
+from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
 
 REPEATS = 5
 NUM_REQUESTS = 256
 NUM_STEPS = 400
-
-
-def best_of(measure: Callable[[], float]) -> float:
-    return min(measure() for _ in range(REPEATS))
 
 
 def step_cost(page_size: int, context: int) -> float:
@@ -71,40 +61,6 @@ def step_cost(page_size: int, context: int) -> float:
     gc.enable()
     assert len(plan.decode_slots) == NUM_REQUESTS
     return elapsed / NUM_STEPS / NUM_REQUESTS
-
-
-def wire_cost(num_ranks: int, *, grants: int = 0, new_batch: bool = False) -> tuple[float, float]:
-    """Seconds that rank 0 takes to send a step's plan, and that each other one takes to read it.
-
-    grants: requests that get a page in each step; new_batch: the batch is another in each.
-    """
-    pipes = [multiprocessing.Pipe() for _ in range(num_ranks - 1)]
-    encoder = PlanEncoder()
-    decoders = [PlanDecoder() for _ in pipes]
-    batch = tuple(range(NUM_REQUESTS))
-    sending = reading = 0.0
-    for step in range(1, NUM_STEPS + 1):
-        if new_batch:
-            batch = (*batch[1:], batch[0])
-        plan = StepPlan(
-            step,
-            batch,
-            longest_decode=1000 + step,
-            grants=tuple(PageGrant(slot, 60, (5000 + slot,)) for slot in range(grants)),
-        )
-        started = time.perf_counter()
-        data = encoder.encode(plan)
-        for here, _ in pipes:
-            here.send_bytes(data)
-        sent = time.perf_counter()
-        for decoder, (_, there) in zip(decoders, pipes, strict=True):
-            decoder.decode(there.recv_bytes())
-        sending += sent - started
-        reading += (time.perf_counter() - sent) / len(pipes)
-    for ends in pipes:
-        for end in ends:
-            end.close()
-    return sending / NUM_STEPS, reading / NUM_STEPS
 
 
 def cache_cost(num_nodes: int, tokens_per_node: int) -> tuple[float, float, float]:
@@ -152,26 +108,18 @@ def cache_cost(num_nodes: int, tokens_per_node: int) -> tuple[float, float, floa
             add(tokens)
         return (time.perf_counter() - started) / len(fresh)
 
-    return best_of(match), best_of(insert), best_of(evict)
+    found = [[measure() for _ in range(REPEATS)] for measure in (match, insert, evict)]
+    return min(found[0]), min(found[1]), min(found[2])
 
 
 def main() -> None:
     print(f"plan + settle, {NUM_REQUESTS} running requests, best of {REPEATS}")
     for page_size, context in ((16, 100), (64, 100), (64, 4000)):
-        cost = best_of(lambda size=page_size, length=context: step_cost(size, length))
+        cost = min(step_cost(page_size, context) for _ in range(REPEATS))
         print(
             f"  page size {page_size:2}, context {context:4}: {cost * 1e6:.2f} µs a request and "
             f"step, {cost * NUM_REQUESTS * 1e3:.3f} ms a step"
         )
-    print(f"a plan from rank 0 to 3 others, {NUM_REQUESTS} running requests, best of {REPEATS}")
-    cases: dict[str, dict[str, Any]] = {
-        "steady decode": {},
-        "16 new pages": {"grants": 16},
-        "another batch and 16 new pages": {"grants": 16, "new_batch": True},
-    }
-    for name, case in cases.items():
-        sent, read = min(wire_cost(4, **case) for _ in range(REPEATS))
-        print(f"  {name}: sent in {sent * 1e6:.0f} µs, read in {read * 1e6:.0f} µs")
     print(f"radix cache, 1,000-token prompts, page size 16, best of {REPEATS}")
     for num_nodes, tokens_per_node in ((100, 1008), (10_000, 112)):
         match, insert, evict = cache_cost(num_nodes, tokens_per_node)

@@ -68,14 +68,10 @@ def above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     return parse
 
 
-def run_script(
-    work: Coroutine[Any, Any, None],
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
-) -> int:
+def run_script(work: Coroutine[Any, Any, None]) -> int:
     """Run the script; an error is one line. Returns the exit code."""
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(work)
+        asyncio.run(work)
     except MinisglError as error:
         message = " ".join(str(error).split())
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)

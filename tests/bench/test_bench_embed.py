@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,19 @@ def check_figures(figures: dict[str, Any], printed: str) -> None:
     assert "output tok/s" not in printed and "output tokens" not in printed
 
 
+@pytest.mark.parametrize("most", [None, 1])
 async def test_an_offline_run_counts_requests_and_prompt_tokens(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int | None
 ) -> None:
     file = tmp_path / "bench.json"
     engine = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_pages=65)
     config = BenchConfig(num_requests=4, repeat=3, json_file=str(file))
-    assert await bench_offline(engine, config, EMBED, ReportConfig()) == 0
+    assert await bench_offline(engine, config, EMBED, ReportConfig(), most) == 0
     gc.unfreeze()
     found = json.loads(file.read_text())
+    requests = found["run"]["requests"]
+    follow = [one["last_token_s"] <= other["submitted_s"] for one, other in pairwise(requests)]
+    assert follow == [most == 1] * 3
     printed = capsys.readouterr().out
     check_figures(found["figures"], printed)
     assert found["figures"]["num_cached_tokens"] == 0  # no run repeats another one's prompts

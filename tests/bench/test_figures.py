@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gpu_checks import LIST, read_checks
 from rich.console import Console
 from support.printed_tables import cells
 
 from minisgl.bench.config import STANDARD, Sizes, Span
+from minisgl.bench.energy import Spent
 from minisgl.bench.figures import Distribution, Figures, Limit, percentile
 from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
 from minisgl.bench.peak import Peak, measure_peak
+from minisgl.bench.report.tables import print_figures
 from minisgl.bench.roofline import DecodeStep, KernelWork, Work, prefill_operations
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts
@@ -207,6 +211,26 @@ def test_the_operations_of_several_prompts_add_up(tmp_path: Path) -> None:
     assert prefill_operations([one], model) == pytest.approx(by_hand, rel=1e-3)
 
 
+def test_a_run_without_decoding_shows_what_prefill_computes_in_a_second(tmp_path: Path) -> None:
+    model = read_facts(
+        tmp_path,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+    )
+    requests = [record((0.0, 0.5, 0.5), (2048, 0, 1))] * 16
+    run, peak = RunRecord(requests, num_steps=4, num_retractions=0), Peak(4e12, 800e12)
+    config: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="bfloat16", max_running_requests=256)
+    printed, figures = io.StringIO(), Figures.of(run)
+    limit = Limit.of(run, figures.elapsed_s, model, peak, config)
+    print_figures(Console(file=printed, width=200, soft_wrap=True), figures, limit)
+    [check] = (check for check in read_checks(LIST) if check.name == "prefill-8b")
+    reached = prefill_operations(requests, model) / 0.5 / 1e12
+    assert reached > 50
+    assert check.figures[0].read(printed.getvalue()) == pytest.approx(reached, abs=0.5)
+
+
 def test_token_gaps_count_if_both_their_ends_do() -> None:
     assert gaps([0.0, 1.0, 3.0, 6.0, 10.0], 1.0, 6.0) == [2.0, 3.0]
     assert gaps([2.0], 0.0, 9.0) == gaps([], 0.0, 9.0) == []
@@ -241,6 +265,29 @@ def test_latencies_are_printed_as_a_percentage_of_the_roofline() -> None:
     ]
     assert "can read 1.00 GB of weights and 1.00, 4.00 GB of KV cache, or compute" in printed
     assert "at 4.00 TB/s and 1,000 TFLOP/s." in printed
+
+
+@pytest.mark.parametrize("joules", [None, 1.0])
+def test_a_check_reads_the_tokens_of_a_step_behind_those_without_drafts(
+    joules: float | None,
+) -> None:
+    [check] = (check for check in read_checks(LIST) if check.name == "speculation-14b")
+    [figure] = (figure for figure in check.figures if figure.name == "tokens a step at 1")
+    peak, printed = Peak(bytes_per_s=4e12, operations_per_s=1e15), io.StringIO()
+    for num_accepted in (0, 6):
+        one = record((0.0, 0.1, 0.118), (10, 0, 10))
+        if num_accepted:
+            one = replace(one, num_drafted_tokens=12, num_accepted_tokens=num_accepted)
+        run = RunRecord([one], num_steps=10, num_retractions=0)
+        shown = BatchRecord(
+            sizes=Sizes(1, Span(10, 10), Span(10, 10)),
+            figures=Figures.of(run).with_energy(Spent(seconds=1.0, joules=joules)),
+            step=DecodeStep((KernelWork(1e9, 1e9),), attention=KernelWork(1e9, 0.0)),
+            limit_s=1e-3,
+            run=run,
+        )
+        print_latencies(Console(file=printed, width=160, soft_wrap=True), [shown], peak)
+        assert figure.read(printed.getvalue()) == (2.5 if num_accepted else None)
 
 
 def test_latencies_on_a_cpu_have_no_roofline() -> None:

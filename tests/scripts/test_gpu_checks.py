@@ -20,6 +20,7 @@ from unittest import mock
 import gpu_checks
 import pytest
 import typer
+from bench_settings import sides_of
 from dummy_config import DRAFTERS, MODELS, QUANTIZATIONS
 from gpu_checks import (
     LIST,
@@ -113,10 +114,14 @@ def parse(command: str, folder: Path) -> None:
     if not given:
         return None
     parsed = parse_script(script, given)
-    if "--" in given:
-        engine = given[given.index("--") + 1 :]
-        assert getattr(parsed, "serve", engine) == engine
-        parse_command(["serve", *engine])
+    if script.name == "bench_settings.py":
+        for side in (side for verb in parsed.verb or [""] for side in sides_of(parsed, verb)):
+            parse_command(["bench", *side.bench])
+            if side.serve is not None:
+                parse_command(["serve", *side.serve])
+    if script.name == "bench_mixed.py":
+        for options in parsed.served or ():
+            parse_command(["serve", *shlex.split(options)])
     return None
 
 
@@ -132,7 +137,16 @@ def test_a_listed_command_is_one_that_its_program_takes(
     "command",
     [
         "python -m minisgl bench --no-such-option",
-        "python scripts/bench/bench_replicas.py -- --no-such-option",
+        *(
+            f"python scripts/bench/bench_settings.py {options}"
+            for options in (
+                "--side= --side= -- --no-such-option",
+                "--side= --side=--no-such-option",
+                "--side= --side= --served -- --no-such-option",
+                "--side= --side='| --no-such-option' --served",
+            )
+        ),
+        "python scripts/bench/bench_mixed.py --served=--no-such-option",
     ],
 )
 def test_a_wrong_option_of_minisgl_would_be_found(command: str, tmp_path: Path) -> None:
