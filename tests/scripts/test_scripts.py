@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import try_agents
 from support.folders import SCRIPTS
 
 from minisgl.models.hub import DEMO_NOTE
@@ -39,19 +38,6 @@ def test_quickstart_ask_reports_why_the_server_did_not_start() -> None:
     result = run(sys.executable, SCRIPTS / "ask.py", "--dtype", "int3")
     assert result.returncode == 2
     assert result.stderr.startswith("minisgl: --dtype int3: allowed: ")
-
-
-def test_all_agents_are_tried_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[object] = []
-    monkeypatch.setattr(try_agents, "try_agent", lambda agent, folder: tried.append(agent))
-    for names, expected in (([], ["codex", "claude"]), (["claude"], ["claude"])):
-        tried.clear()
-        monkeypatch.setattr(sys, "argv", ["try_agents.py", *names])
-        assert try_agents.main() == 0
-        assert tried == [try_agents.AGENTS[name] for name in expected]
-    monkeypatch.setattr(sys, "argv", ["try_agents.py", "nobody"])
-    with pytest.raises(SystemExit):
-        try_agents.main()
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.rglob("*.sh")), ids=lambda script: script.name)
