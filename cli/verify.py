@@ -34,8 +34,11 @@ def verify(engine: EngineConfig, named: ModelArgument = "") -> int:
     """
     set_up_logging(default="WARNING")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging
+
     from minisgl.verify.run import verify
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     findings = verify(
         of_model(engine, named), tell=lambda text: print(text, file=sys.stderr, flush=True)
     )
@@ -54,12 +57,12 @@ def _print(findings: Findings) -> None:
         console.print(line)
     if findings.paths:
         console.print(_table(findings.paths, findings.dtype))
-    console.print(f"tokens of texts: {'not ' if findings.texts else ''}as in transformers")
+    console.print(f"texts: the tokens of {len(findings.texts)} are not as in transformers")
     said = [*findings.conversations.values()]
     console.print(
         f"chat template: {said.count('')} of {len(said)} conversations as in transformers"
         if said
-        else "chat template: none"
+        else "chat template: none, or one that renders no conversation, here as in transformers"
     )
     console.print(f"parsers: {findings.format}")
     for fault in findings.faults:
@@ -91,7 +94,7 @@ def _verdict(findings: Findings) -> str:
     if findings.faults:
         return "WRONG: minisgl does not compute what transformers computes"
     if findings.not_compared:
-        return f"NOT SHOWN: no numbers were compared, since {findings.not_compared}"
+        return f"NOT SHOWN: {'; '.join(findings.not_compared)}"
     return (
         f"RIGHT: minisgl computes what transformers does, but for the rounding of {findings.dtype}"
     )

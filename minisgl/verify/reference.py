@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minisgl.config import BLOCK, Activations, QuantScheme, Storage
 from minisgl.config.machine import memory_bytes
 from minisgl.errors import UnsupportedModelError
+from minisgl.models.adopted.architectures import RENAMED
 from minisgl.models.config_reader import CONFIG_FILE, QUANTIZATION_FIELDS, read_json
 from minisgl.models.hub import safetensors_files
 from minisgl.verify.answers import Stretch
@@ -116,7 +117,7 @@ def _read(folder: Path, dtype: torch.dtype, storage: Storage | None) -> Any:
     import transformers
 
     [name] = read_json(folder / CONFIG_FILE)["architectures"]
-    architecture = getattr(transformers, name)
+    architecture = getattr(transformers, RENAMED.get(name, name))
     config = architecture.config_class.from_pretrained(folder, local_files_only=True)
     state: dict[str, Tensor] | None = None
     source: str | None = str(folder)

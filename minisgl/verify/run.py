@@ -32,7 +32,7 @@ class Findings:
     facts: Sequence[str]  # the code, the dtype, the device
     dtype: str
     paths: Sequence[PathResult] = ()
-    not_compared: str = ""  # why there are no paths
+    not_compared: Sequence[str] = ()  # what was not, and why
     texts: Sequence[str] = ()  # those whose tokens differ
     conversations: dict[str, str] = field(default_factory=dict)  # "", or what differs
     format: str = ""  # the parsers
@@ -77,21 +77,29 @@ def verify(config: EngineConfig, tell: Callable[[str], None]) -> Findings:
         torch.cuda.empty_cache()
     tell("transformers computes them.")
     paths: list[PathResult] = []
-    not_compared = ""
+    not_compared: list[str] = []
     try:
         paths = beside_transformers(folder, stretches, resolved, model)
     except UnsupportedModelError as error:
-        not_compared = str(error)
+        not_compared.append(f"no numbers were compared, since {error}")
     template = read_template(config.chat_template) if config.chat_template else None
+    texts: list[str] = []
+    conversations: dict[str, str] = {}
+    try:
+        texts = differing_texts(tokenizer, folder)
+        if tokenizer.has_chat_template:
+            conversations = differing_conversations(tokenizer, folder, template)
+    except Exception as error:  # of whichever tokenizer
+        not_compared.append(
+            f"no texts were compared, since transformers' tokenizer fails: {in_one_line(error)}"
+        )
     return Findings(
         facts=_facts(model, resolved),
         dtype=resolved.dtype,
         paths=paths,
         not_compared=not_compared,
-        texts=differing_texts(tokenizer, folder),
-        conversations=differing_conversations(tokenizer, folder, template)
-        if tokenizer.has_chat_template
-        else {},
+        texts=texts,
+        conversations=conversations,
         format=str(choose_format(tokenizer)),
     )
 

@@ -233,7 +233,31 @@ def test_what_transformers_cannot_load_is_not_called_right(monkeypatch: pytest.M
     found = findings()
     assert not found.is_right
     assert not found.faults
-    assert found.not_compared.endswith("ImportError: it needs another package")
+    (said,) = found.not_compared
+    assert said.endswith("ImportError: it needs another package")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}"])
+def test_a_template_that_raises_leaves_the_numbers(template: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    found = findings(folder, dtype="float32")
+    assert found.is_right and found.paths
+    assert not found.conversations
+
+
+def test_a_tokenizer_that_transformers_does_not_load_leaves_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(*_: Any) -> None:
+        raise ValueError("no such class")
+
+    monkeypatch.setattr(texts, "_theirs", cannot)
+    found = findings(dtype="float32")
+    assert found.paths and not found.faults and not found.is_right
+    (said,) = found.not_compared
+    assert said.startswith("no texts were compared, since") and said.endswith("no such class")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +302,7 @@ def _logging_as_before() -> Iterator[None]:
         (replace(FACTS, paths=[replace(RIGHT, num_other=1)]), 1, "WRONG: "),
         (replace(FACTS, conversations={"a tool": "the texts differ"}), 1, "WRONG: "),
         (replace(FACTS, texts=["'Zwölf'"]), 1, "WRONG: "),
-        (replace(FACTS, paths=[], not_compared="it is large"), 1, "NOT SHOWN: "),
+        (replace(FACTS, paths=[], not_compared=["it is large"]), 1, "NOT SHOWN: "),
     ],
 )
 def test_the_command_ends_with_the_verdict(
