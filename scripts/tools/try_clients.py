@@ -157,11 +157,13 @@ def instructor_output_and_a_second_turn(url: str, model: str) -> None:
         create = instructor.from_openai(server, mode=mode).chat.completions.create
         options: Any = {"model": model, "response_model": Warmer, "max_retries": 0}
         options |= {"max_tokens": MAX_TOKENS, "temperature": 0.0}
-        messages: list[Any] = [{"role": "user", "content": AS_JSON}]
-        first = create(messages=messages, **options)
-        messages.append({"role": "assistant", "content": first.model_dump_json()})
-        messages.append({"role": "user", "content": "And in winter?"})
-        assert isinstance(create(messages=messages, **options), Warmer)
+        first = create(messages=[{"role": "user", "content": AS_JSON}], **options)
+        history = [
+            {"role": "user", "content": AS_JSON},
+            {"role": "assistant", "content": first.model_dump_json()},
+            {"role": "user", "content": "And in winter?"},
+        ]
+        assert isinstance(create(messages=history, **options), Warmer)
 
 
 # -- litellm ---------------------------------------------------------------------------------------
