@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from minisgl.models.hub import DEMO_NOTE
 
@@ -33,62 +32,44 @@ def main(options: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not any(option.startswith("--model") for option in options):
         print(DEMO_NOTE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # The last --host and --port count, so these do.
+    command = [sys.executable, "-m", "minisgl", "serve", *options, "--host", "127.0.0.1"]
+    print("Starting the server ...", flush=True)
+    # A real model takes its time to load, and says so; the bundled one is quick.
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen([*command, "--port", port], stderr=None if options else log) as server,
+    ):
+        try:
+            return ask(server, f"http://127.0.0.1:{port}")
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            if server.poll() is None:
+                stop(server)
+            else:
+                log.seek(0)
+                print(log.read(), end="", file=sys.stderr)
+
+
+def ask(server: subprocess.Popen[bytes], url: str) -> int:
+    """Prints the answer, when the server is ready. Returns the exit code."""
+    while not healthy(url):
+        if server.poll() is not None:
+            return server.returncode
+        time.sleep(0.1)
+    print(f"The server listens at {url}.\n\n> {QUESTION}")
     try:
-        with running_server(options) as url:
-            print(f"\n> {QUESTION}")
-            for text in stream_answer(url, QUESTION):
-                print(text, end="", flush=True)
-            print()
-    except ServerFailedError as failure:
-        print(failure.log, end="", file=sys.stderr)
-        return failure.exit_code
+        for text in stream_answer(url, QUESTION):
+            print(text, end="", flush=True)
+        print()
     except urllib.error.HTTPError as refusal:
         print(json.loads(refusal.read())["error"]["message"], file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
-
-
-class ServerFailedError(Exception):
-    def __init__(self, exit_code: int, log: str) -> None:
-        super().__init__(f"the server ended with exit code {exit_code}")
-        self.exit_code = exit_code
-        self.log = log
-
-
-@contextmanager
-def running_server(options: list[str]) -> Iterator[str]:
-    """Gives the base URL of a server that is ready, and stops it however the context ends."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    # The last --host and --port count, so these do.
-    command = [sys.executable, "-m", "minisgl", "serve", *options]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    print("Starting the server ...", flush=True)
-    with tempfile.TemporaryFile("w+") as log:
-        # A real model takes its time to load, and says so; the bundled one is quick.
-        stderr = None if options else log
-        with subprocess.Popen(command, stderr=stderr) as server:
-            try:
-                while not healthy(url):
-                    if server.poll() is not None:
-                        log.seek(0)
-                        raise ServerFailedError(server.returncode, log.read())
-                    time.sleep(0.1)
-                print(f"The server listens at {url}.")
-                yield url
-            finally:
-                if server.poll() is None:
-                    stop(server)
-    print("The server has stopped.")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def healthy(url: str) -> bool:
@@ -105,15 +86,13 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         server.kill()
+    print("The server has stopped.")
 
 
 def stream_answer(url: str, question: str) -> Iterator[str]:
     """The pieces of the answer, each as soon as the server has sent it."""
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": MAX_TOKENS,
-        "stream": True,
-    }
+    messages = [{"role": "user", "content": question}]
+    body = {"messages": messages, "max_tokens": MAX_TOKENS, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         data=json.dumps(body).encode(),

@@ -257,7 +257,7 @@ def run_check(
     """Run it in `folder`, where its output stays in a file."""
     log, began = folder / f"{check.name}.log", time.monotonic()
     words = command_line(check.command, folder)
-    code = run_group(words, log, limit_s, python_path(folder))
+    code = run_group(words, log, limit_s, python_path())
     output = log.read_text(errors="replace")
     verdict, figures, why = judge(check, machine.gpu, code, output)
     return Run(
@@ -274,14 +274,10 @@ def run_check(
     )
 
 
-def python_path(folder: Path) -> str:
-    """Has the checkout run, whatever is installed. Its folder cli is the package minisgl_cli."""
-    packages = folder / "packages"
-    packages.mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (packages / "minisgl_cli").symlink_to(ROOT / "cli")
+def python_path() -> str:
+    """Has the checkout run, whatever is installed."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    return os.pathsep.join([str(ROOT), str(packages), *given])
+    return os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "packages"), *given])
 
 
 def run_group(command: Sequence[str], log: Path, limit_s: float, python_path: str) -> int | None:

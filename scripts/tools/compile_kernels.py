@@ -2,12 +2,9 @@
 
 bash scripts/tools/try_compiled.sh                       # all of them, 12 minutes of CPU time
 bash scripts/tools/try_compiled.sh --only stream_kernel --target sm_90  # 30 s
-bash scripts/tools/try_compiled.sh --table before.txt    # write what was found
 
 Needs Triton, and no GPU. Fails if a kernel does not compile, if one of the package was not reached,
-or if one spills more than SPILLS of spilled_kernels.py says. A table has a line for each kernel:
-registers of a thread, bytes that it spills, bytes of shared memory, a digest of the PTX, and what
-it was compiled for. Tables of two commits, compared by diff, show what a change has touched.
+or if one spills more than SPILLS of spilled_kernels.py says.
 """
 
 from __future__ import annotations
@@ -18,61 +15,37 @@ import io
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from hashlib import sha256
 from multiprocessing import get_context
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import triton
 from pretended_gpu import DEVICES
 from recorded_launches import Launch, record
-from spilled_kernels import figures_of, launched_kernels, may_spill
+from spilled_kernels import launched_kernels, may_spill, spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A kernel, compiled for a target."""
-
-    launch: Launch
-    target: str
-    registers: int  # of a thread
-    spilled: int  # bytes that a thread stores and loads because its registers do not suffice
-    shared: int  # bytes of a program
-    code: str  # digest of the PTX
-
-    def __str__(self) -> str:
-        figures = f"{self.registers} {self.spilled} {self.shared} {self.code}"
-        return f"{self.launch.name} {self.target} {figures} {self.launch.variant}"
-
-
 def main() -> int:
     given = _parse_arguments()
-    found: list[Compiled] = []
+    reached: set[str] = set()
     errors: list[str] = []
     for target in given.target:
         launches = [one for one in _recorded(target) if _is_named(one, given.only)]
+        reached |= {one.name for one in launches}
         with _processes(given.jobs) as pool:
             results = [pool.submit(compile_launch, one, target) for one in launches]
         for launch, result in zip(launches, results, strict=True):
-            if (error := result.exception()) is None:
-                found.append(result.result())
-            else:  # where the compiler ended its process, that of the kernels after it, too
-                told = f"{type(error).__name__}: {error}"
-                errors.append(f"{launch.name} {target} {launch.variant}: {told}")
+            told = f"{launch.name} {target} {launch.variant}"
+            # Where the compiler ended its process, that is the error of the kernels after it, too.
+            if error := result.exception():
+                errors.append(f"{told}: {type(error).__name__}: {error}")
+            elif not may_spill(launch.name, target, spilled := result.result()):
+                errors.append(f"{told}: spills {spilled} bytes, which SPILLS does not allow")
         print(f"{target}: {len(launches)} compiled", flush=True)
-    errors += [
-        f"{one}: more is spilled than SPILLS of spilled_kernels.py allows"
-        for one in found
-        if not may_spill(one.launch.name, one.target, one.spilled)
-    ]
     if not given.only and set(given.target) == set(DEVICES):
-        unreached = launched_kernels() - {one.launch.name for one in found}
+        unreached = launched_kernels() - reached
         errors += [f"{name}: not reached; SERVED of recorded_launches.py" for name in unreached]
-    if given.table is not None:
-        given.table.write_text("".join(f"{line}\n" for line in sorted(map(str, found))))
     print("\n".join(sorted(errors)) or "All compile.")
     return int(bool(errors))
 
@@ -83,7 +56,6 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
     parser.add_argument("--target", nargs="+", default=list(DEVICES), choices=list(DEVICES))
-    parser.add_argument("--table", type=Path, help="write what is found to this file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     return parser.parse_args()
 
@@ -102,26 +74,21 @@ def _processes(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("fork"))
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
-    """Compile without line information, so that moving a line changes nothing, and anew, since a
-    cached result has no log."""
+def compile_launch(launch: Launch, target: str) -> int:
+    """The bytes that it spills. Compiles anew, since a cached result has no log."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     gpu = GPUTarget("cuda", DEVICES[target].arch, 32)
     log = io.StringIO()
     with (
         TemporaryDirectory() as folder,
         triton.knobs.cache.scope(),
-        triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),
     ):
         triton.knobs.cache.dir = folder
-        triton.knobs.compilation.disable_line_info = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(source, target=gpu, options=launch.options)
-    registers, spilled = figures_of(log.getvalue())
-    code = sha256(made.asm["ptx"].encode()).hexdigest()[:12]
-    return Compiled(launch, target, registers, spilled, made.metadata.shared, code)
+        triton.compile(source, target=gpu, options=launch.options)
+    return spilled_bytes(log.getvalue())
 
 
 if __name__ == "__main__":

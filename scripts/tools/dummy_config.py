@@ -225,20 +225,6 @@ MODELS = {
     "Qwen3.8-27B": QWEN3_5
     | sizes(5120, 17408, 64, 24)
     | {"linear_num_value_heads": 48, "num_key_value_heads": 4, "output_gate_type": "swish"},
-    "Qwen3.6-35B-A3B": QWEN3_5
-    | sizes(2048, 512, 40, 16)
-    | {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "linear_num_value_heads": 32,
-        "moe_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 2,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 512,
-    },
     "Qwen3.5-tiny": QWEN3_5  # of no publisher: for a CPU
     | sizes(128, 256, 4, 2)
     | {

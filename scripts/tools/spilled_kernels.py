@@ -41,11 +41,11 @@ SPILLS: Mapping[tuple[str, str], int] = {
 }
 
 
-def figures_of(log: str) -> tuple[int, int]:
-    """The registers and the spilled bytes that ptxas (-v) logs for its one kernel."""
-    (registers,) = re.findall(r"Used (\d+) registers", log)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    return int(registers), sum(map(int, spills))
+def spilled_bytes(log: str) -> int:
+    """What ptxas (-v) logs of its one kernel. Raises ValueError without such a log."""
+    if len(re.findall(r"Used \d+ registers", log)) != 1:
+        raise ValueError(f"ptxas has not told of one kernel: {log!r}")
+    return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
 
 
 def may_spill(kernel: str, target: str, spilled: int) -> bool:

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from pretended_gpu import GPU, MetaAsGPU, PretendedLanes
-from spilled_kernels import SPILLS, figures_of, launched_kernels, may_spill
+from spilled_kernels import SPILLS, launched_kernels, may_spill, spilled_bytes
 
 
-def test_the_figures_are_those_of_the_compilers_log() -> None:
+def test_the_spilled_bytes_are_those_of_the_compilers_log() -> None:
     log = """ptxas info    : Compiling entry function 'norm' for 'sm_90a'
 ptxas info    : Function properties for norm
     16 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size
 """
-    assert figures_of(log) == (40, 24)
+    assert spilled_bytes(log) == 24
+    for other in ("", log + log):
+        with pytest.raises(ValueError, match="one kernel"):
+            spilled_bytes(other)
 
 
 def test_a_kernel_spills_no_more_than_is_listed_for_its_target() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import environments
 import pytest
-from environments import Collected, Record, places
+from environments import Record, places
 from support.folders import ROOT, SCRIPTS
 
 TESTS = """
@@ -69,27 +69,25 @@ def test_the_option_records_tests_of_all_processes_and_replaces_what_was_there(
     file.write_text("# before\npassed tests/test_gone.py::test_gone\n")
     done = python("-m", "pytest", "-q", "--record", file, *options, "tests/test_shards.py")
     assert done.returncode == 0, done.stdout
-    ran = environments.read_record("plain", file).ran
+    [found] = environments.read_records(tmp_path)
+    ran = found.ran
     assert f"{len(ran)} passed" in done.stdout
     assert {test.partition("::")[0] for test in ran} == {"tests/test_shards.py"}
 
 
-def test_tests_that_need_a_gpu_are_counted_apart() -> None:
-    files = ("tests/test_shards.py", "tests/gpu/test_dense_copies_gpu.py")
-    found = python("-c", f"import environments as e; f = e.collect{files}; print(f.tests, f.gpu)")
-    assert "'tests/test_shards.py::" in found.stdout.partition("}")[0]
-    assert "tests/gpu" not in found.stdout.partition("}")[0], found.stdout
-    assert "'tests/gpu/test_dense_copies_gpu.py::" in found.stdout
+def test_tests_that_need_a_gpu_are_not_collected() -> None:
+    found = environments.collected("tests/test_shards.py", "tests/gpu/test_dense_copies_gpu.py")
+    assert {environments.file_of(test) for test in found} == {"tests/test_shards.py"}
 
 
 def test_a_test_has_the_environments_in_which_it_ran() -> None:
-    collected = Collected({"a.py::test_1", "a.py::test_2"}, {"g.py::test_gpu"})
+    collected = {"a.py::test_1", "a.py::test_2"}
     records = [
         Record("plain", "", frozenset({"a.py::test_1", "a.py::test_gone"}), frozenset()),
         # b.py needs a package that is missing here.
         Record("ray", "", frozenset({"a.py::test_1", "b.py::test_1"}), frozenset({"b.py::test_2"})),
     ]
-    assert places(collected, {"a.py", "b.py", "c.py", "g.py"}, records) == {
+    assert places(collected, {"b.py", "c.py"}, records) == {
         "a.py::test_1": ["plain", "ray"],
         "a.py::test_2": [],
         "b.py::test_1": ["ray"],
@@ -98,32 +96,22 @@ def test_a_test_has_the_environments_in_which_it_ran() -> None:
     }
 
 
-@pytest.mark.parametrize("skipped", [False, True])
-def test_the_script_fails_if_a_test_has_run_nowhere(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    skipped: bool,
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_a_test_that_has_run_nowhere_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str
 ) -> None:
-    outcome = "skipped" if skipped else "failed"
     (tmp_path / "plain").write_text(f"# today\npassed a.py::test_1\n{outcome} a.py::test_2\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "ray").write_text("# then\npassed a.py::test_1\n")
-    collected = Collected({"a.py::test_1", "a.py::test_2"}, {"a.py::test_gpu"})
-    monkeypatch.setattr(environments, "collect", lambda: collected)
-    monkeypatch.setattr(environments, "files_of_tests", lambda _: {"a.py"})
-    monkeypatch.setattr("sys.argv", ["environments.py", str(tmp_path)])
-    monkeypatch.chdir(tmp_path)  # where it was, afterwards
-    assert environments.main() == int(skipped)
-    *table, _, total, count, missing = [*capsys.readouterr().out.splitlines(), ""][:7]
-    assert [line.split() for line in table] == [
-        ["environment", "tests", "only", "there", "last", "run"],
-        ["other/ray", "1", "0", "then"],
-        ["plain", "1" if skipped else "2", "0" if skipped else "1", "today"],
-    ]
-    assert total == "2 tests, and 1 that need a GPU."
-    assert count == f"{int(skipped)} tests have run in no environment."
-    assert missing == ("  a.py::test_2" if skipped else "")
+    records = environments.read_records(tmp_path)
+    where = places({"a.py::test_1", "a.py::test_2"}, set(), records)
+    num_missing = int(outcome == "skipped")
+    assert environments.report(where, records) == num_missing
+    printed = capsys.readouterr().out.splitlines()
+    plain = f"| plain | {2 - num_missing} | {1 - num_missing} | today |"
+    assert printed[2:4] == ["| other/ray | 1 | 0 | then |", plain]
+    assert printed[5] == f"{num_missing} of 2 tests have run in no environment."
+    assert printed[6:] == ["  a.py::test_2"] * num_missing
 
 
 def test_every_environment_records_whole_runs_and_is_a_job_of_the_workflow() -> None:

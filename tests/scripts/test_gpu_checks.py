@@ -457,7 +457,7 @@ def test_models_in_a_command_become_folders(tmp_path: Path) -> None:
 def test_a_check_runs_the_checkout_whatever_is_installed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = "import minisgl, minisgl_cli; print(minisgl.__file__, minisgl_cli.__file__)"
-    path = gpu_checks.python_path(tmp_path)
+    path = gpu_checks.python_path()
     assert gpu_checks.run_group([sys.executable, "-c", code], log, 120.0, path) == 0
     package, cli = log.read_text().split()
     assert Path(package).parent == ROOT / "minisgl"

@@ -6,7 +6,7 @@ import re
 
 import figures
 import pytest
-from figures import CHECKS, DATA, FiguresError, Measurements
+from figures import DATA, FiguresError, Measurements
 from gpu_checks import LIST, read_checks
 from support.folders import ROOT
 
@@ -129,15 +129,6 @@ def test_the_pages_have_the_tables_of_the_data() -> None:
         assert text == measurements.written(page, text), remedy
 
 
-def test_a_page_comes_from_the_files_of_its_tables() -> None:
-    checks = '[tables.{}]\npage = "{}.md"\nchecks = "tests-*"\n'
-    measurements = Measurements(
-        SMALL + checks.format("first", "page") + checks.format("second", "gpu")
-    )
-    assert measurements.sources("page.md") == [DATA, CHECKS]
-    assert measurements.sources("gpu.md") == [CHECKS]
-
-
 def test_the_script_names_pages_that_differ_and_writes_them(
     tmp_path: figures.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +143,10 @@ def test_the_script_names_pages_that_differ_and_writes_them(
         return figures.main()
 
     assert run("--check") == 1
-    assert capsys.readouterr().out == "page.md: differs from data.toml\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "page.md: differs from the table list of data.toml",
+        "page.md: differs from the table rows of data.toml",
+    ]
     assert page.read_text() == PAGE
     assert run("--write") == 0
     assert page.read_text() == WRITTEN
@@ -202,3 +196,10 @@ def test_a_table_of_checks_has_the_last_run_on_each_kind_of_gpu() -> None:
         "| first | `tests-a` | 1 | **failed**, 2026-11-28, `abc` | 12 passed, 2026-11-28, `abc` |",
         "| second | `tests-b` | 2 | never | never |",
     ]
+
+
+def test_a_table_of_checks_is_said_to_come_from_their_file() -> None:
+    measurements = Measurements(DATA.read_text())
+    [name] = [name for name, table in measurements.tables.items() if table.checks]
+    page = f"<!-- figures: {name} -->\n| old |\n<!-- end of figures -->\n"
+    assert measurements.stale(page) == [f"{name} of gpu_checks.json"]
