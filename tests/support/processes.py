@@ -8,12 +8,20 @@ import select
 import subprocess
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import httpx
 import pytest
 
+if TYPE_CHECKING:
+    from minisgl.ranks.processes.remote_ranks import RemoteRanks
+
 PIPE_BYTES = 1 << 16  # as much as a pipe holds
+
+
+def pids_of(ranks: RemoteRanks) -> dict[int, int | None]:
+    """The processes of the ranks, by rank."""
+    return {rank: state.pid for rank, state in ranks._launcher.states().items()}
 
 
 def check_running(process: subprocess.Popen[str]) -> None:

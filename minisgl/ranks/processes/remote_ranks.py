@@ -77,10 +77,6 @@ class RemoteRanks:
         threading.Thread(target=self._run, name="minisgl-ranks", daemon=True).start()
 
     @property
-    def pids(self) -> dict[int, int | None]:
-        return {rank: state.pid for rank, state in self._launcher.states().items()}
-
-    @property
     def silence(self) -> Mapping[int, float]:
         """Seconds since the last heartbeat of each rank; one per second is expected."""
         return self._watch.silence

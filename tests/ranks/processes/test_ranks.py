@@ -29,7 +29,7 @@ from support.fake_matcher import FakeMatcher, tokens_after
 from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
-from support.processes import check_running
+from support.processes import check_running, pids_of
 from support.serving import demo_engine
 from support.waiting import LIMIT_S
 
@@ -140,7 +140,7 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     streams = [engine.submit([1, 2, 3], ENDLESS) for _ in range(2)]
     for stream in streams:
         await anext(stream)
-    os.kill(engine._runner.others.pids[1], how)
+    os.kill(pids_of(engine._runner.others)[1], how)
     reasons: set[str] = set()
     for stream in streams:
         with pytest.raises(EngineStoppedError) as caught:
@@ -159,7 +159,7 @@ async def test_a_killed_rank_ends_every_answer_and_is_named(options: dict[str, i
     hook = sys.excepthook
     # Nothing but the end of the process tells: no step is ever late.
     async with await demo_engine(step_timeout=math.inf, **options) as engine:
-        pids = [pid for pid in engine._runner.others.pids.values() if pid]
+        pids = [pid for pid in pids_of(engine._runner.others).values() if pid]
         reason = await fail_two_answers(engine, signal.SIGKILL)
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
         wait_until_gone(pids)
@@ -241,7 +241,7 @@ async def test_a_new_engine_can_start_after_a_rank_died(
         with pytest.raises(EngineStoppedError, match=r"Rank 1 \(process"):
             await demo_engine(tp=2)
     engine = await demo_engine(tp=2)
-    os.kill(engine._runner.others.pids[1] or 0, signal.SIGKILL)
+    os.kill(pids_of(engine._runner.others)[1] or 0, signal.SIGKILL)
     await engine.close()
     assert not multiprocessing.active_children()
     assert not dist.is_initialized()
@@ -279,7 +279,7 @@ def test_a_script_from_standard_input_gets_an_explanation(monkeypatch: pytest.Mo
 
 async def test_a_stopped_rank_is_detected_by_the_step_that_it_blocks() -> None:
     async with await demo_engine(tp=2, step_timeout=4.0) as engine:
-        pids = [pid for pid in engine._runner.others.pids.values() if pid]
+        pids = [pid for pid in pids_of(engine._runner.others).values() if pid]
         reason = await fail_two_answers(engine, signal.SIGSTOP)
         assert re.search("rank 1 is silent|Rank 1 .* has given no sign of life", reason)
         wait_until_gone(pids)
@@ -297,7 +297,7 @@ async def test_ranks_listen_on_loopback_only_and_are_killed_if_they_do_not_exit(
     assert modes == {0o700}
     assert listening  # gloo's, on which a rank waits for others
     assert all(address.is_loopback for address in listening), listening
-    [pid] = [pid for pid in engine._runner.others.pids.values() if pid]
+    [pid] = [pid for pid in pids_of(engine._runner.others).values() if pid]
     os.kill(pid, signal.SIGSTOP)
     await engine.close()
     wait_until_gone([pid])

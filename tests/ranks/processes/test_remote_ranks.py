@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.processes import pids_of
 from support.waiting import wait_until
 
 from minisgl.distributed.addresses import Listening
@@ -153,7 +154,7 @@ def reason_of(ranks: RemoteRanks) -> BaseException | None:
 def test_each_rank_has_its_number_and_receives_every_plan() -> None:
     with remote_ranks() as (ranks, launcher, channel):
         assert [*launcher.started] == [1, 2, 3]
-        assert ranks.pids == {1: 101, 2: 102, 3: 103}
+        assert pids_of(ranks) == {1: 101, 2: 102, 3: 103}
         ranks.send(b"first")
         ranks.send(b"second")
         ranks.begin_to_end()
