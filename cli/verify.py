@@ -57,7 +57,9 @@ def _print(findings: Findings) -> None:
         console.print(line)
     if findings.paths:
         console.print(_table(findings.paths, findings.dtype))
-    console.print(f"texts: the tokens of {len(findings.texts)} are not as in transformers")
+    if findings.texts is not None:
+        differ = f"{len(findings.texts)} not " if findings.texts else ""
+        console.print(f"tokens of texts: {differ}as in transformers")
     said = [*findings.conversations.values()]
     console.print(
         f"chat template: {said.count('')} of {len(said)} conversations as in transformers"

@@ -33,7 +33,7 @@ class Findings:
     dtype: str
     paths: Sequence[PathResult] = ()
     not_compared: Sequence[str] = ()  # what was not, and why
-    texts: Sequence[str] = ()  # those whose tokens differ
+    texts: Sequence[str] | None = None  # those whose tokens differ; None: not compared
     conversations: dict[str, str] = field(default_factory=dict)  # "", or what differs
     format: str = ""  # the parsers
 
@@ -41,7 +41,7 @@ class Findings:
     def faults(self) -> list[str]:
         """What is not as in transformers, one sentence each."""
         faults = [each.fault for each in self.paths if not each.is_right]
-        faults += [f"the tokens of {text} differ" for text in self.texts]
+        faults += [f"the tokens of {text} differ" for text in self.texts or ()]
         return faults + [f"{name}: {said}" for name, said in self.conversations.items() if said]
 
     @property
@@ -83,7 +83,7 @@ def verify(config: EngineConfig, tell: Callable[[str], None]) -> Findings:
     except UnsupportedModelError as error:
         not_compared.append(f"no numbers were compared, since {error}")
     template = read_template(config.chat_template) if config.chat_template else None
-    texts: list[str] = []
+    texts: list[str] | None = None
     conversations: dict[str, str] = {}
     try:
         texts = differing_texts(tokenizer, folder)
