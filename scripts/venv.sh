@@ -5,6 +5,8 @@
 venv=$root/.venv
 python=$venv/bin/python
 cpu_index=https://download.pytorch.org/whl/cpu
+# What the tests run with where no PyTorch is installed; try_torch.sh runs them with others.
+tested_torch='torch==2.13.*'
 
 say() { echo "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -45,10 +47,14 @@ install() { # EXTRAS
     say "PyTorch alone is a download of 0.2 GB for a CPU, and of some 3 GB for an NVIDIA GPU."
   # Building without isolation needs setuptools here, and no network once the packages are there.
   pip_install 'setuptools>=77' || die "Installing setuptools failed; see above."
+  local torch
+  torch=$(torch_requirement)
+  [ "$1" != "[test]" ] || torch=$tested_torch
   if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
-    pip_install --index-url "$cpu_index" "$(torch_requirement)" ||
+    pip_install --index-url "$cpu_index" "$torch" ||
       say "PyTorch's CPU build could not be installed; going on with the usual one."
   fi
+  has_torch || pip_install "$torch" || die "Installing PyTorch failed; see above."
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
   [ -e "$venv/bin/hf" ] || make_hf
   fingerprint "$1" >"$venv/installed"
