@@ -188,7 +188,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             if not self._is_complete:
                 self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._is_wrong = not self._is_complete  # what follows the answer is not read
         if self.head.done() and not begins_body:
             self._num_unused = 0

@@ -184,7 +184,7 @@ class Upstream(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.abort()
 
     def _take(self, data: bytes) -> None:

@@ -285,6 +285,7 @@ async def test_a_large_chunk_counts_as_a_whole_towards_the_limit() -> None:
         b"HTTP/1.1 2000 OK\r\n\r\n",
         b"HTTP/1.1\r\n\r\n",
         b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n",
     ],
 )
 async def test_answers_that_are_not_http_are_reported(answer: bytes) -> None:
