@@ -35,7 +35,8 @@ function textOf(bytes) {
 	const numOf = (text, form) => [...text.matchAll(form)].length;
 	const isOdd = byte => byte > 0x7f || CONTROLS.test(String.fromCharCode(byte));
 	const kinds = side => new Set(bytes.filter((_, at) => at % 2 === side)).size;
-	const isWide = text => !NO_TEXT.test(text) && numOf(text, /\p{L}/gu) > text.length / 2 && bytes.filter(isOdd).length >= bytes.length / 4;
+	// Two bytes may be any letter; a word in Latin-1, such as "élan", has one byte of four that is no ASCII.
+	const isWide = text => text.length > 1 && !NO_TEXT.test(text) && numOf(text, /\p{L}/gu) > text.length / 2 && bytes.filter(isOdd).length > bytes.length / 4;
 	const [likely, other] = kinds(1) <= kinds(0) ? ["utf-16le", "utf-16be"] : ["utf-16be", "utf-16le"];
 	return decoded("utf-8", text => !text.includes("\0") && numOf(text, new RegExp(CONTROLS, "g")) <= text.length / 10)
 		?? decoded(likely, isWide, "UTF-16") ?? decoded(other, isWide, "UTF-16")
