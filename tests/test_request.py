@@ -81,7 +81,11 @@ def test_an_invalid_sampling_value_is_refused_by_name(field: str, value: Any) ->
         ),
         (SamplingParams, {"max_token": 8, "seed": 1}, "max_token: is no sampling parameter; did y"),
         (SamplingParams, {"use_beam_search": True}, "use_beam_search: is no sampling parameter."),
-        (SamplingParams, {"best_of": 2, "n": 2}, "n: is no sampling parameter; LLM.generate and LLM"),
+        (
+            SamplingParams,
+            {"best_of": 2, "n": 2},
+            "n: is no sampling parameter; LLM.generate and LLM",
+        ),
         (SamplingParams, {"guided_json": {}}, "guided_json: is no sampling parameter."),
         (StructuredOutput, {"jsonschema": {}}, "jsonschema: is no field of a StructuredOutput; di"),
         (partial(replace, SamplingParams()), {"top": 1}, "top: is no sampling parameter; did you"),
