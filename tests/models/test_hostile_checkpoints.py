@@ -332,6 +332,31 @@ def test_too_many_added_tokens_are_refused_before_they_are_read(folder: Path, fi
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "listed"),
+    [
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {str(n): {"content": f"<{n}>"} for n in range(70_000)}},
+        ),
+        (
+            "tokenizer_config.json",
+            {"extra_special_tokens": {f"t{n}": f"<{n}>" for n in range(70_000)}},
+        ),
+        ("tokenizer_config.json", {"extra_special_tokens": [f"<{n}>" for n in range(70_000)]}),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": [f"<{n}>" for n in range(70_000)]},
+        ),
+    ],
+)
+def test_too_many_tokens_are_refused_in_any_form(folder: Path, file: str, listed: Any) -> None:
+    values = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps({**values, **listed}))
+    with pytest.raises(CheckpointError, match=rf"{file} adds 70,000 tokens .* allowed: 65,536"):
+        Tokenizer.load(folder)
+
+
 def test_many_added_tokens_are_added_in_one_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
