@@ -207,8 +207,9 @@ class Tokenizer:
         except InvalidRequestError:
             raise
         except Exception as error:  # a template may raise anything
+            reason = str(error) or type(error).__name__
             raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error}"
+                "messages", f"the model's chat template refuses them: {reason}"
             ) from error
         return self.encode(text, add_special_tokens=False, param="messages")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from minisgl.errors import InvalidRequestError
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_NEW_TOKENS = 32
@@ -70,7 +72,8 @@ class Prompts:
         room = max_seq_len - NUM_NEW_TOKENS
         short = [tokenizer.encode(text)[:room] for text in TEXTS]
         if tokenizer.has_chat_template:
-            short.append(tokenizer.chat(CONVERSATIONS["a question"])[:room])
+            with suppress(InvalidRequestError):  # the template refuses it
+                short.append(tokenizer.chat(CONVERSATIONS["a question"])[:room])
         lines = [
             _SENTENCES[n % 3].format(n=n, a=7 * n % 60, b=10 + 13 * n % 50) for n in range(300)
         ]

@@ -269,6 +269,14 @@ def test_a_chat_template_cannot_leave_its_sandbox(
     assert not marker.exists()
 
 
+def test_a_chat_template_that_fails_without_a_word_is_refused_by_the_kind_of_its_error(
+    folder: Path,
+) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('') }}")
+    with pytest.raises(InvalidRequestError, match=r"refuses them: TemplateError$"):
+        Tokenizer.load(folder).chat([{"role": "user", "content": "Hello"}])
+
+
 ADOPTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number from 1 to"),
     "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not a"),
