@@ -122,7 +122,7 @@ def test_the_repr_of_an_output_is_one_short_line(text: str) -> None:
     output = RequestOutput([1] * 9000, [2] * 300, text, "stop", tool_calls=calls)
     shown = repr(output)
     assert shown.startswith(f"RequestOutput({text[:80]!r}"[:-1])
-    assert shown.endswith(", stop, 9000 + 300 tokens, 1 tool calls)")
+    assert shown.endswith(", stop, 9000 + 300 tokens, 1 tool call)")
     assert len(shown) < 600 and len(shown.splitlines()) == 1
 
 
