@@ -6,12 +6,12 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -92,10 +92,10 @@ def batch(
     requests, bad = read_requests(source)
     for said in described(bad):
         print(f"minisgl: {source}: {printable(said)}", file=sys.stderr)
-    with answers_in(target, {request.custom_id for request in requests}) as (out, done):
+    with answers_in(target, {request.custom_id for request in requests}) as (add, done):
         left = [request for request in requests if request.custom_id not in done]
         began = time.monotonic()
-        num_failed = asyncio.run(_answer_all(batch, engine, left, out)) if left else 0
+        num_failed = asyncio.run(_answer_all(batch, engine, left, add)) if left else 0
     num_kept = sum(done.get(request.custom_id, 200) != 200 for request in requests)
     num_failed += num_kept
     skipped = len(requests) - len(left)
@@ -124,11 +124,14 @@ def _check_files(source: Path, target: Path) -> None:
 
 
 async def _answer_all(
-    batch: BatchConfig, engine: EngineConfig, requests: Sequence[BatchRequest], out: IO[bytes]
+    batch: BatchConfig,
+    engine: EngineConfig,
+    requests: Sequence[BatchRequest],
+    add: Callable[[bytes], None],
 ) -> int:
-    """Write a line to `out` for each request as it is answered. Returns the number of failures.
+    """Add a line for each request as it is answered. Returns the number of failures.
 
-    Raises MinisglError if the engine does not start.
+    Raises MinisglError if the engine does not start, or if a line cannot be added.
     """
     from minisgl.progress import LoadProgress
 
@@ -147,13 +150,15 @@ async def _answer_all(
                     result = await post(request)
                     num_done += 1
                     num_failed += isinstance(result, Failure) or result.status_code != 200
-                    out.write(answer_line(request, result))
-                    out.flush()
+                    add(answer_line(request, result))
                     progress("answering", num_done / len(requests))
 
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(batch.max_concurrency, len(requests))):
-                    tasks.create_task(answer_some())
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(batch.max_concurrency, len(requests))):
+                        tasks.create_task(answer_some())
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
     return num_failed
 
 

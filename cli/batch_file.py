@@ -7,15 +7,16 @@ import os
 import secrets
 import tempfile
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from minisgl.errors import ConfigError, one_of
+from minisgl.errors import ConfigError, MinisglError, one_of
 from minisgl.printable import counted
 
 METHODS, URLS = ("POST",), ("/v1/chat/completions", "/v1/completions")
@@ -62,6 +63,16 @@ class Answer(msgspec.Struct):
     custom_id: str
     response: Response | None
     error: Failure | None
+
+
+class OutputError(MinisglError):
+    """OUT.jsonl takes no more."""
+
+    def __init__(self, file: Path, error: OSError) -> None:
+        super().__init__(
+            f"OUT.jsonl {file}: cannot be written ({error.strerror}); the same command goes on "
+            "after its last whole line."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +128,13 @@ def _request(line: bytes) -> BatchRequest:
 @contextmanager
 def answers_in(
     file: Path, asked: Collection[str] = ()
-) -> Iterator[tuple[IO[bytes], dict[str, int]]]:
-    """The file to add answers to, and the statuses of the final answers in it, by custom id.
+) -> Iterator[tuple[Callable[[bytes], None], dict[str, int]]]:
+    """A function that adds a line, and the statuses of the file's final answers, by custom id.
 
     asked: the custom ids of this run. No other run may write to the file meanwhile. Two kinds of
     lines are taken out of it: a last one that was not written to its end, and answers to what is
     asked again that another attempt may replace. Raises ConfigError for a file of something else,
-    which stays as it is, and OSError.
+    which stays as it is; it and the function raise OutputError where the file takes no more.
     """
     with _opened(file, "OUT.jsonl", "a+b", "written") as out:
         _lock(out, file)
@@ -145,8 +156,9 @@ def answers_in(
             lines.append(line.removesuffix(b"\n") + b"\n")
         kept = b"".join(lines)
         if len(kept) != out.tell():
-            _rewrite(file, kept)
-        yield out, statuses
+            with _written(file):
+                _rewrite(file, kept)
+        yield partial(_add, out, file), statuses
 
 
 def _opened(file: Path, name: str, mode: str, done: str) -> IO[bytes]:
@@ -155,6 +167,20 @@ def _opened(file: Path, name: str, mode: str, done: str) -> IO[bytes]:
         return file.open(mode)
     except OSError as error:
         raise ConfigError(name, file, f"cannot be {done} ({error.strerror})") from error
+
+
+def _add(out: IO[bytes], file: Path, line: bytes) -> None:
+    with _written(file):
+        while line:  # without a buffer, which closing the file would write again
+            line = line[os.write(out.fileno(), line) :]
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(file, error) from error
 
 
 def _lock(out: IO[bytes], file: Path) -> None:
@@ -186,8 +212,12 @@ def _rewrite(file: Path, content: bytes) -> None:
     If that is interrupted, the content is in another file beside it.
     """
     descriptor, copy = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
-    with open(descriptor, "wb") as safe:
-        safe.write(content)
+    try:
+        with open(descriptor, "wb") as safe:
+            safe.write(content)
+    except OSError:  # a full disk
+        os.unlink(copy)
+        raise
     with file.open("r+b") as again:
         again.write(content)
         again.truncate()

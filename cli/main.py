@@ -142,7 +142,7 @@ def _misused(error: Any) -> str:
     """The message of a UsageError; for a missing argument, with all arguments of the command, and
     for an option that other engines have, with what to do."""
     option = str(getattr(error, "option_name", ""))
-    if instead := INSTEAD.get(option.removeprefix("--")):
+    if instead := INSTEAD.get(option.removeprefix("--").replace("-", "_")):
         return f"No such option: {option}; {instead}"
     message = str(error.format_message())
     if not message.startswith("Missing argument") or error.ctx is None:

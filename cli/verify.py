@@ -64,7 +64,7 @@ def _print(findings: Findings) -> None:
     console.print(
         f"chat template: {said.count('')} of {len(said)} conversations as in transformers"
         if said
-        else "chat template: none, or one that renders no conversation, here as in transformers"
+        else "chat template: none that takes a conversation"
     )
     console.print(f"parsers: {findings.format}")
     for fault in findings.faults:

@@ -83,8 +83,13 @@ def check_names(
             raise InvalidRequestError(name, reason + did_you_mean(name, {*names, *others}))
 
 
-def checks_names(reason: str) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass raise InvalidRequestError for keywords that are none of its fields."""
+def checks_names(
+    reason: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass raise InvalidRequestError for keywords that are none of its fields.
+
+    elsewhere: what else to say of keywords that belong to another place.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         names = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
@@ -92,6 +97,9 @@ def checks_names(reason: str) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def checked(self: T, *args: Any, **named: Any) -> None:
+            for name, place in (elsewhere or {}).items():
+                if name in named:
+                    raise InvalidRequestError(name, f"{reason}; {place}.")
             check_names(named, names, reason)
             init(self, *args, **named)
 

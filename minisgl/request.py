@@ -116,7 +116,7 @@ CONSTRAINT_TYPES: Mapping[str, tuple[Any, str]] = {
 }
 
 
-@checks_names(NO_PARAMETER)
+@checks_names(NO_PARAMETER, {"n": "LLM.generate and LLM.chat take it beside sampling_params"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request. Raises InvalidRequestError, naming the field.

@@ -81,6 +81,11 @@ def test_an_invalid_sampling_value_is_refused_by_name(field: str, value: Any) ->
         ),
         (SamplingParams, {"max_token": 8, "seed": 1}, "max_token: is no sampling parameter; did y"),
         (SamplingParams, {"use_beam_search": True}, "use_beam_search: is no sampling parameter."),
+        (
+            SamplingParams,
+            {"best_of": 2, "n": 2},
+            "n: is no sampling parameter; LLM.generate and LLM",
+        ),
         (SamplingParams, {"guided_json": {}}, "guided_json: is no sampling parameter."),
         (StructuredOutput, {"jsonschema": {}}, "jsonschema: is no field of a StructuredOutput; di"),
         (partial(replace, SamplingParams()), {"top": 1}, "top: is no sampling parameter; did you"),
@@ -117,7 +122,7 @@ def test_the_repr_of_an_output_is_one_short_line(text: str) -> None:
     output = RequestOutput([1] * 9000, [2] * 300, text, "stop", tool_calls=calls)
     shown = repr(output)
     assert shown.startswith(f"RequestOutput({text[:80]!r}"[:-1])
-    assert shown.endswith(", stop, 9000 + 300 tokens, 1 tool calls)")
+    assert shown.endswith(", stop, 9000 + 300 tokens, 1 tool call)")
     assert len(shown) < 600 and len(shown.splitlines()) == 1
 
 

@@ -17,12 +17,19 @@ from minisgl.errors import ConfigError, one_of
 Text: TypeAlias = str | os.PathLike[str]
 OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
 # What people write elsewhere, beside the spellings of the command line.
-FAMILIAR = {"max_num_seqs": "max_running_requests", "mem_fraction_static": "memory_ratio"}
+FAMILIAR = {
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "max_prefill_length",
+    "mem_fraction_static": "memory_ratio",
+}
 
 # Options of other engines, and what to do here, by their names in Python.
 INSTEAD = {
     "revision": "download it with `hf download ID --revision REVISION --local-dir FOLDER`, and "
-    "give that folder as the model"
+    "give that folder as the model",
+    "seed": "a request has its own, among its sampling parameters",
+    "tokenizer": "it is read from the folder of the model",
+    "trust_remote_code": "leave it out, since code of a checkpoint never runs",
 }
 
 

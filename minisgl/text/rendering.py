@@ -216,7 +216,8 @@ def _answer(call: bytes) -> _Rendered:
     except MemoryError:
         return _refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory.")
     except Exception as error:  # a template may raise anything
-        return _refused(str(error).encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
+        reason = str(error) or type(error).__name__
+        return _refused(reason.encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
     return _Rendered(text)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import tokenizers
 import tokenizers.decoders
 
@@ -33,11 +34,14 @@ OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_ma
 # Far beyond any model: what a tokenizer and a template take of time and memory grows with these.
 MAX_ADDED_TOKENS = 1 << 16
 MAX_TEMPLATE_CHARS = 1 << 20
-# Files that list added tokens, and what each entry has.
-ADDED_TOKENS = {
-    "tokenizer.json": b'"single_word"',
-    "tokenizer_config.json": b'"single_word"',
-    "added_tokens.json": b":",
+# Files that list added tokens, and their fields that do; None: the file is such a field.
+ADDED_TOKENS: Mapping[str, Sequence[str] | None] = {
+    "tokenizer.json": ("added_tokens",),
+    "tokenizer_config.json": (
+        *("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"),
+    ),
+    "special_tokens_map.json": ("extra_special_tokens", "additional_special_tokens"),
+    "added_tokens.json": None,
 }
 MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
 # Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
@@ -203,8 +207,9 @@ class Tokenizer:
         except InvalidRequestError:
             raise
         except Exception as error:  # a template may raise anything
+            reason = str(error) or type(error).__name__
             raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error}"
+                "messages", f"the model's chat template refuses them: {reason}"
             ) from error
         return self.encode(text, add_special_tokens=False, param="messages")
 
@@ -335,11 +340,23 @@ def _read(folder: Path) -> Any:
     )
 
 
+def _length(value: msgspec.Raw | None) -> int:
+    """The number of entries of a list or an object in JSON; 0 for something else."""
+    decoded = None if value is None else msgspec.json.decode(value)
+    return len(decoded) if isinstance(decoded, list | dict) else 0
+
+
 def _check_added_tokens(folder: Path) -> None:
     """Raise CheckpointError where more tokens are added to the vocabulary than any model has."""
-    for name, sign in ADDED_TOKENS.items():
+    for name, lists in ADDED_TOKENS.items():
         file = folder / name
-        num = file.read_bytes().count(sign) if file.is_file() else 0
+        if not file.is_file():
+            continue
+        try:
+            values = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+            num = sum(_length(values.get(each)) for each in lists) if lists else len(values)
+        except (ValueError, RecursionError):  # it is read again, and refused with the reason
+            continue
         if num > MAX_ADDED_TOKENS:
             raise CheckpointError(
                 f"{file} adds {num:,} tokens to the vocabulary; allowed: {MAX_ADDED_TOKENS:,}."

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.serving import demo_engine, served
 
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl_cli import batch_file
-from minisgl_cli.batch_file import answers_in
+from minisgl_cli.batch import BatchConfig, _answer_all
+from minisgl_cli.batch_file import BatchRequest, OutputError, answers_in
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
@@ -186,9 +191,9 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, content: 
 def test_a_torn_last_line_is_taken_out(tmp_path: Path, torn: str) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(f"{answer('one', 200)}\n\n{answer('busy', 429)}\n{answer('two', 404)}\n{torn}")
-    with answers_in(out, ["busy"]) as (file, statuses):
+    with answers_in(out, ["busy"]) as (add, statuses):
         assert statuses == {"one": 200, "two": 404}
-        file.write(b"next\n")
+        add(b"next\n")
     assert out.read_text() == f"{answer('one', 200)}\n{answer('two', 404)}\nnext\n"
 
 
@@ -204,9 +209,9 @@ def test_an_answer_to_what_is_not_asked_again_stays(tmp_path: Path) -> None:
 def test_a_whole_last_line_is_kept_and_ended(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("\ufeff" + answer("one", 200))
-    with answers_in(out) as (file, statuses):
+    with answers_in(out) as (add, statuses):
         assert statuses == {"one": 200}
-        file.write(b"next\n")
+        add(b"next\n")
     assert out.read_text() == f"\ufeff{answer('one', 200)}\nnext\n"
 
 
@@ -252,7 +257,7 @@ def test_answers_are_safe_while_a_file_is_written_anew(
     out = tmp_path / "out.jsonl"
     out.write_text(f"{answer('busy', 429)}\n{answer('one', 200)}\n")
     monkeypatch.setattr(batch_file.os, "unlink", fail)
-    with pytest.raises(OSError), answers_in(out, ["busy"]):
+    with pytest.raises(OutputError), answers_in(out, ["busy"]):
         pass
     [copy] = set(tmp_path.iterdir()) - {out}
     assert copy.read_text() == f"{answer('one', 200)}\n"
@@ -274,6 +279,46 @@ def test_requests_are_read_past_a_byte_order_mark_at_the_beginning(tmp_path: Pat
 
 def test_a_link_to_a_file_that_is_not_there_yet_makes_it(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("out.jsonl")
-    with answers_in(tmp_path / "link") as (out, statuses):
-        out.write(b"next\n")
+    with answers_in(tmp_path / "link") as (add, statuses):
+        add(b"next\n")
     assert statuses == {} and (tmp_path / "out.jsonl").read_text() == "next\n"
+
+
+@pytest.fixture
+def full_at_four_bytes() -> Iterator[None]:
+    """Files take only four bytes from this process, as on a disk that is full then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_at_four_bytes")
+def test_an_answer_that_does_not_fit_names_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    named = re.escape(f"OUT.jsonl {out}: cannot be written (File too large)")
+    with pytest.raises(OutputError, match=named), answers_in(out) as (add, _):
+        add(b"answer\n")
+    assert out.read_bytes() == b"answ"
+
+
+def test_a_file_stays_where_its_copy_does_not_fit(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    out = tmp_path / "out.jsonl"
+    content = f"{answer('busy', 429)}\n{answer('one', 200)}\n"
+    out.write_text(content)
+    request.getfixturevalue("full_at_four_bytes")
+    with pytest.raises(OutputError, match="File too large"), answers_in(out, ["busy"]):
+        pass
+    assert out.read_text() == content and [*tmp_path.iterdir()] == [out]
+
+
+async def test_an_answer_that_cannot_be_added_ends_the_batch() -> None:
+    def fail(line: bytes) -> None:
+        raise OutputError(Path("out.jsonl"), OSError(28, "No space left on device"))
+
+    asked = [BatchRequest(name, CHAT, b"{}") for name in ("one", "two", "three")]
+    ask = BatchConfig(url="http://127.0.0.1:1")
+    with pytest.raises(OutputError, match=r"out\.jsonl.*No space left"):
+        await _answer_all(ask, EngineConfig(), asked, fail)

@@ -129,6 +129,7 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
             )
             for command, said in (("serve", ["--revision", "v1"]), ("chat", ["--revision=v1"]))
         ),
+        (("serve", "--trust-remote-code"), "No such option: --trust-remote-code; leave it out"),
         (("srve",), "There is no command srve. Did you mean serve? Allowed: serve, chat, batch, "),
         (("run", "Qwen/Qwen3-0.6B"), "There is no command run. Did you mean chat? Allowed: serve"),
         (("benchmark",), "There is no command benchmark. Did you mean bench? Allowed: serve, "),

@@ -152,9 +152,20 @@ def test_a_wrong_keyword_is_refused_in_words_of_python(options: dict[str, Any], 
     assert "--" not in str(refused.value)
 
 
-def test_a_revision_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="no such option; download it with `hf download ID --rev"):
-        config_of({"revision": "v1"})
+@pytest.mark.parametrize(
+    ("option", "what_to_do"),
+    [
+        ({"revision": "v1"}, "download it with `hf download ID --revision"),
+        ({"seed": 0}, "a request has its own"),
+        ({"tokenizer": "folder"}, "it is read from the folder of the model"),
+        ({"trust_remote_code": True}, "leave it out"),
+    ],
+)
+def test_an_option_of_other_engines_is_refused_with_what_to_do(
+    option: dict[str, Any], what_to_do: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"no such option; {what_to_do}"):
+        config_of({"max_model_len": 64, **option})
 
 
 def test_the_keywords_of_sampling_are_the_fields_with_their_types() -> None:

@@ -269,6 +269,14 @@ def test_a_chat_template_cannot_leave_its_sandbox(
     assert not marker.exists()
 
 
+def test_a_chat_template_that_fails_without_a_word_is_refused_by_the_kind_of_its_error(
+    folder: Path,
+) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('') }}")
+    with pytest.raises(InvalidRequestError, match=r"refuses them: TemplateError$"):
+        Tokenizer.load(folder).chat([{"role": "user", "content": "Hello"}])
+
+
 ADOPTED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number from 1 to"),
     "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not a"),
@@ -329,6 +337,31 @@ def add_tokens(folder: Path, num: int, file: str) -> None:
 def test_too_many_added_tokens_are_refused_before_they_are_read(folder: Path, file: str) -> None:
     add_tokens(folder, 70_000, file)
     with pytest.raises(CheckpointError, match=rf"{file} adds 70,0\d\d tokens .* allowed: 65,536"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "listed"),
+    [
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {str(n): {"content": f"<{n}>"} for n in range(70_000)}},
+        ),
+        (
+            "tokenizer_config.json",
+            {"extra_special_tokens": {f"t{n}": f"<{n}>" for n in range(70_000)}},
+        ),
+        ("tokenizer_config.json", {"extra_special_tokens": [f"<{n}>" for n in range(70_000)]}),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": [f"<{n}>" for n in range(70_000)]},
+        ),
+    ],
+)
+def test_too_many_tokens_are_refused_in_any_form(folder: Path, file: str, listed: Any) -> None:
+    values = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps({**values, **listed}))
+    with pytest.raises(CheckpointError, match=rf"{file} adds 70,000 tokens .* allowed: 65,536"):
         Tokenizer.load(folder)
 
 

@@ -555,6 +555,15 @@ def test_text_files_are_read_in_the_encodings_that_editors_write(
     assert text.strip() in engine.texts[-1]
 
 
+@pytest.mark.parametrize("text", ["élan", "niño", "20 °C", "ÉLAN", "£5", "é"])
+def test_a_word_in_latin_1_is_read_as_that(text: str, page: Page, engine: PageEngine) -> None:
+    attach(page, "notes.txt", text.encode("latin-1"))
+    expect(page.locator("#banner")).to_contain_text("not in UTF-8, and was read as Latin-1")
+    ask(page, "What is it?")
+    answered(page)
+    assert f"\n{text}\n" in engine.texts[-1]
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize(
     "text",

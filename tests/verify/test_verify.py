@@ -80,6 +80,11 @@ def test_the_demo_model_is_right(dtype: str) -> None:
     ]
 
 
+def test_a_template_that_refuses_a_question_leaves_the_other_prompts() -> None:
+    tokenizer = Tokenizer.load(DEMO_FOLDER, chat_template="{{ raise_exception('not today') }}")
+    assert Prompts.of(tokenizer, 2048).short[0] == tokenizer.encode(TEXTS[0])
+
+
 def wrong_theta(patch: pytest.MonkeyPatch) -> None:
     read = startup.read_model_config
 

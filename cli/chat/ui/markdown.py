@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement, TableDataElement
 from rich.syntax import Syntax
 from rich.text import Text
 
@@ -181,6 +181,14 @@ def highlighted(code: str, lexer_name: str) -> Text:
     return text
 
 
+class WholeCell(TableDataElement):
+    """A cell of a table. What is wider than its column goes on in the next line."""
+
+    def __init__(self, justify: JustifyMethod) -> None:
+        super().__init__(justify)
+        self.content.overflow = "fold"
+
+
 class BlockMarkdown(Markdown):
     """Renders one block. Links show their targets, since their text may mislead."""
 
@@ -189,6 +197,8 @@ class BlockMarkdown(Markdown):
         "heading_open": LeftHeading,
         "fence": FencedCode,
         "code_block": FencedCode,
+        "th_open": WholeCell,
+        "td_open": WholeCell,
     }
 
     def __init__(self, block: Block, *, finished: bool) -> None:

@@ -5,6 +5,7 @@
 const MAX_FILE = 1 << 20; // bytes: more than most models can read
 const CONTROLS = /[\0-\x07\x0e-\x1a\x1c-\x1f]/; // in binary files
 const NO_TEXT = /[^\t\n\r\P{C}]|[À-ÿ]/u; // in UTF-16 of other letters: controls, what Unicode does not assign, Latin letters
+const WORDS = /^[\wÀ-ÿ£€°\s]*$/; // in Latin-1, without other signs
 let attached = [];
 
 /** What the model reads: the files of a message, and then its text. */
@@ -35,7 +36,8 @@ function textOf(bytes) {
 	const numOf = (text, form) => [...text.matchAll(form)].length;
 	const isOdd = byte => byte > 0x7f || CONTROLS.test(String.fromCharCode(byte));
 	const kinds = side => new Set(bytes.filter((_, at) => at % 2 === side)).size;
-	const isWide = text => !NO_TEXT.test(text) && numOf(text, /\p{L}/gu) > text.length / 2 && bytes.filter(isOdd).length >= bytes.length / 4;
+	const isWide = text => !areWords && !NO_TEXT.test(text) && numOf(text, /\p{L}/gu) > text.length / 2 && bytes.filter(isOdd).length >= bytes.length / 4;
+	const areWords = WORDS.test(new TextDecoder("latin1").decode(bytes)); // such as "élan", which may be two letters in UTF-16
 	const [likely, other] = kinds(1) <= kinds(0) ? ["utf-16le", "utf-16be"] : ["utf-16be", "utf-16le"];
 	return decoded("utf-8", text => !text.includes("\0") && numOf(text, new RegExp(CONTROLS, "g")) <= text.length / 10)
 		?? decoded(likely, isWide, "UTF-16") ?? decoded(other, isWide, "UTF-16")

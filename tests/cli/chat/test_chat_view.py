@@ -315,10 +315,26 @@ def test_money_code_and_escapes_are_no_formulas() -> None:
     assert line == "$5 and 6 $7, US$8 and 9$, $x$, 5 or 6$. * _ $5 per item and 6$ $ a $"
 
 
+def test_the_end_of_a_formula_stays_where_its_block_has_ended() -> None:
+    assert shown("- \\[x\n = y\\]", (), width=60, height=9)[-1] == r"= y\]"
+
+
 LONG = "日本語" * 30 + "x" * 100 + "https://example.org/" + "a/" * 100
 
 
-@pytest.mark.parametrize("frame", ["{}", "```go\n\tf({})\n```", "- {}", "> {}", "# {}", "`{}`"])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "{}",
+        "```go\n\tf({})\n```",
+        "- {}",
+        "> {}",
+        "# {}",
+        "`{}`",
+        "| a |\n|---|\n| {} |",
+        "|{}|\n|-|",
+    ],
+)
 @pytest.mark.parametrize("width", [11, 40])
 def test_long_lines_are_wrapped_without_loss(frame: str, width: int) -> None:
     lines = shown(frame.format(LONG), (), width=width, height=9)
