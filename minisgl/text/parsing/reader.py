@@ -177,15 +177,17 @@ class Reader:
         self._pass_on(found.start(), put)
         return self.take(len(found[0]))
 
-    def value(self, put: Put, *, closes: bool = False) -> Reading[bool]:
+    def value(self, put: Put, *, closes: bool = False, stop: str = "<") -> Reading[bool]:
         """Read a JSON value, to `put` as it comes; returns whether it has come to its end.
 
         closes: the brackets that are missing at the end of what is a value otherwise go to `put`.
+        stop: a text that ends the value as it stands where it is in no string.
         """
-        scanner, last = ValueScanner(), ""
+        scanner, last, stops = ValueScanner(stop), "", Patterns(stop)
         while True:
-            end = scanner.scan(self._text, self._at)
-            place = len(self._text) if end is None else end
+            num_held = 0 if self.ended else stops.num_held(self._text, self._at)
+            end = scanner.scan(self._text[: len(self._text) - num_held], self._at)
+            place = len(self._text) - num_held if end is None else end
             last = self._text[self._at : place].rstrip()[-1:] or last
             self._pass_on(place, put)
             if end is not None or not (yield from self.more()):
@@ -213,17 +215,18 @@ class Reader:
 class ValueScanner:
     """Finds the end of one JSON value in a text that arrives in pieces.
 
-    It knows strings, escapes and brackets, and judges nothing else. A mark or a `<` outside of a
-    string, which no JSON has there, ends the value as it stands.
+    It knows strings, escapes and brackets, and judges nothing else. A mark, a `<`, a `>` or a
+    backtick outside of a string, which no JSON has there, ends the value as it stands.
     """
 
-    __slots__ = ("_escaped", "_in_string", "_open", "complete", "is_scalar")
+    __slots__ = ("_escaped", "_in_string", "_open", "_outside", "complete", "is_scalar")
 
     _IN_STRING = re.compile(r'["\\]')
-    _OUTSIDE = re.compile(f'["{{}}\\[\\]<{MARKS}]')
-    _AFTER_SCALAR = re.compile(f"[,;}}\\]<{BLANKS}{MARKS}]")
+    _AFTER_SCALAR = re.compile(f"[,;}}\\]<>`{BLANKS}{MARKS}]")
 
-    def __init__(self) -> None:
+    def __init__(self, stop: str = "<") -> None:
+        """stop: a text that ends the value as well."""
+        self._outside = re.compile(f'{re.escape(stop)}|["{{}}\\[\\]<>`{MARKS}]')
         self.complete = False
         self.is_scalar = False  # a number or a word, which nothing closes
         self._open: list[str] = []  # the closings of the brackets
@@ -252,7 +255,7 @@ class ValueScanner:
                 self._escaped = False
                 position += 1
                 continue
-            found = (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, position)
+            found = (self._IN_STRING if self._in_string else self._outside).search(text, position)
             if found is None:
                 return None
             position = found.end()
