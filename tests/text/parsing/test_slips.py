@@ -31,6 +31,7 @@ BROKEN_JSON = {
     "deepseek_v31": DEEPSEEK.format(DEEPSEEK_CALL),
     "hermes": '<tool_call>\n{{"name": "f", "arguments": {}\n</tool_call>',
     "llama3_json": '{{"name": "f", "parameters": {}',
+    "harmony": "<|channel|>commentary to=functions.f json<|message|>{}<|call|>",
 }
 DOUBLED = {
     "hermes": '<tool_call>\n<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
@@ -62,9 +63,10 @@ def read(name: str, answer: str) -> tuple[list[Any], str]:
         ('{"a": "x", "n": 1', {"a": "x", "n": 1}),
         ('{"a": [{"b": "}"}', {"a": [{"b": "}"}]}),
         ("{", {}),
+        ('{"a": "x\n\ty \\n", "n": 1\n}', {"a": "x\n\ty \n", "n": 1}),
     ],
 )
-def test_brackets_that_are_missing_behind_a_value_are_closed(
+def test_missing_brackets_are_closed_and_control_characters_in_strings_escaped(
     name: str, written: str, arguments: object
 ) -> None:
     assert read(name, BROKEN_JSON[name].format(written)) == ([arguments], "")
@@ -103,6 +105,19 @@ def test_an_opening_that_is_written_twice_is_no_text(name: str) -> None:
     assert read(name, DOUBLED[name]) == ([X], "")
     told = DOUBLED[name][: DOUBLED[name].index(">") + 1] * 2 + " are tags."
     assert read(name, told) == ([], told)
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31"])
+@pytest.mark.parametrize(("written", "arguments"), [("", {}), (json.dumps('{"a": "x"}'), X)])
+def test_arguments_between_markers_may_be_missing_or_in_a_string(
+    name: str, written: str, arguments: object
+) -> None:
+    assert read(name, BROKEN_JSON[name].format(written)) == ([arguments], "")
+
+
+def test_what_follows_the_arguments_in_a_message_of_harmony_is_content() -> None:
+    written = BROKEN_JSON["harmony"].format('{"a": "x"}}\n or "y"?')
+    assert read("harmony", written) == ([X], 'or "y"?')
 
 
 @pytest.mark.parametrize(
