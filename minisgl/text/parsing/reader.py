@@ -226,7 +226,7 @@ class ValueScanner:
     __slots__ = ("_escaped", "_in_string", "_open", "_outside", "complete", "controls", "is_scalar")
 
     _IN_STRING = re.compile(r'["\\\x00-\x1f]')
-    _AFTER_SCALAR = re.compile(f"[,;}}\\]<>`{BLANKS}{MARKS}]")
+    _AFTER_SCALAR = re.compile(f"[,;}}\\]<{BLANKS}{MARKS}]")
 
     def __init__(self, stop: str = "<") -> None:
         """stop: a text that ends the value as well."""
