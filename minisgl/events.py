@@ -39,12 +39,18 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Ends a call. Its arguments are incomplete where the answer was cut inside of them."""
+    """Ends a call."""
 
     index: int
+    is_object: bool = True  # its arguments; not where the answer was cut, or the model has slipped
 
 
 Event: TypeAlias = ReasoningText | ContentText | CallStart | CallArguments | CallEnd
+
+
+def has_broken_call(events: Iterable[Event]) -> bool:
+    """Whether the arguments of a call that ends are no JSON object."""
+    return any(isinstance(event, CallEnd) and not event.is_object for event in events)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

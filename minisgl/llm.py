@@ -26,12 +26,13 @@ from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
-from minisgl.events import CallArguments, CallStart, Event, ReasoningText
+from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.parameters import check_names
 from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
     NO_PARAMETER,
+    FinishReason,
     OutputDelta,
     RequestOutput,
     SamplingParams,
@@ -561,11 +562,12 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     events: Sequence[Event] = ()
     if isinstance(stream.detokenizer, ParsingDetokenizer):
         events = stream.detokenizer.take_events()
+    reason = FinishReason.LENGTH if has_broken_call(events) else request.finish_reason
     return RequestOutput(
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
         token_ids=request.output_token_ids,
         text=text,
-        finish_reason=request.finish_reason.value if request.finish_reason else None,
+        finish_reason=reason.value if reason else None,
         num_cached_tokens=request.num_cached_tokens,
         num_host_tokens=request.num_host_tokens,
         num_disk_tokens=request.num_disk_tokens,

@@ -509,7 +509,7 @@ class ToolCall:
     """A call of a tool in an answer."""
 
     name: str
-    arguments: str  # JSON text, as the model wrote it; incomplete where the answer was cut
+    arguments: str  # JSON text, as the model wrote it; after "length" perhaps none
 
 
 @dataclass(slots=True, repr=False)

@@ -487,10 +487,17 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is held to what a reasoning model with tools would write."""
-    written = 'I look it up.</think>Wait.<tool_call>{"name": "get_weather", "arguments": {"city": '
-    written += '"Paris"}}</tool_call>'
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [('{"city": "Paris"}', "stop"), ('{"city": Paris}', "length"), ('{"city": "Paris', "length")],
+)
+def test_reasoning_and_calls_are_taken_out_of_the_text(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, reason: str
+) -> None:
+    """The model is held to what a reasoning model with tools would write. Arguments that are no
+    object are as an answer that was cut."""
+    written = 'I look it up.</think>Wait.<tool_call>{"name": "get_weather", "arguments": '
+    written += arguments + ("}</tool_call>" if arguments.endswith("}") else "")
     with LLM(device="cpu", num_pages=100) as llm:
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None
@@ -507,7 +514,8 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.Monke
         output = llm.chat(CAPITAL, tools=[get_weather], chat_template_kwargs=variables, **options)
         assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
         [call] = output.tool_calls
-        assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
+        assert (call.name, call.arguments) == ("get_weather", arguments)
+        assert output.finish_reason == reason
         prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
         assert '"description": "Look the weather up."' in prompt and "plain" in prompt
         events = [

@@ -10,8 +10,9 @@ from typing import Any
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
+from minisgl.events import has_broken_call
 from minisgl.printable import counted
-from minisgl.request import SamplingParams
+from minisgl.request import FinishReason, SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl.text.history import fitted_history, needs_facts
 from minisgl.text.parsing.selection import has_messages
@@ -124,9 +125,12 @@ class EngineModel:
         # Some templates open the thinking themselves, and the model only closes it.
         opening = f"{OPEN}\n" if not ruled and self._opens_thinking(prompt) else ""
         token_ids: list[int] = []
+        is_broken = False  # what ends well although a call in it cannot be read
         try:
             async for delta in stream:
                 token_ids += delta.token_ids
+                is_broken = is_broken or has_broken_call(delta.events)
+                ends_broken = is_broken and delta.finish_reason is FinishReason.STOP
                 yield ReplyDelta(
                     text=opening + delta.text,
                     thinking=thinking(delta.events),
@@ -136,7 +140,7 @@ class EngineModel:
                     num_cached_tokens=delta.num_cached_tokens,
                     num_drafted_tokens=delta.num_drafted_tokens,
                     num_accepted_tokens=delta.num_accepted_tokens,
-                    finish_reason=delta.finish_reason,
+                    finish_reason=FinishReason.LENGTH if ends_broken else delta.finish_reason,
                 )
                 opening = ""
         finally:

@@ -200,6 +200,8 @@ def serve(seconds: float, processor_seconds: float, niceness: int) -> NoReturn:
 
 
 def _answer(call: bytes) -> _Rendered:
+    from jinja2 import TemplateSyntaxError
+
     try:
         decoded = decode_call(call)
     except (ValueError, RecursionError):  # of what clients send, the rest was decoded before
@@ -213,6 +215,9 @@ def _answer(call: bytes) -> _Rendered:
             return _refused(f"it makes more than {MAX_TEXT_BYTES >> 20} MiB of them.")
     except InvalidRequestError as error:
         return _Rendered(reason=str(error.args[0]), param=error.param)
+    except TemplateSyntaxError as error:
+        place = f"in line {error.lineno}: {error.message}"
+        return _Rendered(reason=f"the model's chat template has a syntax error {place}")
     except MemoryError:
         return _refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory.")
     except Exception as error:  # a template may raise anything

@@ -71,17 +71,29 @@ def with_reasoning(message: Message, reasoning: str) -> dict[str, Any]:
     return {**message, REASONING: reasoning, "thinking": reasoning}
 
 
+# Of a template that renders nothing: nobody knows what it leaves out, and its own error says why.
+UNKNOWN = TemplateFacts(
+    offers_tools=True,
+    takes_calls=True,
+    takes_results=True,
+    takes_systems=True,
+    system_anywhere=True,
+)
+
+
 def probe(render: Render) -> TemplateFacts:
     """The facts of the template that `render` renders with."""
-    endless = False
+    endless, renders = False, False
 
     def text_of(messages: Sequence[Message], **options: Any) -> str:
         """The text, "" where the template refuses, and once it has not ended."""
-        nonlocal endless
+        nonlocal endless, renders
         if endless:
             return ""
         try:
-            return render(messages, options)
+            text = render(messages, options)
+            renders = True
+            return text
         except EndlessTemplateError:
             endless = True
         except InvalidRequestError:
@@ -144,7 +156,7 @@ def probe(render: Render) -> TemplateFacts:
         )
         return all(SYSTEM in text and OTHER_SYSTEM in text for text in texts)
 
-    return TemplateFacts(
+    facts = TemplateFacts(
         offers_tools=TOOL_NAME in text_of([question], tools=[TOOL]),
         takes_calls=CALLED_NAME in called and VALUE in called,
         takes_results=RESULT in called,
@@ -164,3 +176,4 @@ def probe(render: Render) -> TemplateFacts:
         takes_one_text=THOUGHT in thought and not both,
         takes_one_call=takes_each and not takes_two,
     )
+    return facts if renders else UNKNOWN

@@ -160,10 +160,15 @@ CALLED = tool_use("get_weather", {"city": "Köln", "days": 2})
         (
             hermes("f", '{"a": tru, "b": 1}'),
             [tool_use("f", {RAW_INPUT: '{"a": tru, "b": 1}'})],
-            "tool_use",
+            "max_tokens",
         ),
-        (hermes("f", "[1]"), [tool_use("f", {RAW_INPUT: "[1]"})], "tool_use"),
-        (hermes("f", '{"a": NaN}'), [tool_use("f", {RAW_INPUT: '{"a": NaN}'})], "tool_use"),
+        (hermes("f", "[1]"), [tool_use("f", {RAW_INPUT: "[1]"})], "max_tokens"),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a":',
+            [tool_use("f", {RAW_INPUT: '{"a":'})],
+            "max_tokens",
+        ),
+        (hermes("f", '{"a": NaN}'), [tool_use("f", {RAW_INPUT: '{"a": NaN}'})], "max_tokens"),
     ],
 )
 def test_an_answer_has_the_same_blocks_whole_and_streamed(

@@ -207,6 +207,12 @@ def test_a_call_that_is_cut_is_incomplete_and_those_before_it_are_not(ask: Any) 
     assert [item.status for item in whole.output] == ["completed", "completed"]
 
 
+@pytest.mark.parametrize("written", ['{"city": "Köln', '{"city": "Köln",', "Köln", "[1]"])
+def test_a_call_whose_arguments_are_no_object_is_incomplete(ask: Any, written: str) -> None:
+    found = ask(hermes("get_weather", written), tools=TOOLS)
+    assert (found.status, [item.status for item in found.output]) == ("incomplete", ["incomplete"])
+
+
 def test_the_response_repeats_its_settings(ask: Any) -> None:
     fields: dict[str, Any] = {
         "instructions": "Be brief.",

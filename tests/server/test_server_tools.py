@@ -43,6 +43,9 @@ CALL = hermes("get_weather", {"city": "Köln", "days": 2})
 CALLED = ("get_weather", '{"city": "Köln", "days": 2}')
 
 
+BROKEN_ARGUMENTS = ('{"a": "x', '{"a": 1,', '{"a":', '{"a": tru}', "[1]", '"Köln"', "{'a': 1}")
+
+
 class GetWeather(BaseModel):
     city: str
     unit: Literal["C", "F"]
@@ -208,6 +211,9 @@ def test_the_markup_of_an_answer_without_tools_is_no_content() -> None:
         ({"stop": ["."]}, "I see. " + CALL, "stop"),
         ({"stop": ["city"]}, CALL, "tool_calls"),  # arguments are no content
         ({"tool_choice": "required"}, CALL, "tool_calls"),
+        # What cannot be read is not for running.
+        *(({}, hermes("clock", written), "length") for written in BROKEN_ARGUMENTS),
+        ({}, hermes("clock", '{"a": ') + CALL, "length"),
     ],
 )
 def test_calls_end_an_answer_only_where_the_model_ends_it(

@@ -151,7 +151,7 @@ def test_closing_ends_a_template_that_does_not_end() -> None:
         ("{{ 'a' * n }}", "makes more than 64 MiB"),
         ("{{ raise_exception('no, ' + 'x' * 9000) }}", r"no, x{996}$"),
         ("{{ raise_exception('\\ud800') }}", r"\?$"),
-        ("{% for %}", "xpected"),
+        ("{% for %}", r"syntax error in line 1: .*xpected"),
     ],
 )
 def test_a_template_that_exceeds_limits_or_raises_is_a_request_error(

@@ -13,7 +13,7 @@ from minisgl.errors import InvalidRequestError
 from minisgl.text.call_ids import short_id
 from minisgl.text.history import fitted_history
 from minisgl.text.rendering import EndlessTemplateError, render
-from minisgl.text.template_facts import LONG_ID, Render, TemplateFacts, probe
+from minisgl.text.template_facts import LONG_ID, UNKNOWN, Render, TemplateFacts, probe
 from minisgl.text.tokenizer import Tokenizer
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -179,12 +179,23 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
             {"leaves_out_system": True},
         ),
-        ("{{ raise_exception('never') }}", {}),
-        (None, {}),
     ],
 )
-def test_each_fact_is_found_by_rendering(template: str | None, facts: dict[str, Any]) -> None:
+def test_each_fact_is_found_by_rendering(template: str, facts: dict[str, Any]) -> None:
     assert facts_of(template) == TemplateFacts(**facts)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "{{ raise_exception('never') }}", "{% for m in messages %}", "{{ messages.a.b }}"],
+)
+def test_nothing_is_said_of_a_template_that_renders_nothing(template: str | None) -> None:
+    facts = facts_of(template)
+    assert facts == UNKNOWN
+    history: Any = [{"role": "system", "content": "Be kind."}, CALLED, result("f")]
+    assert [message["role"] for message in fitted_history(history, facts)] == [
+        *("system", "assistant", "tool")
+    ]
 
 
 def test_a_template_that_does_not_end_is_not_rendered_again() -> None:
@@ -194,7 +205,7 @@ def test_a_template_that_does_not_end_is_not_rendered_again() -> None:
         asked.append(messages)
         raise EndlessTemplateError(10)
 
-    assert probe(render) == TemplateFacts() and len(asked) == 1
+    assert probe(render) == UNKNOWN and len(asked) == 1
 
 
 @pytest.mark.parametrize("others", [{"default": MESSAGES}, {}], ids=["two", "one"])

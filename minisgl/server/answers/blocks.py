@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-import msgspec
-
 from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, ReasoningText
 from minisgl.request import FinishReason, OutputDelta
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import ContentScores
 from minisgl.server.answers.jobs import GenerationJob
-from minisgl.server.answers.reply import AnswerReader, Call, ReplyChoice
+from minisgl.server.answers.reply import AnswerReader, Call, EndReason, ReplyChoice
 from minisgl.server.served_engine import ServedTokenizer
 from minisgl.text.parsing.emitter import GAP
 
@@ -96,6 +94,10 @@ class BlockChoice(ReplyChoice):
     def num_scored(self) -> int:
         return sum(len(block.scored) for block in self.blocks)
 
+    def check_finished(self) -> EndReason:
+        reason = super().check_finished()
+        return "length" if self._reader.has_broken_call else reason
+
     def _opening(self, delta: OutputDelta) -> bytes:
         """The events before those of the blocks; `delta` is the first one."""
         return b""
@@ -146,9 +148,8 @@ class BlockChoice(ReplyChoice):
                     assert block is not None and block.call is not None
                     if not block.call.custom:
                         yield BlockText(block, text)
-                case CallEnd():
-                    assert self._open is not None
-                    yield from self._end_open(cut=cut and not _is_json(self._open))
+                case CallEnd(is_object=is_object):
+                    yield from self._end_open(cut=not is_object)
         if self._finish_reason is None:
             return
         if scores is not None and self._open is not None and self._open.kind == "text":
@@ -192,11 +193,3 @@ class BlockChoice(ReplyChoice):
         if block.call is not None and block.call.custom:
             yield BlockText(block, block.text)
         yield BlockEnd(block)
-
-
-def _is_json(block: Block) -> bool:
-    try:
-        msgspec.json.decode("".join(block.texts))
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypeAlias
 import msgspec
 
 from minisgl.errors import EngineStoppedError
-from minisgl.events import CallArguments, CallStart, ContentText, Event
+from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, Event
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
 from minisgl.request import FinishReason, OutputDelta
 from minisgl.server.answers.jobs import GenerationJob
@@ -52,6 +52,7 @@ class AnswerReader:
     def __init__(self, style: AnswerStyle | None) -> None:
         """style: None for an answer that is not parsed: its text is the content."""
         self.calls: list[Call] = []
+        self.has_broken_call = False  # one whose arguments are no JSON object
         self._style = style
         self._started = False
 
@@ -69,6 +70,8 @@ class AnswerReader:
                     style.count_call()
                 case CallArguments(index, text):
                     self.calls[index].arguments.append(text)
+                case CallEnd(is_object=False):
+                    self.has_broken_call = True
         return found
 
 

@@ -140,13 +140,13 @@ def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) 
     return started
 
 
-def read_arguments(reader: Reader, put: Put) -> Reading[None]:
-    """Read a value that is the arguments, to `put` as it comes.
+def read_arguments(reader: Reader, put: Put, stop: str = "<") -> Reading[None]:
+    """Read a value that is the arguments, to `put` as it comes. stop: see `Reader.value`.
 
     A string that has them inside is taken for what is inside of it, and null for no arguments.
     """
     if (yield from reader.starts("{")):
-        yield from reader.value(put, closes=True)
+        yield from reader.value(put, closes=True, stop=stop)
         return
     parts: list[str] = []
     yield from reader.value(parts.append)

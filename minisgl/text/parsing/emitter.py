@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -35,6 +36,7 @@ class Emitter:
         self.is_reasoning = False
         self._spellings = spellings
         self._events: list[Event] = []
+        self._arguments: list[str] = []  # of the call
         self._dropped = ""  # the characters that are no text until another one comes
         self._held = ""
         self.begun = False  # text has been emitted since the last markup
@@ -93,9 +95,11 @@ class Emitter:
         """Go on with the arguments of the call, which are text already or JSON."""
         if text := self.spelled(text):
             self._events.append(CallArguments(self.num_calls, text))
+            self._arguments.append(text)
 
     def end_call(self) -> None:
-        self._events.append(CallEnd(self.num_calls))
+        self._events.append(CallEnd(self.num_calls, _is_object("".join(self._arguments))))
+        self._arguments = []
         self.num_calls += 1
 
     def end(self) -> None:
@@ -127,3 +131,15 @@ class Emitter:
         if not self._spellings or text.isascii():
             return text
         return ANY_MARK.sub(lambda mark: self._spellings[mark[0]], text)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, parse_constant=refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def refuse_constant(constant: str) -> None:
+    """Raise ValueError for NaN and the infinities, which Python takes for JSON."""
+    raise ValueError(constant)

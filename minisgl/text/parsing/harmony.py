@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from minisgl.text.parsing.calls import CallContext, plain_arguments
+from minisgl.text.parsing.calls import CallContext, plain_arguments, read_arguments
 from minisgl.text.parsing.reader import Patterns, Reading
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
@@ -131,17 +131,20 @@ class _Answer:
         return found
 
     def _call(self, name: str) -> Reading[str]:
-        """Read the arguments of a call; what follows them in the message is left out."""
+        """Read the arguments of a call; what follows them in the message is content."""
         reader, put = self._reader, self._emitter.arguments
         self._calls.start(name)
         parts: list[str] = []
         is_object = (yield from reader.peek()) == "{"
         if is_object:
-            yield from reader.value(put)
+            yield from read_arguments(reader, put)
         found = yield from reader.until(self._of_body, parts.append)
+        rest = "".join(parts).strip()
         if not is_object and (found or reader.natural or parts):
-            put(plain_arguments("".join(parts).strip() or "null"))
+            put(plain_arguments(rest or "null"))
         self._emitter.end_call()
+        if is_object:
+            self._emitter.text(rest.lstrip("} \n"))  # brackets too many, as small models write them
         return found
 
     def _tool(self, recipient: str) -> str:

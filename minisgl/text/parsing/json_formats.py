@@ -50,7 +50,7 @@ def read_mistral(calls: CallContext, opening: str) -> Reading[bool]:
         return False
     calls.start(name)
     if has_arguments:
-        yield from read_arguments(reader, calls.emitter.arguments)
+        yield from read_arguments(reader, calls.emitter.arguments, calls.markers[TOOL_CALLS])
     elif reader.natural:
         calls.emitter.arguments("{}")
     calls.emitter.end_call()

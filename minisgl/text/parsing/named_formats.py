@@ -75,14 +75,14 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     name = yield from reader.match(TOOL_NAME)
     if not (yield from reader.skip(markers[SEPARATOR])):
         return False
-    if (yield from reader.peek()) != "{":
+    is_empty = yield from reader.starts(markers[END_CALL])
+    if (yield from reader.peek()) not in ("{", '"') and not is_empty:
         name = yield from reader.match(TOOL_NAME)
         yield from reader.peek()
         if (yield from reader.skip(FENCE)):
             yield from reader.skip("json")
-    if not name or (yield from reader.peek()) != "{":
+    if not name or not (yield from _read_call(calls, name, FENCE, markers[END_CALL])):
         return False
-    yield from _read_call(calls, name)
     for closing in (FENCE, markers[END_CALL]):
         yield from reader.peek()
         yield from reader.skip(closing)
@@ -101,19 +101,28 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
     yield from reader.peek()
     if not name or not (yield from reader.skip(markers[KIMI_ARGUMENTS])):
         return False
-    if (yield from reader.peek()) != "{":
+    if not (yield from _read_call(calls, name, markers[KIMI_END_CALL])):
         return False
-    yield from _read_call(calls, name)
     yield from reader.peek()
     yield from reader.skip(markers[KIMI_END_CALL])
     return True
 
 
-def _read_call(calls: CallContext, name: str) -> Reading[None]:
-    """Read the arguments of a call."""
+def _read_call(calls: CallContext, name: str, *closings: str) -> Reading[bool]:
+    """Read the arguments of a call, which are an object, perhaps in a string, or nothing in front
+    of one of `closings`; returns whether they are."""
+    reader = calls.reader
+    char = yield from reader.peek()
+    is_empty = bool(closings and (yield from reader.starts(*closings)))
+    if char not in ("{", '"') and not is_empty:
+        return False
     calls.start(name)
-    yield from read_arguments(calls.reader, calls.emitter.arguments)
+    if is_empty:
+        calls.emitter.arguments("{}")
+    else:
+        yield from read_arguments(reader, calls.emitter.arguments)
     calls.emitter.end_call()
+    return True
 
 
 def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:

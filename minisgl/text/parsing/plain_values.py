@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minisgl.text.parsing.alternatives import alternatives, known_types, types_of_value
+from minisgl.text.parsing.emitter import refuse_constant
 from minisgl.text.parsing.python_format import python_as_json
 
 
@@ -26,7 +27,7 @@ def value_json(text: str, types: frozenset[str]) -> str:
     if "null" in types and word.lower() in ("null", "none"):
         return "null"
     try:
-        value = json.loads(word, parse_constant=_refuse)
+        value = json.loads(word, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         if not types & {"object", "array"} or (found := python_as_json(word)) is None:
             return json.dumps(text, ensure_ascii=False)
@@ -34,10 +35,6 @@ def value_json(text: str, types: frozenset[str]) -> str:
     if not types or types.intersection(types_of_value(value)):
         return word
     return json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:

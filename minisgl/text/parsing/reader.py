@@ -177,16 +177,22 @@ class Reader:
         self._pass_on(found.start(), put)
         return self.take(len(found[0]))
 
-    def value(self, put: Put, *, closes: bool = False) -> Reading[bool]:
+    def value(self, put: Put, *, closes: bool = False, stop: str = "<") -> Reading[bool]:
         """Read a JSON value, to `put` as it comes; returns whether it has come to its end.
 
-        closes: the brackets that are missing at the end of what is a value otherwise go to `put`.
+        closes: the brackets that are missing at the end of what is a value otherwise go to `put`,
+        and control characters in strings as escapes.
+        stop: a text that ends the value as it stands where it is in no string.
         """
-        scanner, last = ValueScanner(), ""
+        scanner, last, stops = ValueScanner(stop), "", Patterns(stop)
         while True:
-            end = scanner.scan(self._text, self._at)
-            place = len(self._text) if end is None else end
+            num_held = 0 if self.ended else stops.num_held(self._text, self._at)
+            end = scanner.scan(self._text[: len(self._text) - num_held], self._at)
+            place = len(self._text) - num_held if end is None else end
             last = self._text[self._at : place].rstrip()[-1:] or last
+            for control in scanner.controls if closes else ():
+                self._pass_on(control, put)
+                put(json.dumps(self.take(1))[1:-1])
             self._pass_on(place, put)
             if end is not None or not (yield from self.more()):
                 if closes and (end is not None or self.natural) and last not in (",", ":"):
@@ -213,18 +219,20 @@ class Reader:
 class ValueScanner:
     """Finds the end of one JSON value in a text that arrives in pieces.
 
-    It knows strings, escapes and brackets, and judges nothing else. A mark or a `<` outside of a
-    string, which no JSON has there, ends the value as it stands.
+    It knows strings, escapes and brackets, and judges nothing else. A mark, a `<`, a `>` or a
+    backtick outside of a string, which no JSON has there, ends the value as it stands.
     """
 
-    __slots__ = ("_escaped", "_in_string", "_open", "complete", "is_scalar")
+    __slots__ = ("_escaped", "_in_string", "_open", "_outside", "complete", "controls", "is_scalar")
 
-    _IN_STRING = re.compile(r'["\\]')
-    _OUTSIDE = re.compile(f'["{{}}\\[\\]<{MARKS}]')
+    _IN_STRING = re.compile(r'["\\\x00-\x1f]')
     _AFTER_SCALAR = re.compile(f"[,;}}\\]<{BLANKS}{MARKS}]")
 
-    def __init__(self) -> None:
+    def __init__(self, stop: str = "<") -> None:
+        """stop: a text that ends the value as well."""
+        self._outside = re.compile(f'{re.escape(stop)}|["{{}}\\[\\]<>`{MARKS}]')
         self.complete = False
+        self.controls: list[int] = []  # where the last piece has control characters in a string
         self.is_scalar = False  # a number or a word, which nothing closes
         self._open: list[str] = []  # the closings of the brackets
         self._in_string = False
@@ -240,7 +248,7 @@ class ValueScanner:
 
         Returns the place in `text` where the value ends, None if that is not in it.
         """
-        position = start
+        position, self.controls = start, []
         if start < len(text) and not self._open and not self._in_string and not self.is_scalar:
             self.is_scalar = text[start] not in '"{['
         if self.is_scalar:
@@ -252,7 +260,7 @@ class ValueScanner:
                 self._escaped = False
                 position += 1
                 continue
-            found = (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, position)
+            found = (self._IN_STRING if self._in_string else self._outside).search(text, position)
             if found is None:
                 return None
             position = found.end()
@@ -266,6 +274,8 @@ class ValueScanner:
                     self._open.append("}" if found[0] == "{" else "]")
                 case "}" | "]":
                     self._open = self._open[:-1]
+                case _ if self._in_string:
+                    self.controls.append(found.start())
                 case _:
                     return found.start()
             if not self._open and not self._in_string:

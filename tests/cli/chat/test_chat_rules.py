@@ -314,6 +314,17 @@ async def test_an_engine_calls_tools_in_the_format_of_its_template(tools: Path) 
     assert "tool\n18<|im_end|>" in second
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Rome', '{"city": Rome}', "[1]"])
+async def test_a_call_whose_arguments_are_no_object_asks_for_no_result(
+    tools: Path, arguments: str
+) -> None:
+    written = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
+    runner = AnsweringRunner([written, "Hello."])
+    async with AsyncEngine(runner.loaded()) as engine:
+        done = await chat(EngineModel(engine, TOY), f"/tools {tools}", "Weather?", "Hi.")
+    assert done.ui.written.strip() == "Hello." and "tool\n" not in runner.prompts[1]
+
+
 async def test_an_engine_thinks_before_an_answer_that_follows_a_schema() -> None:
     runner = AnsweringRunner(['<think>\nHm, {.\n</think>\n\n{"a": [1]}', "Hello."])
     async with AsyncEngine(runner.loaded()) as engine:

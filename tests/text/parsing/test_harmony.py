@@ -133,7 +133,7 @@ CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
         (f"{CALL}null", True, Parsed("", "", [("f", "{}")], 1)),
         (f'{CALL}"{{\\"a\\": 1}}"', True, Parsed("", "", [("f", '{"a": 1}')], 1)),
         (f"{CALL}print(1) \n", True, Parsed("", "", [("f", "print(1)")], 1)),
-        (f"{CALL}{{}} and more<|call|>", True, Parsed("", "", [("f", "{}")], 1)),
+        (f"{CALL}{{}} and more<|call|>", True, Parsed("", "and more", [("f", "{}")], 1)),
         # A model that goes on after a call, and one that has forgotten to end it.
         (f"{CALL}{{}}<|call|><|start|>assistant{CALL}[]<|call|>", True,
          Parsed("", "", [("f", "{}"), ("f", "[]")], 2)),

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from support.parsed_answers import PLAIN, parse
+from support.parsed_answers import PLAIN, form_of, parse, replay
 from support.toy_tokenizers import with_tokens
 
+from minisgl.events import CallEnd
 from minisgl.text.parsing import formats
 
 TEXT = {"type": "string"}
@@ -20,6 +21,7 @@ X = {"a": "x"}
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+DEEPSEEK_FENCE = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 LFM2 = "<|tool_call_start|>{}<|tool_call_end|>"
 GEMMA = "<|tool_call>call:f{{{}}}<tool_call|>"
@@ -29,6 +31,7 @@ BROKEN_JSON = {
     "deepseek_v31": DEEPSEEK.format(DEEPSEEK_CALL),
     "hermes": '<tool_call>\n{{"name": "f", "arguments": {}\n</tool_call>',
     "llama3_json": '{{"name": "f", "parameters": {}',
+    "harmony": "<|channel|>commentary to=functions.f json<|message|>{}<|call|>",
 }
 DOUBLED = {
     "hermes": '<tool_call>\n<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
@@ -60,12 +63,41 @@ def read(name: str, answer: str) -> tuple[list[Any], str]:
         ('{"a": "x", "n": 1', {"a": "x", "n": 1}),
         ('{"a": [{"b": "}"}', {"a": [{"b": "}"}]}),
         ("{", {}),
+        ('{"a": "x\n\ty \\n", "n": 1\n}', {"a": "x\n\ty \n", "n": 1}),
     ],
 )
-def test_brackets_that_are_missing_behind_a_value_are_closed(
+def test_missing_brackets_are_closed_and_control_characters_in_strings_escaped(
     name: str, written: str, arguments: object
 ) -> None:
     assert read(name, BROKEN_JSON[name].format(written)) == ([arguments], "")
+
+
+@pytest.mark.parametrize("name", BROKEN_JSON)
+@pytest.mark.parametrize("written", ['{"a": "x', '{"a": 1,', '{"a":', '{"a": tru}', '{"a": [1}'])
+def test_a_call_whose_arguments_are_no_object_is_told_from_others(name: str, written: str) -> None:
+    [form] = [form for form in formats.CALL_FORMATS if form.name == name]
+    answer = BROKEN_JSON[name].format(written)
+    for tokenizer in (with_tokens(*form.markers), PLAIN):
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        events = replay(tokenizer, form_of(tokenizer, name), ids, tools=TOOLS)
+        assert CallEnd(0, is_object=False) in events
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x"[TOOL_CALLS]g[ARGS]{}'),
+        ("functionary_v3_2", 'f\n{"a": "x">>>g\n{}'),
+        ("deepseek_v3", DEEPSEEK.format(2 * (DEEPSEEK_FENCE + '{"a": "x"\n```'))),
+    ],
+)
+def test_what_no_json_has_ends_arguments_without_a_bracket(name: str, answer: str) -> None:
+    told = {"mistral": "[TOOL_CALLS]g", "functionary_v3_2": ">>>g", "deepseek_v3": "```"}[name]
+    second = X if name == "deepseek_v3" else {}
+    assert read(name, answer) == ([X, second], "")
+    spoken = answer.replace('"x"', json.dumps(f"x {told}"))
+    calls, content = read(name, spoken)
+    assert calls[0] == {"a": f"x {told}"} and not content
 
 
 @pytest.mark.parametrize("name", DOUBLED)
@@ -73,6 +105,19 @@ def test_an_opening_that_is_written_twice_is_no_text(name: str) -> None:
     assert read(name, DOUBLED[name]) == ([X], "")
     told = DOUBLED[name][: DOUBLED[name].index(">") + 1] * 2 + " are tags."
     assert read(name, told) == ([], told)
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31"])
+@pytest.mark.parametrize(("written", "arguments"), [("", {}), (json.dumps('{"a": "x"}'), X)])
+def test_arguments_between_markers_may_be_missing_or_in_a_string(
+    name: str, written: str, arguments: object
+) -> None:
+    assert read(name, BROKEN_JSON[name].format(written)) == ([arguments], "")
+
+
+def test_what_follows_the_arguments_in_a_message_of_harmony_is_content() -> None:
+    written = BROKEN_JSON["harmony"].format('{"a": "x"}}\n or "y"?')
+    assert read("harmony", written) == ([X], 'or "y"?')
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Raw
 
-from minisgl.request import OutputDelta
+from minisgl.request import FinishReason, OutputDelta
 from minisgl.server.answers.blocks import Block, BlockChoice, BlockEvent, BlockStart, BlockText
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
@@ -55,10 +55,10 @@ class MessageChoice(BlockChoice):
             self._stop_text = delta.stop_reason
 
     def _stop_reason(self) -> answers.StopReason:
-        """Calls are complete only where the model has ended the answer by itself."""
+        """Calls are complete only where the model has ended the answer by itself, and each well."""
         if self.check_finished() == "length":
-            most = self._max_tokens
-            out_of_room = most is None or self.last.num_output_tokens < most
+            most, is_cut = self._max_tokens, self.last.finish_reason is FinishReason.LENGTH
+            out_of_room = is_cut and (most is None or self.last.num_output_tokens < most)
             return "model_context_window_exceeded" if out_of_room else "max_tokens"
         if any(block.kind == "call" for block in self.blocks):
             return "tool_use"

@@ -159,8 +159,10 @@ class ParsedChoice(ChatChoice):
         return len(self._placed) + len(self._prompt_logprobs)
 
     def _end_reason(self) -> answers.ChatEndReason:
-        """Calls are complete only where the model has ended the answer by itself."""
+        """Calls are complete only where the model has ended the answer by itself, and each well."""
         reason = self.check_finished()
+        if self._reader.has_broken_call:
+            return "length"
         return "tool_calls" if reason == "stop" and self._reader.calls else reason
 
     def _parse(self, delta: OutputDelta) -> Sequence[Event]:
