@@ -104,8 +104,7 @@ class EngineModel:
         if any(map(needs_facts, messages)):
             messages = fitted_history(messages, await self._engine.template_facts())
         offer = {"tools": rules.tools} if rules.tools else {}
-        # A long conversation takes a while; in a thread, Ctrl-C still works.
-        prompt = await asyncio.to_thread(self.prompt, messages, **offer)
+        prompt = await self.prompt(messages, **offer)
         params = self._engine.defaults.sampling(**sampling)
         ruled: dict[str, Any] = {}
         # The text of messages has headers, which only a parser removes.
@@ -148,10 +147,13 @@ class EngineModel:
             if token_ids:  # without a token, the last answer may be kept, and its tokens too
                 self._seen = prompt + token_ids
 
-    def prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+    async def prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt as token ids. Raises MinisglError if the template rejects the messages."""
-        templated = self._tokenizer.chat(messages, **template_options)
-        return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
+        templated = await self._engine.encode_chat(messages, True, **template_options)
+        # A long conversation takes a while; in a thread, Ctrl-C still works.
+        return await asyncio.to_thread(
+            keep_seen, self._seen, templated, self._tokenizer.token_bytes
+        )
 
     def _opens_thinking(self, prompt: Sequence[int]) -> bool:
         end = b"".join(map(self._tokenizer.token_bytes, prompt[-NUM_OPENING_TOKENS:]))

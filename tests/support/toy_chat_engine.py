@@ -77,13 +77,16 @@ class FakeEngine:
     deltas: Sequence[OutputDelta] | None = None  # instead of answers
 
     params: list[SamplingParams] = field(default_factory=list)
+    tokenizer: ToyTokenizer = field(default_factory=ToyTokenizer)
 
-    tokenizer = ToyTokenizer()
     defaults = FakeDefaults()
 
     @property
     def capacity(self) -> Capacity:
         return Capacity(num_pages=2, page_size=1, num_slots=1, max_seq_len=self.max_seq_len)
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]], any_length: bool) -> list[int]:
+        return await asyncio.to_thread(self.tokenizer.chat, messages)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Any:
         if self.deltas is not None:

@@ -136,11 +136,11 @@ def _holds_integers(type: inspect.Type) -> bool:
 
 
 def _has_few_keys(type: inspect.Type) -> bool:
-    """Whether a value is an object whose number of keys is limited."""
-    return any(
-        isinstance(each, inspect.DictType) and each.max_length is not None
-        for each in alternatives(type)
-    )
+    """Whether a value is an object whose number of keys is limited. Not logit_bias, whose keys
+    stay texts: as it has a description, it is wrapped once more."""
+    if isinstance(type, inspect.UnionType):
+        return any(map(_has_few_keys, type.types))
+    return isinstance(type, inspect.DictType) and type.max_length is not None
 
 
 def _without_floats(value: bytes) -> bytes:

@@ -192,9 +192,9 @@ async def test_ctrl_c_works_while_a_long_conversation_is_tokenized() -> None:
             super().say(line)
             told.set()
 
-    fake: Any = FakeEngine(["a"])
+    fake: Any = FakeEngine(["a"], tokenizer=Slow())
     ui = UI(["ab"])
-    await Repl(Session(EngineModel(fake, Slow()), ui, Conversation())).run()
+    await Repl(Session(EngineModel(fake, fake.tokenizer), ui, Conversation())).run()
     assert ui.said == ["Stopped before an answer came."]
     assert fake.prompts == []
 
@@ -252,10 +252,10 @@ async def test_thinking_opened_by_the_template_is_recognized() -> None:
         def token_bytes(self, token_id: int) -> bytes:
             return {-1: b"<think>", -2: b"\n"}.get(token_id) or super().token_bytes(token_id)
 
-    fake: Any = FakeEngine([])
+    fake: Any = FakeEngine([], tokenizer=Opening())
     fake.deltas = [OutputDelta([0], "ab</think>", 1, 0), OutputDelta([0], "cd", 2, 0)]
     ui = FakeChatUI(["ab"])
-    await Repl(Session(EngineModel(fake, Opening()), ui, Conversation())).run()
+    await Repl(Session(EngineModel(fake, fake.tokenizer), ui, Conversation())).run()
     assert (ui.thought, ui.written) == ("ab", "cd\n")
 
 

@@ -31,7 +31,7 @@ class Said:
 
     def __init__(self, tokenizer: ToyTokenizer, token_ids: list[int], text: str) -> None:
         self.conversation = Conversation()
-        engine: Any = FakeEngine([])
+        engine: Any = FakeEngine([], tokenizer=tokenizer)
         engine.deltas = [OutputDelta(token_ids, text, 0, 0, finish_reason=FinishReason.STOP)]
         self.model = EngineModel(engine, tokenizer)
 
@@ -46,7 +46,7 @@ class Said:
 
     def prompt(self, question: str) -> list[int]:
         self.conversation.ask(question)
-        return self.model.prompt(self.conversation.messages)
+        return asyncio.run(self.model.prompt(self.conversation.messages))
 
 
 def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) -> list[int]:
