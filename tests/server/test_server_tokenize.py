@@ -82,7 +82,7 @@ def test_a_conversation_is_tokenized_like_a_chat_prompt(
         ({"prompt": "a", "messages": HELLO}, "messages"),
         ({"prompt": "a", "tools": []}, "tools"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": HELLO, "tools": {}}, "tools"),
