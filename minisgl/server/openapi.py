@@ -180,8 +180,9 @@ def describe(
         if type is not None
     ]
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
+    of_chats = descriptions(SamplingParams) | descriptions(ChatRequest)
     for body in {found.body for _, found in operations if found.body is not None}:
-        _explain(body, described[body.__name__]["properties"])
+        _explain(described[body.__name__]["properties"], descriptions(body), of_chats)
     by_path: dict[str, dict[str, Any]] = {}
     for path, found in operations:
         described_operation = _operation(path, found, locked=path in locked)
@@ -201,9 +202,8 @@ def describe(
     }
 
 
-def _explain(body: type[Struct], fields: dict[str, dict[str, Any]]) -> None:
-    """Add to the schemas of the fields of a request what is said of them."""
-    own, others = descriptions(body), descriptions(SamplingParams) | descriptions(ChatRequest)
+def _explain(fields: dict[str, Any], own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Add to the schemas of the fields of a request what is said of them, there or of `others`."""
     for name, schema in fields.items():
         if name in own or "description" not in schema:
             schema |= own.get(name) or others[name]
