@@ -32,7 +32,6 @@ from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
     NO_PARAMETER,
-    FinishReason,
     OutputDelta,
     RequestOutput,
     SamplingParams,
@@ -562,7 +561,9 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     events: Sequence[Event] = ()
     if isinstance(stream.detokenizer, ParsingDetokenizer):
         events = stream.detokenizer.take_events()
-    reason = FinishReason.LENGTH if has_broken_call(events) else request.finish_reason
+    reason = request.finish_reason
+    if reason is not None and has_broken_call(events):
+        reason = reason.with_broken_call()
     return RequestOutput(
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
         token_ids=request.output_token_ids,

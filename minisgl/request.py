@@ -353,6 +353,10 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
     ERROR = "error"
 
+    def with_broken_call(self) -> FinishReason:
+        """The reason where a call of the answer cannot be read: it ends as one that was cut."""
+        return FinishReason.LENGTH if self is FinishReason.STOP else self
+
 
 class Request:
     """One sequence, from submission to its end. Created by the engine, changed by the scheduler.

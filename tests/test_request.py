@@ -15,6 +15,7 @@ import pytest
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     MAX_LOGIT_BIAS,
+    FinishReason,
     RequestOutput,
     SamplingParams,
     StructuredOutput,
@@ -167,3 +168,9 @@ def test_later_changes_of_the_callers_objects_have_no_effect() -> None:
 def test_a_constraint_is_exactly_one_and_of_its_type(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         StructuredOutput(**fields)
+
+
+def test_a_broken_call_cuts_what_the_model_ended_and_nothing_else() -> None:
+    ends = {reason: reason.with_broken_call() for reason in FinishReason}
+    assert ends.pop(FinishReason.STOP) is FinishReason.LENGTH
+    assert all(before is after for before, after in ends.items())

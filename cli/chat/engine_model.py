@@ -12,7 +12,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
 from minisgl.events import has_broken_call
 from minisgl.printable import counted
-from minisgl.request import FinishReason, SamplingParams
+from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl.text.history import fitted_history, needs_facts
 from minisgl.text.parsing.selection import has_messages
@@ -101,7 +101,7 @@ class EngineModel:
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
-        if any(map(needs_facts, messages)):
+        if any(needs_facts(each["role"], each.get("tool_calls")) for each in messages):
             messages = fitted_history(messages, await self._engine.template_facts())
         offer = {"tools": rules.tools} if rules.tools else {}
         prompt = await self.prompt(messages, **offer)
@@ -124,12 +124,14 @@ class EngineModel:
         # Some templates open the thinking themselves, and the model only closes it.
         opening = f"{OPEN}\n" if not ruled and self._opens_thinking(prompt) else ""
         token_ids: list[int] = []
-        is_broken = False  # what ends well although a call in it cannot be read
+        is_broken = False  # whether a call cannot be read
         try:
             async for delta in stream:
                 token_ids += delta.token_ids
                 is_broken = is_broken or has_broken_call(delta.events)
-                ends_broken = is_broken and delta.finish_reason is FinishReason.STOP
+                reason = delta.finish_reason
+                if reason is not None and is_broken:
+                    reason = reason.with_broken_call()
                 yield ReplyDelta(
                     text=opening + delta.text,
                     thinking=thinking(delta.events),
@@ -139,7 +141,7 @@ class EngineModel:
                     num_cached_tokens=delta.num_cached_tokens,
                     num_drafted_tokens=delta.num_drafted_tokens,
                     num_accepted_tokens=delta.num_accepted_tokens,
-                    finish_reason=FinishReason.LENGTH if ends_broken else delta.finish_reason,
+                    finish_reason=reason,
                 )
                 opening = ""
         finally:

@@ -86,7 +86,7 @@ class Chats:
                 "are not supported by this model: its chat template leaves them out. Leave them "
                 "out as well.",
             )
-        takes_facts = any(map(needs_facts, messages))
+        takes_facts = any(needs_facts(each["role"], each.get("tool_calls")) for each in messages)
         facts = await engine.template_facts() if takes_facts else TemplateFacts()
         fitted = fitted_history(messages, facts)
         token_ids = await engine.encode_chat(fitted, **offered, **options)

@@ -20,9 +20,9 @@ UNKNOWN = "is the id of no call in a message before it."
 LATE = "is the id of a call that other messages follow: its result comes before them."
 
 
-def needs_facts(message: Message) -> bool:
-    """Whether it is one that templates take in different ways, if at all."""
-    return message["role"] in ("tool", *SYSTEM_ROLES) or bool(message.get("tool_calls"))
+def needs_facts(role: str, tool_calls: object) -> bool:
+    """Whether templates take such a message in different ways, if at all."""
+    return role in ("tool", *SYSTEM_ROLES) or bool(tool_calls)
 
 
 def fitted_history(messages: Sequence[Message], facts: TemplateFacts) -> list[dict[str, Any]]:

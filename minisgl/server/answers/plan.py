@@ -21,6 +21,7 @@ from minisgl.server.requests.templating import Reading, template_messages, templ
 from minisgl.server.requests.tools import ToolUse, tool_use
 from minisgl.server.served_engine import CompiledGrammar, ServedEngine
 from minisgl.text.call_ids import new_call_id, short_id
+from minisgl.text.history import needs_facts
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.names import NONE
 from minisgl.text.parsing.selection import AnswerFormat
@@ -103,7 +104,8 @@ async def read_conversation(
     tools = tool_use(body.tools, body.tool_choice, parallel)
     facts = None
     options = template_options(body, reading)
-    if tools is not None or any(message.needs_facts for message in body.messages or ()):
+    messages = body.messages or ()
+    if tools is not None or any(needs_facts(each.role, each.tool_calls) for each in messages):
         facts = await engine.template_facts()
     if tools is not None:
         assert facts is not None
@@ -114,8 +116,8 @@ async def read_conversation(
                 'out as well, or set tool_choice to "none".',
             )
         options["tools"] = tools.for_template()
-    messages = template_messages(body, facts or NO_FACTS, reading)
-    prompt = await engine.encode_chat(messages, any_length, **options)
+    fitted = template_messages(body, facts or NO_FACTS, reading)
+    prompt = await engine.encode_chat(fitted, any_length, **options)
     return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
 
 

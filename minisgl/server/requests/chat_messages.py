@@ -14,7 +14,7 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
 from minisgl.server.requests.described import Unsupported
-from minisgl.text.history import SYSTEM_ROLES, Role
+from minisgl.text.history import Role
 from minisgl.text.rendering import TEXT_ARGUMENT
 from minisgl.text.template_facts import TemplateFacts
 
@@ -182,11 +182,6 @@ class Message(Struct):
     def num_parts(self) -> int:
         parts = len(self.content) if isinstance(self.content, list) else 0
         return parts + len(self.tool_calls or ())
-
-    @property
-    def needs_facts(self) -> bool:
-        """Whether it is one that templates take in different ways, if at all."""
-        return self.role in ("tool", *SYSTEM_ROLES) or bool(self.tool_calls)
 
     @property
     def text(self) -> str:
