@@ -171,12 +171,16 @@ class _Calls:
 
     def _choose_tags(self) -> Reading[None]:
         """Take the tags of XML for a parameter that comes next with these instead."""
-        own, reader = self._own_tags, self._reader
-        if not own.tells_type or not (found := (yield from reader.starts(*self._openings))):
+        if not self._own_tags.tells_type:
             return
-        is_plain = found == XML.parameter
-        tags = replace(own, parameter=XML.parameter, end_parameter=XML.end_parameter)
-        self._tags = tags if is_plain else own
+        found = yield from self._reader.starts(*self._openings)
+        if not found or found == self._parameter:
+            return
+        self._tags = self._own_tags
+        if found == XML.parameter:
+            self._tags = replace(
+                self._tags, parameter=XML.parameter, end_parameter=XML.end_parameter
+            )
         self._parameter = found
         self._end_parameter = self._calls.markers[self._tags.end_parameter]
         self._set_closings()
