@@ -35,8 +35,8 @@ def decode_tiles(
     v_in_k: bool = False,
 ) -> DecodeTiles:
     """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
-    fp8: whether the KV cache is in FP8; v_in_k: whether values are the
-    first numbers of keys."""
+    fp8: whether the KV cache is in FP8; v_in_k: whether values are the first numbers
+    of keys."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
     if head_dim > 128 and not v_in_k:

@@ -80,6 +80,16 @@ def read_facts(folder: Path, **fields: object) -> ModelFacts:
     return read_model_config(folder).facts()
 
 
+def qwen3_06b(folder: Path, num_layers: int) -> ModelFacts:
+    return read_facts(
+        folder,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+    )
+
+
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "layers", "heads", "limit"),
     [(1024, 3072, 28, 16, 36_000), (5120, 17408, 40, 40, 8_100)],
@@ -119,13 +129,7 @@ def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand
 
 
 def test_the_roofline_counts_cached_tokens_as_read_but_not_computed(tmp_path: Path) -> None:
-    model = read_facts(
-        tmp_path,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-    )
+    model = qwen3_06b(tmp_path, num_layers=2)
 
     def work(num_cached_tokens: int) -> Work:
         request = RequestRecord(
@@ -153,13 +157,7 @@ def test_the_roofline_counts_cached_tokens_as_read_but_not_computed(tmp_path: Pa
 
 
 def test_the_roofline_of_a_decode_step_is_the_average_over_a_run(tmp_path: Path) -> None:
-    model = read_facts(
-        tmp_path,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-    )
+    model = qwen3_06b(tmp_path, num_layers=2)
     requests = [record((0.0, 1.0, 2.0), (10, 0, 3)), record((0.0, 1.0, 2.0), (20, 0, 3))]
     run = RunRecord(requests, num_steps=3, num_retractions=0)
     step = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16")
@@ -197,13 +195,7 @@ def test_the_roofline_of_tpot_at_batch_1_on_an_h200_is_as_computed_by_hand(
 
 
 def test_the_operations_of_several_prompts_add_up(tmp_path: Path) -> None:
-    model = read_facts(
-        tmp_path,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-    )
+    model = qwen3_06b(tmp_path, num_layers=28)
     one = record((0.0, 1.0, 1.0), (2048, 0, 1))
     assert prefill_operations([one] * 16, model) == 16 * prefill_operations([one], model)
     # By hand: 440.4 million weights in the layers, 155.6 million in the head.
@@ -212,13 +204,7 @@ def test_the_operations_of_several_prompts_add_up(tmp_path: Path) -> None:
 
 
 def test_a_run_without_decoding_shows_what_prefill_computes_in_a_second(tmp_path: Path) -> None:
-    model = read_facts(
-        tmp_path,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-    )
+    model = qwen3_06b(tmp_path, num_layers=28)
     requests = [record((0.0, 0.5, 0.5), (2048, 0, 1))] * 16
     run, peak = RunRecord(requests, num_steps=4, num_retractions=0), Peak(4e12, 800e12)
     config: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="bfloat16", max_running_requests=256)
