@@ -37,6 +37,12 @@ ONE_CALL = (
     "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
     "{{ raise_exception('one call') }}{% endif %}{% endfor %}"
 )
+TEXT_OF_FIRST_CALLS = (  # as of DeepSeek-R1
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{{ m.content if not (m.tool_calls and ns.called) }}{% for call in m.tool_calls or [] %}"
+    "{% set ns.called = true %}{{ call.function.name }}"
+    "({{ call.function.arguments.items() | list }}){% endfor %}{% endfor %}"
+)
 THINKING = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
 
 
@@ -170,6 +176,10 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
                 "leaves_out_text": True,
                 **ALL_SYSTEMS,
             },
+        ),
+        (
+            TEXT_OF_FIRST_CALLS,
+            {"takes_calls": True, "takes_results": True, "leaves_out_text": True, **ALL_SYSTEMS},
         ),
         (LAST_SYSTEM, {}),
         (NO_DEVELOPER, {"leaves_out_developer": True}),
