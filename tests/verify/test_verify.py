@@ -49,7 +49,7 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fewer(*args: Any) -> Prompts:
         prompts = of(*args)
-        return Prompts(prompts.short[:3], [ids[:200] for ids in prompts.long[:1]])
+        return Prompts(prompts.short[:2], [ids[:200] for ids in prompts.long[:1]])
 
     monkeypatch.setattr(run.Prompts, "of", fewer)
 
