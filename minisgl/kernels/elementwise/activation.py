@@ -57,9 +57,7 @@ def _gated_mul_tile(
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
     gate_place = row[:, None] * (2 * size) + column[None, :]
-    if pdl:  # for gate_up, without which there is nothing to do
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)  # for gate_up, without which there is nothing to do
 
     gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
     up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -61,9 +62,8 @@ def _embed_tile(
     row = (program // across).to(tl.int64) * rows + tl.arange(0, rows)
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
-    if pdl:  # for the ids, which the previous kernel may write, and the last reader of out's memory
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # For the ids, which the previous kernel may write, and the last reader of out's memory.
+    wait_for_previous(pdl)
 
     source = tl.load(token_ids + row, mask=row < num_rows, other=0) - first
     held = inside & ((source >= 0) & (source < num_ids))[:, None]

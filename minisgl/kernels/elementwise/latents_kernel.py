@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.kernels.elementwise import latents
 from minisgl.kernels.elementwise.latents import LatentNorm
-from minisgl.kernels.inlined import apply_norm, from_here, rms_scale, to_stored
+from minisgl.kernels.inlined import apply_norm, from_here, rms_scale, to_stored, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import LatentMapTiles, tuning_of
 
@@ -248,9 +248,7 @@ def _map_head(
         at = i * block_k + tl.arange(0, block_k)
         place = weight + at[:, None] * k_stride + column[None, :] * n_stride
         w += (tl.load(place, mask=(at < k)[:, None] & (column < n)[None, :], other=0.0),)
-    if pdl:  # for x, and for the last reader of `out`
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x, and for the last reader of `out`
     there = (row < num_rows)[:, None]
     x += row[:, None].to(tl.int64) * x_stride
     for i in tl.static_range(pieces):
@@ -329,9 +327,7 @@ def _store_part(
     cos = tl.load(angles + pair, mask=pair < num_pairs, other=1.0)
     sin = tl.load(angles + num_pairs + pair, mask=pair < num_pairs, other=0.0)
     factor = tl.load(weight + column, mask=column < rank, other=0.0)
-    if pdl:  # for kv and q, and for the last reader of `out` and of the cache
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for kv and q, and for the last reader of `out` and of the cache
     if part == 0:
         stored: tl.constexpr = cache.dtype.element_ty
         kv += row * kv_stride

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.inlined import apply_norm, rms_scale, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -72,9 +72,7 @@ def _norm_rows(
     """`rows` whole rows a program, held in registers from load to store."""
     column = tl.arange(0, block)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for delta and residual; the weight is old, and far away
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for delta and residual; the weight is old, and far away
 
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * size + column[None, :]

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import PostNorm
-from minisgl.kernels.inlined import rms_scale
+from minisgl.kernels.inlined import rms_scale, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -84,9 +84,7 @@ def _post_norm_rows(
     column = tl.arange(0, block)
     post_factor = tl.load(post_weight + column, mask=column < size, other=0.0)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for the summands and the residual; the weights are old, and far away
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for the summands and the residual; the weights are old, and far away
 
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * size + column[None, :]

@@ -195,9 +195,7 @@ def _largest_of_parts(
     across: tl.constexpr = (size + columns - 1) // columns
     row = (tl.program_id(0) // across).to(tl.int64)
     column = tl.program_id(0) % across * columns + tl.arange(0, columns)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     found = _load(x + row * x_stride, column, size, gated, gelu)
     tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
@@ -227,9 +225,7 @@ def _quantize_rows(
     first = tl.program_id(0) % across * columns * pieces
     lane = first + tl.arange(0, columns)
     x += row * x_stride
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     loaded, largest = (), 0.0
     for i in tl.static_range(pieces):
@@ -270,9 +266,7 @@ def _norm_and_quantize_rows(
     for i in tl.static_range(pieces):
         column = i * columns + tl.arange(0, columns)
         factors += (tl.load(weight + column, mask=column < size, other=0.0),)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     row = tl.program_id(0).to(tl.int64)
     residual += row * size

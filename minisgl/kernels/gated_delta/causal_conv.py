@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.gated_delta.delta_parts import tile_of_segment
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Segments
 
@@ -135,9 +136,7 @@ def _convolve_chains(
     result = tl.zeros([rows, block], tl.float32)
     if bias is not None:
         result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x
 
     for tap in tl.static_range(width):
         factor = tl.load(weight + channel * width + tap, mask=inside, other=0.0).to(tl.float32)
@@ -201,9 +200,7 @@ def _convolve_rows(
     shift = tl.zeros([block], tl.float32)
     if bias is not None:
         shift += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x
 
     value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
     tl.debug_barrier()  # every thread has what it needs of the state

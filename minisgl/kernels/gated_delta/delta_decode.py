@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minisgl.kernels.gated_delta.delta_parts import decay_log, inverse_length, strength_of
 from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import DeltaDecodeTiles, tuning_of
 
@@ -111,9 +112,7 @@ def _decode_head(
     # Nothing of the state is read again before the next step.
     kept = tl.load(place, eviction_policy="evict_first")
     rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
-    if pdl:  # for all but the state and the weights
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for all but the state and the weights
 
     key_place = head // group * key_dim + key
     k_row = tl.load(k + row * k_stride + key_place).to(tl.float32)

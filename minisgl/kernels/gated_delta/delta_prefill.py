@@ -38,6 +38,7 @@ from minisgl.kernels.gated_delta.delta_parts import (
     tile_of_segment,
 )
 from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DeltaPrefillTiles, tuning_of
@@ -164,9 +165,7 @@ def _prepare(
     first += number * chunk
     head = tl.program_id(1)
     rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
-    if pdl:  # before the end of a program without rows, too, as all must have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # before the end of a program without rows, too, as all must have waited
     if first >= end:
         return
 
@@ -282,9 +281,8 @@ def _advance(
     size: tl.constexpr = key_dim * value_dim
     part = head * size + key[:, None] * value_dim + value[None, :]
     kept = tl.load(state + source * (v_heads * size) + part, mask=not continues, other=0.0)
-    if pdl:  # before the end of a program that has nothing to do, too, as all must have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Before the end of a program that has nothing to do, too, as all must have waited.
+    wait_for_previous(pdl)
     if continues:  # another program comes to it
         return
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.inlined import apply_norm, rms_scale, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -63,9 +63,7 @@ def _gated_norms(
     """`rows` heads a program."""
     column = tl.arange(0, block)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for x and the gate
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x and the gate
 
     norm = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     inside = (norm < num_norms)[:, None] & (column < size)[None, :]

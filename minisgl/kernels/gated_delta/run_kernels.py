@@ -14,6 +14,7 @@ from minisgl.kernels.gated_delta.causal_conv import convolved
 from minisgl.kernels.gated_delta.delta_decode import check_heads
 from minisgl.kernels.gated_delta.delta_parts import decay_log, inverse_length, strength_of
 from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Runs
 from minisgl.kernels.tuning import DeltaDecodeTiles, tuning_of
@@ -166,9 +167,7 @@ def _convolve_runs(
             after += (tl.where(counts, seen[tap + 1], seen[tap]),)
         after += (tl.where(counts, value, seen[width - 2]),)
         seen = after
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x
 
     tl.debug_barrier()  # every thread has what it needs of the state and of the rows
     if size > 1:
@@ -237,9 +236,7 @@ def _advance_runs(
     kept = tl.load(place, eviction_policy="evict_first")
     rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
     count = tl.load(num_kept + run)
-    if pdl:  # for all but the state and the weights
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for all but the state and the weights
 
     of_keys, of_values = head // group * key_dim + key, head * value_dim + value
     for index in range(count):

@@ -13,6 +13,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.quantize import quantize, round_to_fp8
 from minisgl.kernels.fp8_rows import Fp8Rows
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.linear.fp8.fp8_kernel import down, scale_row
 from minisgl.kernels.linear.gemm_parts import load
@@ -120,9 +121,7 @@ def _round_pair(
     pdl: tl.constexpr,
 ):
     """A part of a pair's row."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     # A pair that is dropped is rounded, too, by any scale; no product reads it.
@@ -164,9 +163,7 @@ def _expert_product(
 ):
     """As that of moe/many_rows.py. shared: pairs of a row of `source`; the other arguments are
     those of linear/fp8/fp8_kernel.py."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.grouped import ByScores
 
@@ -74,9 +75,7 @@ def _choose_row(
     exists = (group < num_groups)[:, None] & (lane < of_group)[None, :]
     if bias is not None:
         added = tl.load(bias + expert, mask=exists, other=0.0)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(logits + row * num_experts + expert, mask=exists, other=-float("inf"))
     x = x.to(tl.float32)

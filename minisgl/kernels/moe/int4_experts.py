@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
 from minisgl.kernels.moe.experts_product import OneFunction
 from minisgl.kernels.moe.many_rows import Listed, PairGemm, many_rows_experts, store_outputs
@@ -93,9 +94,7 @@ def _expert_product(
     pdl: tl.constexpr,
 ):
     """As that of moe/many_rows.py. shared: pairs of a row of `source`."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across

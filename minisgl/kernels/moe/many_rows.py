@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.moe.reference import Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import (
@@ -159,9 +160,7 @@ def add_outputs(
 @triton.jit(do_not_specialize=["num_pairs", "num_rows"])
 def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr, pdl: tl.constexpr):
     """Lists the pairs of one expert, in their order."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     expert = tl.program_id(0)
     lists += expert.to(tl.int64) * num_rows
     count = 0
@@ -204,9 +203,7 @@ def _expert_product(
     are gates, and the activation is applied. Otherwise the second: each pair has a row of `source`,
     and the result is weighted.
     """
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     # The programs of one expert are neighbours, so that its weights are read from memory once.
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
@@ -301,9 +298,7 @@ def _add_outputs(
     pdl: tl.constexpr,
 ):
     """One block of a row's sum over its experts; added to `out` if there are squares."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < hidden_size

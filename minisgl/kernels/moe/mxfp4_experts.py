@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
@@ -169,9 +170,7 @@ def _expert_product(
     pdl: tl.constexpr,
 ):
     """As that of moe/many_rows.py. shared: pairs of a row of `source`."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across
@@ -226,9 +225,8 @@ def _pair_product(
     """One block of outputs of one pair, by a product of which one row of x is that of the pair.
     drops: as in moe/few_rows.py."""
     tile, pair = tl.program_id(0), tl.program_id(1)
-    if pdl and gated:  # the second product comes after the first, which has waited for the router
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if gated:  # the second product comes after the first, which has waited for the router
+        wait_for_previous(pdl)
     output = tile * block_n + tl.arange(0, block_n)
     pair_weight = 0.0
     kind: tl.constexpr = target.dtype.element_ty
@@ -244,13 +242,12 @@ def _pair_product(
         if not gated:
             share = weights_of(probability, order, None, num_experts, top_k, normalize)
             pair_weight = tl.sum(tl.where(is_mine, share, 0.0)).to(kind).to(tl.float32)
-    if pdl and not gated:
-        if num_outputs % block_n == 0:
+    if not gated:
+        if pdl and num_outputs % block_n == 0:
             first = tl.maximum(expert, 0).to(tl.int64) * num_outputs + tile * block_n
             size: tl.constexpr = 4 * num_inputs  # words of GROUP rows
             fetch(words + first * (num_inputs // 4), size, size, size, block_n // 16, block_n)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous(pdl)
     if drops:  # noqa: SIM102 - the compiler decides this one, the device the next
         if expert < 0:
             return
