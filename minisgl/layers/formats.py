@@ -21,10 +21,9 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.linear.select_product import fp8_product, int4_product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.mxfp4 import Mxfp4Weights
-from minisgl.kernels.moe.quantized_experts import InputScales
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import Clamped, ExpertBiases
-from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts, mxfp4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -173,14 +172,14 @@ class QuantizedFormat:
             )
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
-            return int4_experts(
+            return Int4Experts(
                 self._int4(names[0], 2 * inner.size, hidden, num_held),
                 self._int4(names[2], hidden_size, inner, num_held),
                 gelu=gelu,
             )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, num_held, dtype=torch.float32)
-        return fp8_experts(
+        return Fp8Experts(
             self._fp8(gate_up, hidden, num_held),
             self._fp8([hidden], inner, num_held),
             activations=self.activations,
@@ -201,7 +200,7 @@ class QuantizedFormat:
                 f"{self.path}: MXFP4 experts need a multiple of {CHUNK} inputs and of "
                 f"{self.scheme.group_size} inner ones, not {hidden_size} and {inner.whole}."
             )
-        return mxfp4_experts(
+        return Mxfp4Experts(
             Mxfp4Weights.allocate(num_held, 2 * inner.size, hidden_size),
             Mxfp4Weights.allocate(num_held, hidden_size, inner.size),
             biases,

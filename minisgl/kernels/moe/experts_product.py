@@ -1,16 +1,15 @@
-"""The products of a layer's experts, whatever their weights are made of.
-
-A format of weights is one subclass, as in linear/product.py.
-"""
+"""The products of a layer's experts, whatever their weights are made of: a subclass for each format
+of weights."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Choice
 from minisgl.kernels.residual import Residual
 
@@ -25,29 +24,34 @@ class ExpertsProduct(ABC):
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """The tensors that a checkpoint fills in place, by the names of the layer's parameters."""
+        """The tensors that a checkpoint fills in place, by the names of the layer's parameters; the
+        first is that of all gates and ups."""
         ...
 
     @abstractmethod
+    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+        """The sum without kernels: a new tensor like x."""
+        ...
+
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels compute the sum on this device."""
+        return runs_triton(device)
+
+    def fused(
+        self, x: Tensor, choice: Choice, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum by kernels: see fused_experts of moe/fused_experts.py."""
+        from minisgl.kernels.moe.fused_experts import fused_experts
+
+        return fused_experts(x, choice, self, residual)
+
     def __call__(self, x: Tensor, choice: Choice) -> Tensor:
         """Returns a new tensor like x."""
-        ...
+        return self.fused(x, choice)[0] if self.has_kernels(x.device) else self.reference(x, choice)
 
     def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
         """The stream rows + self(...). May overwrite rows, which are like x."""
-        return Residual(rows, delta=self(x, choice))
-
-
-class OneFunction(ExpertsProduct):
-    """Mixed into experts whose result one function computes, alone or added to the stream."""
-
-    # (x, choice, self, rows or None) → as fused_experts of moe/fused_experts.py.
-    fused: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
-
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        return self.fused(x, choice, self)[0]
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        """As in ExpertsProduct."""
-        rows, squares = self.fused(x, choice, self, rows)
+        if not self.has_kernels(x.device):
+            return Residual(rows, delta=self.reference(x, choice))
+        rows, squares = self.fused(x, choice, rows)
         return Residual(rows, squares=squares)

@@ -35,7 +35,6 @@ def few_rows_experts(
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
-    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
     if isinstance(choice, ByScores) and choice.routing.num_groups > 1:
         choice = choose(choice, pdl=pdl)
     logits, scales, chosen, weights, routing = None, None, None, None, GroupRouting(0, False, False)
