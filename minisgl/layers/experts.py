@@ -18,7 +18,7 @@ from minisgl.kernels.moe.reference import (
     Routing,
 )
 from minisgl.kernels.residual import Residual
-from minisgl.layers.formats import WeightFormat
+from minisgl.layers.formats import HeldExperts, WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -91,13 +91,15 @@ class FusedExperts(nn.Module):
         self.interleaved = interleaved
         self.holds_bias = rank == 0
         self.product = format.experts(
-            num_experts,
-            self.own.size + num_more,
-            hidden_size,
-            self.inner,
-            bias=bias,
-            clamped=clamped,
-            gelu=gelu,
+            HeldExperts(
+                whole=num_experts,
+                number=self.own.size + num_more,
+                hidden_size=hidden_size,
+                inner=self.inner,
+                bias=bias,
+                clamped=clamped,
+                gelu=gelu,
+            )
         )
         for name, weight in self.product.weights.items():
             part = weight[: self.own.size] if num_more else weight
@@ -123,7 +125,7 @@ class FusedExperts(nn.Module):
         hidden_size]; returns a new tensor like x."""
         if self.own.size < self.num_experts:
             choice = select_experts.choose_of(choice, self.own)
-        return self.product(x, choice)
+        return select_experts.weighted_sum(self.product, x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:
         """The weighted sum over each row's chosen experts: a new tensor like x."""
@@ -136,7 +138,7 @@ class FusedExperts(nn.Module):
         x and rows: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
-            return self.product.add_to(x, choice, rows)
+            return select_experts.add_weighted_sum(self.product, x, choice, rows)
         summand = self.summand(x, choice)
         return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
 

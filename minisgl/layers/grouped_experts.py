@@ -80,5 +80,5 @@ class GroupedMoeBlock(nn.Module):
         stream = self.shared_experts.add_to(hidden, rows)
         if stream.delta is None:  # where a GEMM adds its result to the stream
             return self.experts.add_to(hidden, choice, stream.rows)
-        stream.delta.add_(self.experts.product(hidden, choice))
+        stream.delta.add_(self.experts.summand(hidden, choice))
         return stream

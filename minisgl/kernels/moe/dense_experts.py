@@ -40,10 +40,3 @@ class DenseExperts(ExpertsProduct):
 
     def reference(self, x: Tensor, choice: Choice) -> Tensor:
         return reference.fused_experts(x, self.experts, choice)
-
-    def fused(
-        self, x: Tensor, choice: Choice, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        from minisgl.kernels.moe.fused_experts import fused_experts
-
-        return fused_experts(x, choice, self.experts, residual)

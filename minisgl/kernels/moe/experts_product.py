@@ -1,5 +1,5 @@
 """The products of a layer's experts, whatever their weights are made of: a subclass for each format
-of weights."""
+of weights. select_experts.py computes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Choice
-from minisgl.kernels.residual import Residual
 
 
 class ExpertsProduct(ABC):
@@ -36,22 +35,3 @@ class ExpertsProduct(ABC):
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels compute the sum on this device."""
         return runs_triton(device)
-
-    def fused(
-        self, x: Tensor, choice: Choice, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum by kernels: see fused_experts of moe/fused_experts.py."""
-        from minisgl.kernels.moe.fused_experts import fused_experts
-
-        return fused_experts(x, choice, self, residual)
-
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        """Returns a new tensor like x."""
-        return self.fused(x, choice)[0] if self.has_kernels(x.device) else self.reference(x, choice)
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        """The stream rows + self(...). May overwrite rows, which are like x."""
-        if not self.has_kernels(x.device):
-            return Residual(rows, delta=self.reference(x, choice))
-        rows, squares = self.fused(x, choice, rows)
-        return Residual(rows, squares=squares)
