@@ -41,7 +41,7 @@ class ExpertsConfig:
     shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
     bias: bool = False  # of the router's map and of the experts'
     clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
-    interleaved: bool = False  # as in FusedExperts
+    interleaved: bool = False  # a checkpoint has them stacked, gates and ups in turn
 
     @property
     def inner_block(self) -> int:
@@ -57,7 +57,7 @@ class FusedExperts(nn.Module):
     part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `own`,
     and drops the pairs of a row and an expert that another rank has.
 
-    `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
+    `interleaved`: a checkpoint has them stacked, gates and ups in turn, like gpt-oss
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
     they can be quantised, and padded with zeros.
 
@@ -145,7 +145,7 @@ class FusedExperts(nn.Module):
 
 class SparseMoeBlock(nn.Module):
     """A router chooses experts for each row; their weighted sum is added to the stream. `by_rank`:
-    as in FusedExperts."""
+    a rank has whole experts, and not a part of each."""
 
     def __init__(
         self,

@@ -16,8 +16,7 @@ _COLUMNS = 1024
 
 
 def gated_mul(gate_up: Tensor, gelu: bool = False, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the
-    rule of launch_options.py."""
+    """See dispatch.py; gate_up contiguous. `pdl`: see launch_options.py."""
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))

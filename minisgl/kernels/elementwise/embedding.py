@@ -16,8 +16,8 @@ from minisgl.kernels.tuning import tuning_of
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; both contiguous. `pdl`: overlap launches where the device can, by the rule
-    of launch_options.py; the ids may come from the launch before."""
+    """See dispatch.py; both contiguous. `pdl`: see launch_options.py; the ids may come from the
+    launch before."""
     assert token_ids.is_contiguous() and weight.is_contiguous()
     num_rows, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((num_rows, size))

@@ -36,8 +36,7 @@ def quantize(
     """x: [m, k], its rows contiguous; or gated_mul(x, gelu) if `gated`, of x [m, 2 · k].
 
     group: columns that share a scale, a power of two up to 1024; or static: [1] float32, the scale
-    of all; or neither: each row has one. `pdl`: overlap launches where the device can, by the rule
-    of launch_options.py.
+    of all; or neither: each row has one. `pdl`: see launch_options.py.
     """
     assert x.stride(1) == 1
     num_rows, size = len(x), x.shape[1] // (2 if gated else 1)

@@ -13,8 +13,7 @@ _COLUMNS = 2048
 
 
 def soft_cap(x: Tensor, cap: float, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; x contiguous. Writes over x. `pdl`: overlap launches where the device can,
-    by the rule of launch_options.py."""
+    """See dispatch.py; x contiguous. Writes over x. `pdl`: see launch_options.py."""
     assert x.is_contiguous()
     # One axis of the grid, since the others end at 65,535.
     grid = (triton.cdiv(x.numel(), _COLUMNS),)

@@ -24,8 +24,7 @@ def causal_conv(
     silu: bool = True,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py."""
+    """See delta_net.py. `pdl`: see launch_options.py."""
     num_rows, channels = x.shape
     width = check_convolution(x, weight, state)
     num_segments = len(segments.slots)

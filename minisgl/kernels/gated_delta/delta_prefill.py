@@ -56,8 +56,8 @@ def gated_delta_prefill(
     tiles: DeltaPrefillTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py; sizes of heads are powers of two, at least 16. `pdl`: overlap launches
-    where the device can, by the rule of launch_options.py."""
+    """See delta_net.py; sizes of heads are powers of two, at least 16. `pdl`: see
+    launch_options.py."""
     q, k, v, gates = rows
     num_rows, v_heads, value_dim = v.shape
     k_heads, key_dim = k.shape[1:]

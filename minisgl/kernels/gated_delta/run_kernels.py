@@ -41,8 +41,7 @@ def causal_conv_runs(
     silu: bool = True,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py; it holds for `kept` and num_kept, too."""
+    """See delta_net.py. `pdl`: see launch_options.py; it holds for `kept` and num_kept, too."""
     num_runs, channels, most = len(runs.slots), len(weight), 0 if kept is None else kept.shape[1]
     width = check_convolution(x, weight, state)
     assert kept is None or (kept.is_contiguous() and kept.shape[1:] == (most, channels))
@@ -81,7 +80,7 @@ def gated_delta_runs(
     tiles: DeltaDecodeTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py; sizes of heads are powers of two, pdl as above."""
+    """See delta_net.py; sizes of heads are powers of two, pdl as above."""
     q, k, v, gates = newer
     num_runs, (_, v_heads, value_dim), (k_heads, key_dim) = len(runs.slots), v.shape, k.shape[1:]
     check_heads(newer, state)

@@ -64,7 +64,7 @@ def fused_experts(
 
     Of equally likely experts the lower one comes first. A row whose probabilities are NaN still
     chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
-    `pdl`: overlap launches where the device can, by the rule of launch_options.py.
+    `pdl`: see launch_options.py.
     """
     weights = experts.tensors if isinstance(experts, ExpertWeights) else experts.weights.values()
     tensors = (x, residual, *weights, *choice)

@@ -13,9 +13,9 @@ from minisgl.kernels.moe.grouped import ByScores
 
 
 def choose_grouped(choice: ByScores, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """As in grouped.py; all contiguous. Of experts, and of groups, that count alike the lower one
-    comes first; a row that holds NaN chooses existing experts, each once. pdl: overlap launches
-    where the device can, by the rule of launch_options.py."""
+    """See grouped.py; all contiguous. Of experts, and of groups, that count alike the lower one
+    comes first; a row that holds NaN chooses existing experts, each once. `pdl`: see
+    launch_options.py."""
     logits, routing, bias = choice
     assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     num_rows, num_experts = logits.shape

@@ -39,9 +39,8 @@ def topk_softmax(
     own: Shard | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all
-    experts are here. pdl: overlap launches where the device can, by the rule of
-    kernels/launch_options.py."""
+    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all experts
+    are here. `pdl`: see launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
