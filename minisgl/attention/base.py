@@ -60,8 +60,8 @@ class PrefillBatch:
 
     @staticmethod
     def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> PrefillBatch:
-        """Make a batch of chunks known to the host; starts and lengths as in the class. Copies to
-        the device of `page_table` asynchronously."""
+        """Make a batch of chunks known to the host, by the position of each one's first token and
+        the number of tokens. Copies to the device of `page_table` asynchronously."""
         row_starts = list(itertools.accumulate(lengths, initial=0))
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         packed = torch.tensor(row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda)
@@ -82,7 +82,7 @@ class BatchSlots(NamedTuple):
 
     decodes: Tensor  # [num_decodes] int64: the slot of each run of decode rows
     segments: Segments  # of the chunks; a chunk that leaves snapshots is several
-    num_kept: Tensor | None = None  # as in Runs; None if no state lacks a row
+    num_kept: Tensor | None = None  # of Runs; None if no state lacks a row
 
 
 @dataclass(frozen=True, slots=True)

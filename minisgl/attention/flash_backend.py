@@ -27,29 +27,6 @@ from minisgl.kernels.hardware import ComputeCapability
 _LARGEST_HEAD_DIM = 256
 
 
-class FlashAttention:
-    """Implements AttentionBackend, in float16 and bfloat16.
-
-    Prefill needs the lengths of chunks on the host, so it cannot be captured in a graph.
-    """
-
-    def __init__(self) -> None:
-        """Load the newest generation. Raises ImportError if none can be imported."""
-        self._kernels = load_kernels()
-
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.decode(q, kv, batch, spec)
-
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.prefill(q, kv, batch, spec)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Generation:
     """The module, functions and argument names of one generation."""
@@ -66,13 +43,13 @@ class _Generation:
     adds_up_lengths: bool = False  # prefill_lengths are cumulative
     takes_longest: bool = True  # prefill takes max_seqlen_k
 
-    def load(self) -> _Kernels:
+    def load(self) -> FlashAttention:
         module = importlib.import_module(self.module)
         decode, prefill = getattr(module, self.decode), getattr(module, self.prefill)
         # Generation 2 also contains flash_attn.cute, with an early version of this function.
         if self.number == 4 and "max_seqlen_q" not in inspect.signature(prefill).parameters:
             raise ImportError(f"{self.module} is not that of the package {self.package}")
-        return _Kernels(self, decode, prefill)
+        return FlashAttention(self, decode, prefill)
 
 
 _NEWEST_FIRST = (
@@ -112,20 +89,27 @@ _NEWEST_FIRST = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernels:
-    """An installed generation."""
+class FlashAttention:
+    """Implements AttentionBackend, in float16 and bfloat16, by an installed generation.
+
+    Prefill needs the lengths of chunks on the host, so it cannot be captured in a graph.
+    """
 
     generation: _Generation
     decode_function: Callable[..., Any]
     prefill_function: Callable[..., Any]
 
-    def decode(self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         names = self.generation
         arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
         out = self.decode_function(q.unsqueeze(1), kv.k, kv.v, **arguments, **_options(spec))
         return _result(out).squeeze(1)
 
-    def prefill(self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         names, lengths = self.generation, batch.ends
         if names.adds_up_lengths:  # cumulative, as for contiguous keys
             lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -156,7 +140,7 @@ def _result(out: Any) -> Tensor:
     return result
 
 
-def load_kernels() -> _Kernels:
+def load_newest() -> FlashAttention:
     """Load the newest generation that can be imported. Raises ImportError, naming all of them."""
     failures: list[str] = []
     for generation in _NEWEST_FIRST:
@@ -174,7 +158,7 @@ def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> s
     if not any(is_installed(module) for module in ("flash_attn", "flash_attn_interface")):
         return "flash-attn is not installed"
     try:
-        load_kernels()
+        load_newest()
     except ImportError as error:
         return f"flash-attn does not import: {error}"
     return None
@@ -189,7 +173,7 @@ FLASH = Backend(
         extras=(WINDOWS, SOFT_CAPS),
         captures_decode=True,
     ),
-    make=lambda shape: FlashAttention(),
+    make=lambda shape: load_newest(),
     why_missing=_why_missing,
-    page_multiple=lambda: load_kernels().generation.page_multiple,
+    page_multiple=lambda: load_newest().generation.page_multiple,
 )

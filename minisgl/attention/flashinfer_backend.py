@@ -163,13 +163,11 @@ class FlashInferAttention:
     def decode(
         self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._decodes.planned(batch, spec), q, kv, spec)
 
     def prefill(
         self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         return _run(self._chunks.planned(batch, spec), q, kv, spec)
 
     def _make_decode_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
@@ -228,13 +226,11 @@ class TrtllmAttention:
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def plan_prefill(self, batch: PrefillBatch) -> None:
-        """Queue the plan of a step's chunks."""
         self._prefill.plan_prefill(batch)
 
     def decode(
         self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = self._decode(
             q.contiguous(),  # the kernel takes no strides of these three
             (kv.k, kv.v),
@@ -252,7 +248,6 @@ class TrtllmAttention:
     def prefill(
         self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._prefill.prefill(q, kv, batch, spec)
 
 

@@ -36,7 +36,6 @@ class TorchAttention:
     def decode(
         self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
         key_bytes = (kv.k[0, 0].numel() + kv.v[0, 0].numel()) * q.itemsize
@@ -53,7 +52,6 @@ class TorchAttention:
     def prefill(
         self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values."""
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
         starts, lengths = batch.starts, batch.lengths
         if not lengths:  # the chunks are only in the tensors, as in a captured step

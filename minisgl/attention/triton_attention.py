@@ -31,19 +31,15 @@ def decode_tiles(
     itemsize: int,
     tuning: DeviceTuning,
     *,
-    fp8: bool = False,
     v_in_k: bool = False,
 ) -> DecodeTiles:
     """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
-    fp8: whether the KV cache is in FP8; v_in_k: whether values are the first numbers
-    of keys."""
+    v_in_k: whether values are the first numbers of keys."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
     if head_dim > 128 and not v_in_k:
         return next(tiles for widest, tiles in tuning.wide_decode_tiles if head_dim <= widest)
-    table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
-    if v_in_k:
-        table = tuning.latent_decode_tiles
+    table = tuning.latent_decode_tiles if v_in_k else tuning.decode_tiles
     return next(tiles for most, tiles in table if num_items <= most)
 
 
@@ -63,7 +59,8 @@ def prefill_tiles(
     fp8: bool = False,
     v_in_k: bool = False,
 ) -> PrefillTiles:
-    """The tiles of chunks; itemsize, fp8 and v_in_k as in decode_tiles."""
+    """The tiles of chunks. fp8: whether the KV cache is in FP8; the others are those of
+    decode_tiles."""
     if v_in_k:
         if itemsize == 4:
             return tuning.float32_latent_prefill_tiles
@@ -115,7 +112,7 @@ class TritonAttention:
         pdl: bool = True,
     ) -> None:
         """decode, prefill: tiles to use instead of the device's tuning. pdl: overlap launches if
-        the device supports it, by the rule of launch.py."""
+        the device supports it, by the rule of launch_options.py."""
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
@@ -126,11 +123,8 @@ class TritonAttention:
     def decode(
         self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values. Rows of
-        length 0 are zeros.
-
-        Raises RuntimeError if a capture needs more memory than the calls before it.
-        """
+        """Rows of length 0 are zeros. Raises RuntimeError if a capture needs more memory than the
+        calls before it."""
         return self._decode(q, q.shape[1], kv, batch, spec, sinks, None)
 
     def decode_qkv(
@@ -142,10 +136,7 @@ class TritonAttention:
         spec: AttentionSpec,
         sinks: Sinks = None,
     ) -> Tensor:
-        """qkv: as for dispatch.qk_norm_rope_store_kv; returns [num_rows, num_heads, head_dim].
-
-        Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
-        """
+        """Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does."""
         num_kv_heads, head_dim = kv.k.shape[2:]
         num_all = qkv.shape[1] // head_dim
         heads = qkv.view(qkv.shape[0], num_all, head_dim)
@@ -182,7 +173,6 @@ class TritonAttention:
             head_dim,
             heads.itemsize,
             tuning,
-            fp8=kv.k.dtype == torch.float8_e4m3fn,
             v_in_k=spec.v_in_k,
         )
         target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
@@ -213,8 +203,7 @@ class TritonAttention:
     def prefill(
         self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same with the width of values. Raises as
-        `decode` does."""
+        """Raises as `decode` does."""
         num_rows, num_heads, head_dim = q.shape
         v_head_dim = kv.v.shape[3]
         num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)

@@ -89,7 +89,7 @@ def qk_norm_rope_store_kv(
 
     qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's,
     unless these are k's; it may be columns of a wider tensor.
-    positions and slot_mapping: [num_rows] int64, as in ForwardBatch. The caches: [num_pages,
+    positions and slot_mapping: [num_rows] int64, see ForwardBatch. The caches: [num_pages,
     page_size, num_kv_heads, head_dim]; two rows may share a slot on the scratch page only, which
     is never read. They are of qkv's dtype, or float8_e4m3fn: then k and v are divided by `scales`
     and rounded, as reference.to_stored does. Returns q, a new [num_rows, num_heads, head_dim].

@@ -8,6 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
+def wait_for_previous(pdl: tl.constexpr):
+    """Wait for the previous kernel, and then let the next one start: see launch_options.py."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def from_here(x, pdl: tl.constexpr):
     """Returns x; computations with the result stay after this point. The compiler would place them
     right after the load of x, and so wait for x before it issues the other loads."""

@@ -12,6 +12,8 @@ follow three rules:
    every program of this one is past its wait and the previous kernel is complete, which is why two
    launches are enough in 1. It costs nothing: the next kernel still starts while this one works.
 
+Functions that launch kernels take `pdl`: whether their launches overlap, where the device can.
+
 The same must hold for other libraries' kernels. One launched without the attribute starts when all
 earlier work is complete, and so does one after a copy; one that triggers before it waits would
 break rule 1.
@@ -24,6 +26,7 @@ from functools import cache
 import torch
 
 from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
+from minisgl.kernels.tuning import DeviceTuning
 
 
 @cache
@@ -53,3 +56,15 @@ def warps_for(num_elements: int, per_thread: int) -> int:
     """The number of warps for a tile of `num_elements` (a power of two), `per_thread` in each
     thread."""
     return min(max(num_elements // (32 * per_thread), 1), 16)
+
+
+def tile_of_rows(num_rows: int, size: int, tuning: DeviceTuning) -> dict[str, int]:
+    """The launch arguments of a kernel whose programs hold whole rows in registers.
+
+    A row is spread over as many threads as 16-byte loads of half precision allow, which shortens
+    the reduction; with many rows a thread has twice as much in flight.
+    """
+    block = 1 << (size - 1).bit_length()
+    tile, per_thread = (2048, 16) if num_rows >= tuning.many_rows else (1024, 8)
+    rows = max(tile // block, 1)
+    return {"block": block, "rows": rows, "num_warps": warps_for(rows * block, per_thread)}

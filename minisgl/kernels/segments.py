@@ -34,11 +34,7 @@ class Runs(NamedTuple):
     """
 
     slots: Tensor  # [num_runs] int64; only the scratch slot may occur more than once
-    num_kept: Tensor  # [num_runs] int32: kept rows that count, by which the state advances first
-    size: int
-
-    @staticmethod
-    def of(slots: Tensor, num_kept: Tensor | None, num_rows: int) -> Runs:
-        """The runs of `num_rows` rows in all."""
-        assert num_kept is not None, "the layer keeps rows"
-        return Runs(slots, num_kept, num_rows // len(slots))
+    # [num_runs] int32: kept rows that count, by which the state advances first. None: runs are one
+    # row, of which none is kept.
+    num_kept: Tensor | None = None
+    size: int = 1

@@ -273,18 +273,11 @@ class DeviceTuning:
     # ends. Many fill the device by themselves, and are split so that no long row is left alone at
     # the end. Two warps read as fast as four, but with them a step of 8 rows whose programs all
     # rotate their row's heads (decode_qkv) was slower than one that left this to a kernel of its
-    # own.
-    decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
-        (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
-        (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
-        (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),
-        (NO_LIMIT, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=8, min_split=64)),
-    )
-    # The same for a cache in FP8. Not measured yet (bench_kernels.py attention-decode --only fp8):
+    # own. With a cache in FP8 none is measured yet (bench_kernels.py attention-decode --only fp8):
     # compiled for sm_90, a warp reads a byte with 1.8 times the instructions that it takes for one
     # of bfloat16 in the same tile, and with 1.5 times in tiles of 128 keys, of which only two fit
     # into the registers of an SM.
-    fp8_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+    decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
         (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
         (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
         (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),

@@ -23,7 +23,7 @@ class SelfAttention(nn.Module):
     added to the stream. A rank computes its share of the heads.
 
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
-    of the RMS norm of every head of q and k; None: they have none. `adds_one`: as in RMSNorm.
+    of the RMS norm of every head of q and k; None: none. `adds_one`: it is stored less 1.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
     the one to q, head by head. `v_is_k`: there is no map to values.
     """

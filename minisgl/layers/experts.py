@@ -18,7 +18,7 @@ from minisgl.kernels.moe.reference import (
     Routing,
 )
 from minisgl.kernels.residual import Residual
-from minisgl.layers.formats import WeightFormat
+from minisgl.layers.formats import HeldExperts, WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -41,7 +41,7 @@ class ExpertsConfig:
     shared_size: int = 0  # inner dimension of an expert that every token takes; 0: there is none
     bias: bool = False  # of the router's map and of the experts'
     clamped: Clamped | None = None  # their activation, if it is not silu(gate) · up
-    interleaved: bool = False  # as in FusedExperts
+    interleaved: bool = False  # a checkpoint has them stacked, gates and ups in turn
 
     @property
     def inner_block(self) -> int:
@@ -57,7 +57,7 @@ class FusedExperts(nn.Module):
     part of rank 0's, and the other ranks' are zero. Or, `by_rank`, it holds whole experts, `own`,
     and drops the pairs of a row and an expert that another rank has.
 
-    `interleaved`: a checkpoint has them stacked, gates and ups in turn, as gpt-oss has
+    `interleaved`: a checkpoint has them stacked, gates and ups in turn, like gpt-oss
     (models/interleaved_experts.py). Parts of the inner dimension are then whole chunks, so that
     they can be quantised, and padded with zeros.
 
@@ -91,13 +91,15 @@ class FusedExperts(nn.Module):
         self.interleaved = interleaved
         self.holds_bias = rank == 0
         self.product = format.experts(
-            num_experts,
-            self.own.size + num_more,
-            hidden_size,
-            self.inner,
-            bias=bias,
-            clamped=clamped,
-            gelu=gelu,
+            HeldExperts(
+                whole=num_experts,
+                number=self.own.size + num_more,
+                hidden_size=hidden_size,
+                inner=self.inner,
+                bias=bias,
+                clamped=clamped,
+                gelu=gelu,
+            )
         )
         for name, weight in self.product.weights.items():
             part = weight[: self.own.size] if num_more else weight
@@ -123,7 +125,7 @@ class FusedExperts(nn.Module):
         hidden_size]; returns a new tensor like x."""
         if self.own.size < self.num_experts:
             choice = select_experts.choose_of(choice, self.own)
-        return self.product(x, choice)
+        return select_experts.weighted_sum(self.product, x, choice)
 
     def summed(self, x: Tensor, choice: Choice) -> Tensor:
         """The weighted sum over each row's chosen experts: a new tensor like x."""
@@ -136,14 +138,14 @@ class FusedExperts(nn.Module):
         x and rows: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
-            return self.product.add_to(x, choice, rows)
+            return select_experts.add_weighted_sum(self.product, x, choice, rows)
         summand = self.summand(x, choice)
         return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
 
 
 class SparseMoeBlock(nn.Module):
     """A router chooses experts for each row; their weighted sum is added to the stream. `by_rank`:
-    as in FusedExperts."""
+    a rank has whole experts, and not a part of each."""
 
     def __init__(
         self,

@@ -21,13 +21,30 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.linear.select_product import fp8_product, int4_product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.mxfp4 import Mxfp4Weights
-from minisgl.kernels.moe.quantized_experts import InputScales
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import Clamped, ExpertBiases
-from minisgl.kernels.moe.select_experts import fp8_experts, int4_experts, mxfp4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldExperts:
+    """The experts of a layer that a rank has, or its part of each."""
+
+    whole: int  # the number of all ranks' experts
+    number: int
+    hidden_size: int
+    inner: Shard  # of the inner dimension of each
+    bias: bool = False
+    clamped: Clamped | None = None  # the activation, if it is not silu(gate) · up
+    gelu: bool = False  # gelu(gate) · up
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Their number, and what their matrices have of either dimension."""
+        return self.number, self.hidden_size, self.inner.size
 
 
 class WeightFormat(Protocol):
@@ -53,19 +70,9 @@ class WeightFormat(Protocol):
         of the maps in a checkpoint."""
         ...
 
-    def experts(
-        self,
-        num_experts: int,
-        num_held: int,
-        hidden_size: int,
-        inner: Shard,
-        *,
-        bias: bool = False,
-        clamped: Clamped | None = None,
-        gelu: bool = False,
-    ) -> ExpertsProduct:
-        """The products of the experts of which this module is the list, or of as many as a rank has
-        of them."""
+    def experts(self, held: HeldExperts) -> ExpertsProduct:
+        """The products of the experts of which this module is the list, as far as a rank has
+        them."""
         ...
 
 
@@ -83,25 +90,9 @@ class DenseFormat:
     ) -> Product:
         return DenseProduct.allocate(num_rows(parts), inputs.size, bias=bias, dtype=self.dtype)
 
-    def experts(
-        self,
-        num_experts: int,
-        num_held: int,
-        hidden_size: int,
-        inner: Shard,
-        *,
-        bias: bool = False,
-        clamped: Clamped | None = None,
-        gelu: bool = False,
-    ) -> ExpertsProduct:
+    def experts(self, held: HeldExperts) -> ExpertsProduct:
         return DenseExperts.allocate(
-            num_held,
-            hidden_size,
-            inner.size,
-            dtype=self.dtype,
-            bias=bias,
-            clamped=clamped,
-            gelu=gelu,
+            *held.sizes, dtype=self.dtype, bias=held.bias, clamped=held.clamped, gelu=held.gelu
         )
 
 
@@ -140,72 +131,48 @@ class QuantizedFormat:
             input_scale=torch.zeros((), dtype=torch.float32) if static else None,
         )
 
-    def experts(
-        self,
-        num_experts: int,
-        num_held: int,
-        hidden_size: int,
-        inner: Shard,
-        *,
-        bias: bool = False,
-        clamped: Clamped | None = None,
-        gelu: bool = False,
-    ) -> ExpertsProduct:
-        names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
+    def experts(self, held: HeldExperts) -> ExpertsProduct:
+        names = [f"{self.path}{e}.{name}" for e in range(held.whole) for name in EXPERT_MAPS]
         if self.scheme.only_experts:
             names = [self.path.removesuffix(".")]
         if not self._all_quantized(names):
-            return DenseFormat(self.dtype).experts(
-                *(num_experts, num_held, hidden_size, inner),
-                bias=bias,
-                clamped=clamped,
-                gelu=gelu,
-            )
+            return DenseFormat(self.dtype).experts(held)
         if self.scheme.only_experts:
-            biases = None
-            if bias:
-                biases = ExpertBiases.allocate(num_held, hidden_size, inner.size, self.dtype)
-            return self._mxfp4(num_held, hidden_size, inner, biases, clamped)
-        if bias or clamped is not None:
+            return self._mxfp4(held)
+        if held.bias or held.clamped is not None:
             raise UnsupportedModelError(
                 f"{names[0]} is of experts with biases or a clamped activation, which are not "
                 f"supported in {self.scheme}; use the checkpoint in MXFP4 or bfloat16 as it is."
             )
-        hidden, gate_up = whole(hidden_size), [inner, inner]
+        hidden, inner, num_held = whole(held.hidden_size), held.inner, held.number
         if self.scheme.bits == 4:
-            return int4_experts(
+            return Int4Experts(
                 self._int4(names[0], 2 * inner.size, hidden, num_held),
-                self._int4(names[2], hidden_size, inner, num_held),
-                gelu=gelu,
+                self._int4(names[2], held.hidden_size, inner, num_held),
+                gelu=held.gelu,
             )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, num_held, dtype=torch.float32)
-        return fp8_experts(
-            self._fp8(gate_up, hidden, num_held),
+        return Fp8Experts(
+            self._fp8([inner, inner], hidden, num_held),
             self._fp8([hidden], inner, num_held),
             activations=self.activations,
             input_scales=InputScales(*scales) if static else None,
-            gelu=gelu,
+            gelu=held.gelu,
         )
 
-    def _mxfp4(
-        self,
-        num_held: int,
-        hidden_size: int,
-        inner: Shard,
-        biases: ExpertBiases | None,
-        clamped: Clamped | None,
-    ) -> ExpertsProduct:
+    def _mxfp4(self, held: HeldExperts) -> ExpertsProduct:
+        (num_held, hidden_size, size), inner = held.sizes, held.inner
         if hidden_size % CHUNK or inner.whole % self.scheme.group_size:
             raise UnsupportedModelError(
                 f"{self.path}: MXFP4 experts need a multiple of {CHUNK} inputs and of "
                 f"{self.scheme.group_size} inner ones, not {hidden_size} and {inner.whole}."
             )
-        return mxfp4_experts(
-            Mxfp4Weights.allocate(num_held, 2 * inner.size, hidden_size),
-            Mxfp4Weights.allocate(num_held, hidden_size, inner.size),
-            biases,
-            clamped,
+        return Mxfp4Experts(
+            Mxfp4Weights.allocate(num_held, 2 * size, hidden_size),
+            Mxfp4Weights.allocate(num_held, hidden_size, size),
+            ExpertBiases.allocate(*held.sizes, self.dtype) if held.bias else None,
+            held.clamped,
         )
 
     def _all_quantized(self, names: Sequence[str]) -> bool:

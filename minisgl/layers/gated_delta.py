@@ -14,8 +14,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
 from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
 from minisgl.kernels.residual import Residual
-from minisgl.kernels.segments import Runs
-from minisgl.layers.convolution import Convolution
+from minisgl.layers.convolution import Convolution, runs_of
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear, parameter
 from minisgl.layers.norm import RMSNorm
@@ -110,56 +109,43 @@ class GatedDeltaNet(nn.Module):
 
     def _delta(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
         """Returns [num_rows, value heads, value_dim]."""
-        conv_states, states, *kept = step.state(self._layer).tensors
-        weight, batch = self.conv1d.weight[:, 0], step.batch
+        num_decodes, segments = step.batch.decodes.num_rows, step.batch.slots.segments
         parts: list[Tensor] = []
-        num_decodes = batch.decodes.num_rows
-        if num_decodes and kept:
+        if num_decodes:
             parts.append(self._delta_of_runs(qkv[:num_decodes], gates, step))
-        elif num_decodes:
-            slots = batch.slots.decodes
-            convolved = delta_net.causal_conv_decode(
-                qkv[:num_decodes], weight, None, conv_states, slots
-            )
-            q, k, v = self._split(convolved)
-            of_rows = gates._replace(a=gates.a[:num_decodes], b=gates.b[:num_decodes])
-            parts.append(delta_net.gated_delta_decode(q, k, v, of_rows, states, slots))
         if num_decodes < len(qkv):
-            segments = batch.slots.segments
-            convolved = delta_net.causal_conv(
-                qkv[num_decodes:], weight, None, conv_states, segments
-            )
-            q, k, v = self._split(convolved)
+            conv_states, states, *_ = step.state(self._layer).tensors
+            weight, rows = self.conv1d.weight[:, 0], qkv[num_decodes:]
+            convolved = delta_net.causal_conv(rows, weight, conv_states, segments)
             of_rows = gates._replace(a=gates.a[num_decodes:], b=gates.b[num_decodes:])
-            parts.append(delta_net.gated_delta_prefill(q, k, v, of_rows, states, segments))
+            newer = self._heads_of(convolved, of_rows)
+            parts.append(delta_net.gated_delta_prefill(newer, states, segments))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _delta_of_runs(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
-        """As _delta, of decode rows of which not all may count. gates: of all rows."""
+        """As _delta, of decode rows. gates: of all rows."""
         conv_states, states, *kept = step.state(self._layer).tensors
-        num_rows, weight, slots = len(qkv), self.conv1d.weight[:, 0], step.batch.slots
-        runs = Runs.of(slots.decodes, slots.num_kept, num_rows)
-        older, newer = delta_net.causal_conv_runs(qkv, weight, None, conv_states, kept[0], runs)
+        num_rows, weight, older = len(qkv), self.conv1d.weight[:, 0], None
+        runs, kept_x = runs_of(step, bool(kept)), kept[0] if kept else None
+        kept_qkv, convolved = delta_net.causal_conv_runs(qkv, weight, conv_states, kept_x, runs)
         of_rows = gates._replace(a=gates.a[:num_rows], b=gates.b[:num_rows])
-        of_kept = gates._replace(
-            a=delta_net.swap_rows(of_rows.a, kept[1], runs),
-            b=delta_net.swap_rows(of_rows.b, kept[2], runs),
-        )
-        return delta_net.gated_delta_runs(
-            DeltaRows(*self._split(older), of_kept),
-            DeltaRows(*self._split(newer), of_rows),
-            states,
-            runs,
-        )
+        if kept:
+            of_kept = gates._replace(
+                a=delta_net.swap_rows(of_rows.a, kept[1], runs),
+                b=delta_net.swap_rows(of_rows.b, kept[2], runs),
+            )
+            older = self._heads_of(kept_qkv, of_kept)
+        newer = self._heads_of(convolved, of_rows)
+        return delta_net.gated_delta_runs(older, newer, states, runs)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads of queries, keys and values."""
+    def _heads_of(self, qkv: Tensor, gates: Gates) -> DeltaRows:
         keys, heads = self.keys.size, self._heads
         q, k, v = qkv.split((keys, keys, self.values.size), dim=1)
-        return (
+        return DeltaRows(
             q.unflatten(1, (-1, heads.key_dim)),
             k.unflatten(1, (-1, heads.key_dim)),
             v.unflatten(1, (-1, heads.value_dim)),
+            gates,
         )
 
 

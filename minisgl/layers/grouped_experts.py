@@ -25,8 +25,8 @@ class GroupedMoeBlock(nn.Module):
     the stream.
 
     An MLP as large as an expert, where no weights are quantised, is the last of the experts' stack,
-    too: few rows take it as one more expert, which needs no launches of its own. `by_rank`: as in
-    FusedExperts.
+    too: few rows take it as one more expert, which needs no launches of its own. `by_rank`: a
+    rank has whole experts, and not a part of each.
     """
 
     def __init__(
@@ -80,5 +80,5 @@ class GroupedMoeBlock(nn.Module):
         stream = self.shared_experts.add_to(hidden, rows)
         if stream.delta is None:  # where a GEMM adds its result to the stream
             return self.experts.add_to(hidden, choice, stream.rows)
-        stream.delta.add_(self.experts.product(hidden, choice))
+        stream.delta.add_(self.experts.summand(hidden, choice))
         return stream

@@ -121,7 +121,7 @@ class RowParallelLinear(Linear):
         return y if self._comm.size == 1 else self._comm.all_reduce(y)
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
-        """As in Linear, summed over the ranks."""
+        """The stream rows + y of all ranks together. May overwrite rows."""
         if self._comm.size == 1:
             return super().add_to(x, rows)
         mailbox = self._comm.mailbox(len(x))

@@ -12,8 +12,8 @@ from minisgl.layers.linear import parameter
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight of each row.
 
-    `adds_one`: a checkpoint has the weight less 1, which is added when it is loaded, in float32.
-    `factor`: one that multiplies a checkpoint's weight when it is loaded, in float32.
+    `adds_one`: a checkpoint stores weight - 1; 1 is added at load, in float32. `factor` multiplies
+    a checkpoint's weight at load, in float32.
     """
 
     weight: nn.Parameter  # [size]

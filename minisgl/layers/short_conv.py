@@ -10,8 +10,7 @@ from minisgl.config import StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.gated_delta import delta_net
 from minisgl.kernels.residual import Residual
-from minisgl.kernels.segments import Runs
-from minisgl.layers.convolution import Convolution
+from minisgl.layers.convolution import Convolution, runs_of
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, MergedMap, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
@@ -55,21 +54,17 @@ class ShortConv(nn.Module):
 
     def _convolved(self, x: Tensor, step: Step) -> Tensor:
         state, *kept = step.state(self._layer).tensors
-        weight, slots = self.conv.weight[:, 0], step.batch.slots
-        num_decodes = step.batch.decodes.num_rows
-        decoded, rows = x[:num_decodes], x[num_decodes:]
+        weight, num_decodes = self.conv.weight[:, 0], step.batch.decodes.num_rows
         parts: list[Tensor] = []
-        if len(decoded) and kept:
-            runs = Runs.of(slots.decodes, slots.num_kept, num_decodes)
+        if num_decodes:
+            runs, kept_x = runs_of(step, bool(kept)), kept[0] if kept else None
             _, newer = delta_net.causal_conv_runs(
-                decoded, weight, None, state, kept[0], runs, silu=False
+                x[:num_decodes], weight, state, kept_x, runs, silu=False
             )
             parts.append(newer)
-        elif len(decoded):
-            operands = decoded, weight, None, state, slots.decodes
-            parts.append(delta_net.causal_conv_decode(*operands, silu=False))
-        if len(rows):
+        if num_decodes < len(x):
+            segments = step.batch.slots.segments
             parts.append(
-                delta_net.causal_conv(rows, weight, None, state, slots.segments, silu=False)
+                delta_net.causal_conv(x[num_decodes:], weight, state, segments, silu=False)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

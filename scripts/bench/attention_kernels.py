@@ -65,9 +65,8 @@ class Heads:
     def decode_tiles(self, num_rows: int) -> DecodeTiles:
         from minisgl.attention.triton_attention import decode_tiles
 
-        fp8, v_in_k = self.kv_dtype == FP8, self.rank is not None
-        pairs, tuning = num_rows * self.num_kv_heads, tuning_of(DEVICE)
-        return decode_tiles(pairs, self.head_dim, DTYPE.itemsize, tuning, fp8=fp8, v_in_k=v_in_k)
+        pairs, v_in_k = num_rows * self.num_kv_heads, self.rank is not None
+        return decode_tiles(pairs, self.head_dim, DTYPE.itemsize, tuning_of(DEVICE), v_in_k=v_in_k)
 
     def prefill_tiles(self) -> PrefillTiles:
         from minisgl.attention.triton_attention import prefill_tiles

@@ -346,13 +346,8 @@ class ExpertSizes:
 
 
 def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
-    from minisgl.kernels.moe import (
-        expert_tiles,
-        fp8_experts,
-        fused_experts,
-        int4_experts,
-        mxfp4_experts,
-    )
+    from minisgl.kernels.moe.expert_tiles import choose_tiles
+    from minisgl.kernels.moe.fused_experts import fused_experts
 
     weights, routing = sizes.weights(format), Routing(sizes.top_k, normalize=True)
     rows = [random(m, sizes.hidden_size) for _ in range(NUM_STEPS)]
@@ -361,20 +356,10 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
     num_weights = 3 * sizes.hidden_size * sizes.size
     size = SIZES[format] - (2 / GROUP if format == "int4" else 0)
     tuning, top_k = tuning_of(DEVICE), sizes.top_k
-    module: Any
-    choose: Any
-    if isinstance(weights, Mxfp4Experts):
-        module, choose = mxfp4_experts, partial(expert_tiles.choose_mxfp4_tiles, dtype=DTYPE)
-    elif isinstance(weights, Int4Experts):
-        module, choose = int4_experts, partial(expert_tiles.choose_int4_tiles, dtype=DTYPE)
-    elif isinstance(weights, Fp8Experts):
-        module, choose = fp8_experts, expert_tiles.choose_fp8_tiles
-    else:
-        module, choose = fused_experts, expert_tiles.choose_tiles
 
     def tiled(tiles: Any = None) -> list[Call]:
         def ours(x: Tensor, logits: Tensor) -> object:
-            return module.fused_experts(x, ByRouter(logits, routing), weights, tiles=tiles)[0]
+            return fused_experts(x, ByRouter(logits, routing), weights, tiles=tiles)[0]
 
         return [partial(ours, *step) for step in zip(rows, logits, strict=True)]
 
@@ -383,7 +368,7 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
         num_bytes=chosen * num_weights * size + 4 * m * sizes.hidden_size,
         operations=2.0 * m * top_k * num_weights,
         in_fp8=format.startswith("fp8"),
-        tiles=lambda: choose(m, weights, top_k, tuning=tuning),
+        tiles=lambda: choose_tiles(m, weights, top_k, DTYPE, tuning),
         tiled=tiled,
     )
 

@@ -107,22 +107,22 @@ def quantize(config: Config, m: int, group: int | None) -> Problem:
 
 
 def add_rms_norm_quantize(config: Config, m: int, group: int | None) -> Problem:
-    from minisgl.kernels.elementwise.quantize import add_rms_norm_quantize
+    from minisgl.kernels.elementwise.quantize import rms_norm_quantize
 
-    given = norm_inputs(config, m)
+    delta, residual, weight, eps = given = norm_inputs(config, m)
     return timed(
-        lambda: add_rms_norm_quantize(*given, group),
+        lambda: rms_norm_quantize(residual, delta, weight, eps, group),
         3.5 * nbytes(given[0]),
         torch=lambda: quantize_rows(reference.add_rms_norm(*given)[0], group),
     )
 
 
 def gated_mul_quantize(config: Config, m: int, group: int | None) -> Problem:
-    from minisgl.kernels.elementwise.quantize import gated_mul_quantize
+    from minisgl.kernels.elementwise.quantize import quantize
 
     gate_up = random(m, 2 * config["intermediate_size"])
     return timed(
-        lambda: gated_mul_quantize(gate_up, group),
+        lambda: quantize(gate_up, group, gated=True),
         1.25 * nbytes(gate_up),
         torch=lambda: quantize_rows(reference.gated_mul(gate_up), group),
     )

@@ -33,8 +33,7 @@ from minisgl.config import AttentionSpec, EngineConfig, ResolvedConfig, resolve
 from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_decode
-from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
+from minisgl.kernels.gated_delta.causal_conv import causal_conv
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
 from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
@@ -300,16 +299,18 @@ def _keep_states(k_heads: int, v_heads: int, tuning: DeviceTuning) -> None:
     slots = torch.empty(num_rows, dtype=torch.int64, device=GPU)
     segments = Segments(slots, slots, torch.empty(num_rows + 1, dtype=torch.int32, device=GPU))
     x = half(num_rows, channels + v_heads * dim)[:, :channels]
-    causal_conv_decode(x, weight, None, past, slots)
-    mixed = causal_conv(x, weight, None, past, segments)
+    causal_conv_runs(x, weight, past, None, Runs(slots))
+    mixed = causal_conv(x, weight, past, segments)
     parts = mixed.split((k_heads * dim, k_heads * dim, v_heads * dim), dim=1)
-    q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
-    gated_delta_decode(q, k, v, gates, state, slots, tiles=tuning.delta_decode)
-    gated_delta_prefill(q, k, v, gates, state, segments, tiles=tuning.delta_prefill)
+    rows = DeltaRows(*(part.unflatten(1, (-1, dim)) for part in parts), gates)
+    gated_delta_runs(None, rows, state, Runs(slots), tiles=tuning.delta_decode)
+    gated_delta_prefill(rows, state, segments, tiles=tuning.delta_prefill)
     _keep_rows(x, weight, past, gates, state, (k_heads * dim, v_heads * dim), tuning)
-    for rows in (num_rows, 8192):
-        gate = half(rows, channels + v_heads * dim)[:, channels:].unflatten(1, (v_heads, dim))
-        gated_rms_norm(half(rows, v_heads, dim), gate, half(dim), 1e-6)
+    for rows_of_norm in (num_rows, 8192):
+        gate = half(rows_of_norm, channels + v_heads * dim)[:, channels:].unflatten(
+            1, (v_heads, dim)
+        )
+        gated_rms_norm(half(rows_of_norm, v_heads, dim), gate, half(dim), 1e-6)
 
 
 def _keep_rows(
@@ -333,7 +334,7 @@ def _keep_rows(
         num_runs = len(x) // RUN
         slots = torch.empty(num_runs, dtype=torch.int64, device=GPU)
         runs = Runs(slots, torch.empty(num_runs, dtype=torch.int32, device=GPU), size)
-        older, newer = causal_conv_runs(x[: num_runs * size], weight, None, past, kept, runs)
+        older, newer = causal_conv_runs(x[: num_runs * size], weight, past, kept, runs)
         gated_delta_runs(rows(older), rows(newer), state, runs, tiles=tuning.delta_decode)
 
 

@@ -21,14 +21,13 @@ from support.delta_net_cases import (
 from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.gated_delta.delta_net import (
     causal_conv,
-    causal_conv_decode,
     causal_conv_runs,
-    gated_delta_decode,
     gated_delta_prefill,
     gated_delta_runs,
     gated_rms_norm,
 )
 from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.segments import Runs
 
 pytestmark = pytest.mark.gpu
 
@@ -39,13 +38,13 @@ def test_prefill_equals_its_reference_alone_and_captured() -> None:
     segments = segments_of("cuda")
     num_rows = int(segments.row_starts[-1])
     inputs = Inputs.draw(num_rows + UNREAD, HEADS, torch.bfloat16, "cuda")
-    parts, before = (inputs.q, inputs.k, inputs.v, inputs.gates), inputs.state.clone()
-    wanted = reference.gated_delta_prefill(*parts, expected := before.clone(), segments)
-    found = [gated_delta_prefill(*parts, inputs.state, segments)]
+    rows, before = inputs.rows, inputs.state.clone()
+    wanted = reference.gated_delta_prefill(rows, expected := before.clone(), segments)
+    found = [gated_delta_prefill(rows, inputs.state, segments)]
     states = [inputs.state.clone()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = gated_delta_prefill(*parts, inputs.state, segments)
+        captured = gated_delta_prefill(rows, inputs.state, segments)
     inputs.state.copy_(before)
     graph.replay()
     for out, state in zip([*found, captured], [*states, inputs.state], strict=True):
@@ -57,9 +56,9 @@ def test_prefill_equals_its_reference_alone_and_captured() -> None:
 def test_decode_equals_its_reference() -> None:
     slots = torch.tensor([5, 0, NUM_SLOTS, 8, NUM_SLOTS], device="cuda")
     inputs = Inputs.draw(len(slots), HEADS, torch.bfloat16, "cuda")
-    parts, expected = (inputs.q, inputs.k, inputs.v, inputs.gates), inputs.state.clone()
-    wanted = reference.gated_delta_decode(*parts, expected, slots)
-    out = gated_delta_decode(*parts, inputs.state, slots)
+    runs, expected = Runs(slots), inputs.state.clone()
+    wanted = reference.gated_delta_runs(None, inputs.rows, expected, runs)
+    out = gated_delta_runs(None, inputs.rows, inputs.state, runs)
     real = slots < NUM_SLOTS
     assert relative_error(out[real], wanted[real]) < 5e-3
     assert relative_error(inputs.state[:-1], expected[:-1]) < 2e-6
@@ -78,12 +77,12 @@ def test_the_convolution_and_the_norm_equal_their_references() -> None:
     expected = state.clone()
     for slots in (segments.slots[:1], segments.slots[4:6]):
         rows = x[: len(slots)]
-        wanted = reference.causal_conv_decode(rows, weight, None, expected, slots)
-        found = causal_conv_decode(rows, weight, None, state, slots)
+        _, wanted = reference.causal_conv_runs(rows, weight, expected, None, Runs(slots))
+        _, found = causal_conv_runs(rows, weight, state, None, Runs(slots))
         assert relative_error(found, wanted) < 5e-3
         assert torch.equal(state, expected)
-    wanted = reference.causal_conv(x, weight, None, expected, segments)
-    assert relative_error(causal_conv(x, weight, None, state, segments), wanted) < 5e-3
+    wanted = reference.causal_conv(x, weight, expected, segments)
+    assert relative_error(causal_conv(x, weight, state, segments), wanted) < 5e-3
     assert torch.equal(state, expected)
     heads, gate = half(num_rows, HEADS.v, 128), half(num_rows, HEADS.v, 128)
     wanted = reference.gated_rms_norm(heads, gate, weight := half(128), 1e-6)
@@ -99,7 +98,7 @@ def test_runs_equal_their_references(size: int) -> None:
     of_layer = {"a_log": newer.gates.a_log, "dt_bias": newer.gates.dt_bias}
     rows = (
         DeltaRows(older.q, older.k, older.v, older.gates._replace(**of_layer)),
-        DeltaRows(newer.q, newer.k, newer.v, newer.gates),
+        newer.rows,
     )
     state, expected = newer.state, newer.state.clone()
     wanted = reference.gated_delta_runs(*rows, expected, runs)
@@ -114,8 +113,8 @@ def test_runs_equal_their_references(size: int) -> None:
     x, weight = half(num_rows, HEADS.channels), half(HEADS.channels, width)
     past, kept = half(NUM_SLOTS + 1, HEADS.channels, 3), half(NUM_SLOTS + 1, most, HEADS.channels)
     expected_past, expected_kept = past.clone(), kept.clone()
-    _, wanted = reference.causal_conv_runs(x, weight, None, expected_past, expected_kept, runs)
-    _, found = causal_conv_runs(x, weight, None, past, kept, runs)
+    _, wanted = reference.causal_conv_runs(x, weight, expected_past, expected_kept, runs)
+    _, found = causal_conv_runs(x, weight, past, kept, runs)
     assert relative_error(found[real], wanted[real]) < 5e-3
     assert torch.equal(past[:-1], expected_past[:-1])
     assert torch.equal(kept[:-1], expected_kept[:-1])

@@ -17,8 +17,6 @@ from minisgl.config import Activations
 from minisgl.kernels.elementwise import norm
 from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.quantize import (
-    add_rms_norm_quantize,
-    gated_mul_quantize,
     quantize,
     rms_norm_quantize,
 )
@@ -76,10 +74,10 @@ def test_rounding(size: int, group: int | None) -> None:
             total = x.clone()
             cases = [
                 (quantize(x, *scales), x),
-                (rms_norm_quantize(x, weight, 1e-6, *scales), norm.rms_norm(x, weight, 1e-6)),
-                (gated_mul_quantize(gate_up, *scales), gated_mul(gate_up)),
+                (rms_norm_quantize(x, None, weight, 1e-6, *scales), norm.rms_norm(x, weight, 1e-6)),
+                (quantize(gate_up, *scales, gated=True), gated_mul(gate_up)),
                 (
-                    add_rms_norm_quantize(delta, total, weight, 1e-6, *scales),
+                    rms_norm_quantize(total, delta, weight, 1e-6, *scales),
                     norm.add_rms_norm(delta, x.clone(), weight, 1e-6)[0],
                 ),
             ]

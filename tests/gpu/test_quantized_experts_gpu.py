@@ -14,8 +14,9 @@ from support.int4_expert_cases import check as check_int4
 from support.mxfp4_expert_cases import check as check_mxfp4
 
 from minisgl.config import Activations
-from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
+from minisgl.kernels.moe.select_experts import add_weighted_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -57,15 +58,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
     routing = Routing(top_k, normalize=True)
     layers = []
     for _ in range(4):
-        made = random_experts(num_experts, hidden_size, size, blocks, activations, GPU)
-        layers.append(
-            TensorCoreExperts(
-                made.gate_up,
-                made.down,
-                activations=activations,
-                input_scales=made.input_scales,
-            )
-        )
+        layers.append(random_experts(num_experts, hidden_size, size, blocks, activations, GPU))
     x = torch.randn(num_rows, hidden_size, device=GPU).bfloat16()
     logits = random_logits(num_rows, num_experts, torch.bfloat16, GPU)
 
@@ -75,7 +68,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
             if calm:
                 torch.cuda.synchronize()
             out, _ = fused_experts(rows, ByRouter(logits, routing), layer, pdl=not calm)
-            rows = layer.add_to(out, ByRouter(logits, routing), rows).rows
+            rows = add_weighted_sum(layer, out, ByRouter(logits, routing), rows).rows
         return rows
 
     run(calm=False)  # compiled before it is captured

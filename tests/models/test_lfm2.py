@@ -265,12 +265,12 @@ def test_experts_and_their_weights_are_those_of_transformers(
 def _shift_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = reference._convolve
     monkeypatch.setattr(
-        reference, "_convolve", lambda x, weight, bias: whole(x, weight.roll(1, -1), bias)
+        reference, "_convolve", lambda x, weight, silu: whole(x, weight.roll(1, -1), silu)
     )
 
 
 def _add_silu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("causal_conv", "causal_conv_decode"):
+    for name in ("causal_conv", "causal_conv_runs"):
         whole = getattr(reference, name)
         monkeypatch.setattr(
             reference, name, lambda *arguments, silu, whole=whole: whole(*arguments, silu=True)

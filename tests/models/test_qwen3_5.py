@@ -201,9 +201,9 @@ def _keep_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forget_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = reference.gated_delta_prefill
 
-    def prefill(q: Any, k: Any, v: Any, gates: Any, state: Any, segments: Any) -> Any:
+    def prefill(rows: Any, state: Any, segments: Any) -> Any:
         state[segments.sources] = 0
-        return whole(q, k, v, gates, state, segments)
+        return whole(rows, state, segments)
 
     monkeypatch.setattr(reference, "gated_delta_prefill", prefill)
 
@@ -211,7 +211,7 @@ def _forget_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _shift_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = reference._convolve
     monkeypatch.setattr(
-        reference, "_convolve", lambda x, weight, bias: whole(x, weight.roll(1, -1), bias)
+        reference, "_convolve", lambda x, weight, silu: whole(x, weight.roll(1, -1), silu)
     )
 
 

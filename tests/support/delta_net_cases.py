@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
 from minisgl.kernels.segments import Runs, Segments
 
 # Source, slot and number of rows. The longest crosses chunks of 64 rows; one has no row; one starts
@@ -60,6 +60,10 @@ class Inputs:
     v: Tensor
     gates: Gates
     state: Tensor
+
+    @property
+    def rows(self) -> DeltaRows:
+        return DeltaRows(self.q, self.k, self.v, self.gates)
 
     @staticmethod
     def draw(num_rows: int, heads: Heads, dtype: torch.dtype, device: str = "cpu") -> Inputs:

@@ -68,8 +68,8 @@ def ways(num_rows: int, weights: ExpertWeights, top_k: int) -> list[FewTiles | M
     room = tuning_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        choose_tiles(num_rows, weights, top_k, room),
-        choose_tiles(max(num_rows, 1000), weights, top_k, room),
+        choose_tiles(num_rows, weights, top_k, weights.down.dtype, room),
+        choose_tiles(max(num_rows, 1000), weights, top_k, weights.down.dtype, room),
     ]
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
-from minisgl.kernels.moe.fp8_experts import fused_experts
+from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales
 from minisgl.kernels.moe.reference import ByRouter, Chosen, Routing
 from minisgl.kernels.moe.routing import topk_softmax
@@ -60,8 +60,8 @@ def ways(num_rows: int, experts: Fp8Experts, routing: Routing) -> list[ManyTiles
     """Tiles for this number of rows, and for many."""
     tuning = tuning_of(experts.down.data.device)
     return [
-        choose_fp8_tiles(num_rows, experts, routing.top_k, tuning),
-        choose_fp8_tiles(max(num_rows, 1000), experts, routing.top_k, tuning),
+        choose_tiles(num_rows, experts, routing.top_k, torch.bfloat16, tuning),
+        choose_tiles(max(num_rows, 1000), experts, routing.top_k, torch.bfloat16, tuning),
     ]
 
 
@@ -90,7 +90,7 @@ def check(
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     x[-1, : hidden_size // 2] = 0
     choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
-    wanted = experts(x, choice)
+    wanted = experts.reference(x, choice)
     for how in ways(num_rows, experts, routing):
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype

@@ -6,8 +6,8 @@ import torch
 from support.expert_cases import random_logits
 
 from minisgl.kernels.linear.quantized import Int4Weights, pack_int4
-from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
-from minisgl.kernels.moe.int4_experts import fused_experts
+from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, Chosen, Routing
 from minisgl.kernels.moe.routing import topk_softmax
@@ -65,9 +65,9 @@ def check(
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
-    wanted = experts(x, choice)
+    wanted = experts.reference(x, choice)
     for rows_of_tiles in (num_rows, 5000):
-        how = choose_int4_tiles(rows_of_tiles, experts, routing.top_k, dtype, tuning_of(device))
+        how = choose_tiles(rows_of_tiles, experts, routing.top_k, dtype, tuning_of(device))
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)

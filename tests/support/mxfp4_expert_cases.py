@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from support.expert_cases import CLAMPED, random_logits
 
-from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
+from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.mxfp4 import EXPONENT_BIAS, Mxfp4Experts, Mxfp4Weights, packed_scales
-from minisgl.kernels.moe.mxfp4_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Chosen, ExpertBiases, Routing
 from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import tuning_of
@@ -63,9 +63,9 @@ def check(
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
-    wanted = experts(x, choice)
+    wanted = experts.reference(x, choice)
     for rows_of_tiles in (1, num_rows, 5000):
-        how = choose_mxfp4_tiles(rows_of_tiles, experts, top_k, dtype, tuning_of(device))
+        how = choose_tiles(rows_of_tiles, experts, top_k, dtype, tuning_of(device))
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)

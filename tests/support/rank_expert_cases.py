@@ -13,14 +13,8 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
-from minisgl.kernels.moe import (
-    fp8_experts,
-    fused_experts,
-    int4_experts,
-    mxfp4_experts,
-    reference,
-    routing,
-)
+from minisgl.kernels.moe import reference, routing
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
 from minisgl.kernels.moe.reference import (
@@ -50,7 +44,7 @@ def dense(device: torch.device, *, clamped: bool = False) -> Made:
         biases = experts.biases
         cut = None if biases is None else ExpertBiases(*(bias[part] for bias in biases))
         own = experts._replace(gate_up=experts.gate_up[part], down=experts.down[part], biases=cut)
-        return lambda x, choice: fused_experts.fused_experts(x, choice, own, pdl=False)[0]
+        return lambda x, choice: fused_experts(x, choice, own, pdl=False)[0]
 
     return lambda x, choice: reference.fused_experts(x, experts, choice), of
 
@@ -71,9 +65,9 @@ def fp8(device: torch.device, blocks: Blocks, activations: Activations) -> Made:
             activations=activations,
             input_scales=scales and InputScales(*(scale[part] for scale in scales)),
         )
-        return lambda x, choice: fp8_experts.fused_experts(x, choice, own, pdl=False)[0]
+        return lambda x, choice: fused_experts(x, choice, own, pdl=False)[0]
 
-    return experts, of
+    return experts.reference, of
 
 
 def int4(device: torch.device) -> Made:
@@ -87,9 +81,9 @@ def int4(device: torch.device) -> Made:
             return Int4Weights(weights.data[part], weights.scale[part], weights.zero[part])
 
         own = Int4Experts(cut(experts.gate_up), cut(experts.down))
-        return lambda x, choice: int4_experts.fused_experts(x, choice, own, pdl=False)[0]
+        return lambda x, choice: fused_experts(x, choice, own, pdl=False)[0]
 
-    return experts, of
+    return experts.reference, of
 
 
 def mxfp4(device: torch.device) -> Made:
@@ -104,9 +98,9 @@ def mxfp4(device: torch.device) -> Made:
         assert experts.biases is not None
         biases = ExpertBiases(*(bias[part] for bias in experts.biases))
         own = Mxfp4Experts(cut(experts.gate_up), cut(experts.down), biases, experts.clamped)
-        return lambda x, choice: mxfp4_experts.fused_experts(x, choice, own, pdl=False)[0]
+        return lambda x, choice: fused_experts(x, choice, own, pdl=False)[0]
 
-    return experts, of
+    return experts.reference, of
 
 
 FORMATS: dict[str, Callable[[torch.device], Made]] = {

@@ -24,7 +24,7 @@ from minisgl.kernels.attention.paged_common import (
     to_multiply,
 )
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.inlined import arrive, to_stored
+from minisgl.kernels.inlined import arrive, to_stored, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
 
@@ -648,9 +648,7 @@ def _merge_kernel(
     num_splits = _num_splits(num_visible, split_size)
     split_size = tl.maximum(tl.cdiv(tl.cdiv(num_visible, num_splits), block_n), 1) * block_n
     num_splits = tl.cdiv(num_visible, split_size)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     if num_splits > 1:
         merged = _merge(
             accs, peaks, totals, first_item, num_splits, head, first_dim,

@@ -12,12 +12,12 @@ _BLOCK = 1024  # words of a program
 
 
 def gather_pages(planes: Planes, pages: Tensor, packed: Tensor) -> None:
-    """As in page_copies.py."""
+    """See page_copies.py."""
     _launch(planes, pages, packed, gather=True)
 
 
 def scatter_pages(planes: Planes, pages: Tensor, packed: Tensor) -> None:
-    """As in page_copies.py."""
+    """See page_copies.py."""
     _launch(planes, pages, packed, gather=False)
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox, receive, send
-from minisgl.kernels.inlined import apply_norm, rms_scale
+from minisgl.kernels.inlined import apply_norm, rms_scale, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 
 
@@ -133,9 +133,7 @@ def _all_reduce_row(
     factor = residual
     if weight is not None:
         factor = tl.load(weight + column, mask=inside, other=0.0)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     place = row * size + column
     exchange = tl.load(exchanges + row) + 1
@@ -191,9 +189,7 @@ def _max_row(
     sources: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, columns)
     lowest = -(2**63)

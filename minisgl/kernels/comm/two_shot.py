@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl.kernels.comm.mailbox import addresses_after, pointer
 from minisgl.kernels.comm.one_shot import finish_row
 from minisgl.kernels.comm.shared_memory import SharedMemory
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 
 # Rows of a program in one round.
@@ -111,9 +112,7 @@ def _all_reduce_rows(
     factor = residual
     if weight is not None:
         factor = tl.load(weight + column, mask=inside, other=0.0)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     stride = num_programs * _ROWS_OF_ROUND
     num_rounds = tl.cdiv(num_rows - program, stride)

@@ -16,8 +16,7 @@ _COLUMNS = 1024
 
 
 def gated_mul(gate_up: Tensor, gelu: bool = False, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the
-    rule of launch_options.py."""
+    """See dispatch.py; gate_up contiguous. `pdl`: see launch_options.py."""
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
@@ -57,9 +56,7 @@ def _gated_mul_tile(
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
     gate_place = row[:, None] * (2 * size) + column[None, :]
-    if pdl:  # for gate_up, without which there is nothing to do
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)  # for gate_up, without which there is nothing to do
 
     gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
     up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; both contiguous. `pdl`: overlap launches where the device can, by the rule
-    of launch_options.py; the ids may come from the launch before."""
+    """See dispatch.py; both contiguous. `pdl`: see launch_options.py; the ids may come from the
+    launch before."""
     assert token_ids.is_contiguous() and weight.is_contiguous()
     num_rows, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((num_rows, size))
@@ -61,9 +62,8 @@ def _embed_tile(
     row = (program // across).to(tl.int64) * rows + tl.arange(0, rows)
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
-    if pdl:  # for the ids, which the previous kernel may write, and the last reader of out's memory
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # For the ids, which the previous kernel may write, and the last reader of out's memory.
+    wait_for_previous(pdl)
 
     source = tl.load(token_ids + row, mask=row < num_rows, other=0) - first
     held = inside & ((source >= 0) & (source < num_ids))[:, None]

@@ -25,9 +25,8 @@ def qk_norm_rope_store_kv(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch.py; the columns of qkv and the caches contiguous. `pdl`: overlap launches
-    where the device can, by the rule of launch_options.py: positions and slot_mapping must be two
-    launches old."""
+    """See dispatch.py; the columns of qkv and the caches contiguous. `pdl`: see
+    launch_options.py: positions and slot_mapping must be two launches old."""
     assert qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     table, q_weight, k_weight, eps, norms_v, v_is_k = norm_rope
     assert (q_weight is None) == (k_weight is None) and not (norms_v and q_weight is None)

@@ -30,7 +30,7 @@ def store_latents(
     to_keys: Tensor,
     scale: float = 1.0,
 ) -> Tensor:
-    """As in dispatch.py, with the rounding of reference.py."""
+    """See dispatch.py, with the rounding of reference.py."""
     rank, rope_dim = len(norm.weight), norm.table.shape[1]
     row = kv.new_empty(kv.shape)
     cos, sin = norm.table[positions].chunk(2, dim=-1)
@@ -52,7 +52,7 @@ def map_queries(q: Tensor, to_keys: Tensor, out: Tensor) -> None:
 
 
 def values_of_latents(attended: Tensor, to_values: Tensor) -> Tensor:
-    """As in dispatch.py."""
+    """See dispatch.py."""
     out = attended.new_empty((*attended.shape[:2], to_values.shape[1]))
     torch.bmm(attended.transpose(0, 1), to_values.mT, out=out.transpose(0, 1))
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.kernels.elementwise import latents
 from minisgl.kernels.elementwise.latents import LatentNorm
-from minisgl.kernels.inlined import apply_norm, from_here, rms_scale, to_stored
+from minisgl.kernels.inlined import apply_norm, from_here, rms_scale, to_stored, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import LatentMapTiles, tuning_of
 
@@ -37,9 +37,9 @@ def store_latents(
     tiles: LatentMapTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch.py; within a row, and within a head's map, all is contiguous. tiles: those of
-    the kernel that maps, taken for any number of rows; None: by the device's tuning. pdl: overlap
-    launches where the device can, by the rule of launch_options.py."""
+    """See dispatch.py; within a row, and within a head's map, all is contiguous. tiles: those of
+    the kernel that maps, taken for any number of rows; None: by the device's tuning. `pdl`: see
+    launch_options.py."""
     num_rows, num_heads, head_dim = q.shape
     rank, rope_dim = len(norm.weight), norm.table.shape[1]
     assert kv.stride(1) == 1 and q.stride()[1:] == (head_dim, 1) and cache.is_contiguous()
@@ -50,7 +50,14 @@ def store_latents(
     if num_rows == 0:
         return out
     tiles = tiles or _tiles_of(num_rows, q.device)
-    stored = (
+    maps, block_m, num_maps = tiles or LatentMapTiles(), 16, 0
+    num_parts = 1 + triton.cdiv(num_heads, _HEADS)
+    grid: tuple[int, ...] = num_rows, num_parts
+    if tiles is not None:
+        block_m = max(block_m, triton.next_power_of_2(num_rows))
+        num_maps = num_heads * triton.cdiv(rank, tiles.to_latents)
+        grid = (num_maps + num_rows * num_parts,)
+    _store_and_map[grid](
         out,
         cache,
         kv,
@@ -63,46 +70,36 @@ def store_latents(
         1 / scale if cache.dtype == torch.float8_e4m3fn else None,
         kv.stride(0),
         q.stride(0),
-    )
-    sizes = {
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "rank": rank,
-        "num_pairs": rope_dim // 2,
-        "heads_block": min(_HEADS, triton.next_power_of_2(num_heads)),
-        "rank_block": triton.next_power_of_2(rank),
-        "pairs_block": triton.next_power_of_2(rope_dim // 2),
-        # Products and sums of the rotation are rounded one by one, as the reference's are.
-        "enable_fp_fusion": False,
-        **pdl_options(q.device, pdl),
-    }
-    num_parts = 1 + triton.cdiv(num_heads, _HEADS)
-    if tiles is None:
-        _store_row[(num_rows, num_parts)](*stored, num_warps=4, **sizes)
-        latents.map_queries(q, to_keys, out)
-        return out
-    num_maps = num_heads * triton.cdiv(rank, tiles.to_latents)
-    _store_and_map[(num_maps + num_rows * num_parts,)](
-        *stored,
         to_keys,
         to_keys.stride(0),
         num_rows,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        rank=rank,
+        num_pairs=rope_dim // 2,
+        heads_block=min(_HEADS, triton.next_power_of_2(num_heads)),
+        rank_block=triton.next_power_of_2(rank),
+        pairs_block=triton.next_power_of_2(rope_dim // 2),
         num_maps=num_maps,
         num_parts=num_parts,
-        block_m=max(16, triton.next_power_of_2(num_rows)),
-        block_n=tiles.to_latents,
-        block_k=tiles.nope_k,
-        pieces=triton.cdiv(head_dim - rope_dim, tiles.nope_k),
-        num_warps=tiles.num_warps,
-        **sizes,
+        block_m=block_m,
+        block_n=maps.to_latents,
+        block_k=maps.nope_k,
+        pieces=triton.cdiv(head_dim - rope_dim, maps.nope_k),
+        num_warps=maps.num_warps,
+        # Products and sums of the rotation are rounded one by one, as the reference's are.
+        enable_fp_fusion=False,
+        **pdl_options(q.device, pdl),
     )
+    if tiles is None:
+        latents.map_queries(q, to_keys, out)
     return out
 
 
 def values_of_latents(
     attended: Tensor, to_values: Tensor, *, tiles: LatentMapTiles | None = None, pdl: bool = True
 ) -> Tensor:
-    """As in dispatch.py; attended is contiguous, and so is a head's map. tiles and pdl: as of
+    """See dispatch.py; attended is contiguous, and so is a head's map. tiles and pdl: as of
     store_latents."""
     num_rows, num_heads, rank = attended.shape
     value_dim = to_values.shape[1]
@@ -172,10 +169,11 @@ def _store_and_map(
     pieces: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program: a part of the queries of latents of a head, for all rows; or what a program of
-    _store_row does."""
+    """One program: a part of the queries of latents of a head, for all rows; or the latent of a row
+    and what is behind it, or some heads of its queries. Without maps, each row has a line of the
+    grid."""
     program = tl.program_id(0)
-    if program < num_maps:
+    if num_maps > 0 and program < num_maps:
         blocks: tl.constexpr = num_maps // num_heads
         head = program // blocks
         _map_head(
@@ -187,9 +185,12 @@ def _store_and_map(
         )  # fmt: skip
     else:
         place = program - num_maps
+        row, part = place // num_parts, place % num_parts
+        if num_maps == 0:
+            row, part = program, tl.program_id(1)
         _store_part(
             out, cache, kv, q, positions, slot_mapping, table, weight, eps, inverse, kv_stride,
-            q_stride, (place // num_parts).to(tl.int64), place % num_parts, num_heads, head_dim,
+            q_stride, row.to(tl.int64), part, num_heads, head_dim,
             rank, num_pairs, heads_block, rank_block, pairs_block, pdl,
         )  # fmt: skip
 
@@ -248,9 +249,7 @@ def _map_head(
         at = i * block_k + tl.arange(0, block_k)
         place = weight + at[:, None] * k_stride + column[None, :] * n_stride
         w += (tl.load(place, mask=(at < k)[:, None] & (column < n)[None, :], other=0.0),)
-    if pdl:  # for x, and for the last reader of `out`
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x, and for the last reader of `out`
     there = (row < num_rows)[:, None]
     x += row[:, None].to(tl.int64) * x_stride
     for i in tl.static_range(pieces):
@@ -262,37 +261,6 @@ def _map_head(
         acc = tl.dot(rows[i], from_here(w[i], pdl), acc, input_precision="ieee")
     out += row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(out, acc.to(out.dtype.element_ty), mask=there & (column < n)[None, :])
-
-
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def _store_row(
-    out,
-    cache,
-    kv,
-    q,
-    positions,
-    slot_mapping,
-    table,
-    weight,
-    eps,
-    inverse,
-    kv_stride,
-    q_stride,
-    num_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    rank: tl.constexpr,
-    num_pairs: tl.constexpr,
-    heads_block: tl.constexpr,
-    rank_block: tl.constexpr,
-    pairs_block: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """One program: the latent of a row and what is behind it, or some heads of its queries."""
-    _store_part(
-        out, cache, kv, q, positions, slot_mapping, table, weight, eps, inverse, kv_stride,
-        q_stride, tl.program_id(0).to(tl.int64), tl.program_id(1), num_heads, head_dim, rank,
-        num_pairs, heads_block, rank_block, pairs_block, pdl,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -329,9 +297,7 @@ def _store_part(
     cos = tl.load(angles + pair, mask=pair < num_pairs, other=1.0)
     sin = tl.load(angles + num_pairs + pair, mask=pair < num_pairs, other=0.0)
     factor = tl.load(weight + column, mask=column < rank, other=0.0)
-    if pdl:  # for kv and q, and for the last reader of `out` and of the cache
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for kv and q, and for the last reader of `out` and of the cache
     if part == 0:
         stored: tl.constexpr = cache.dtype.element_ty
         kv += row * kv_stride

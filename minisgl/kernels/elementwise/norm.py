@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import apply_norm, rms_scale
-from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.inlined import apply_norm, rms_scale, wait_for_previous
+from minisgl.kernels.launch_options import pdl_options, tile_of_rows
 from minisgl.kernels.tuning import tuning_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; x contiguous. pdl: overlap launches where the device can, by the rule of
-    launch_options.py."""
+    """See dispatch.py; x contiguous. `pdl`: see launch_options.py."""
     out = torch.empty_like(x)
     _launch(out, x, None, weight, eps, pdl=pdl)
     return out
@@ -23,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tens
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As in dispatch.py; both contiguous. Returns a new tensor, and `residual`, which holds the
+    """See dispatch.py; both contiguous. Returns a new tensor, and `residual`, which holds the
     sum."""
     out = torch.empty_like(residual)
     _launch(out, residual, delta, weight, eps, pdl=pdl)
@@ -35,13 +34,8 @@ def _launch(
 ) -> None:
     assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
     num_rows, size = residual.shape
-    block = triton.next_power_of_2(size)
-    # A row is spread over as many threads as 16-byte loads of half precision allow, which shortens
-    # the reduction; with many rows a thread has twice as much in flight.
-    many = num_rows >= tuning_of(residual.device).many_rows
-    tile, per_thread = (2048, 16) if many else (1024, 8)
-    rows = max(tile // block, 1)
-    _norm_rows[(triton.cdiv(num_rows, rows),)](
+    tile = tile_of_rows(num_rows, size, tuning_of(residual.device))
+    _norm_rows[(triton.cdiv(num_rows, tile["rows"]),)](
         out,
         residual,
         delta,
@@ -49,9 +43,7 @@ def _launch(
         num_rows,
         eps,
         size=size,
-        block=block,
-        rows=rows,
-        num_warps=warps_for(rows * block, per_thread),
+        **tile,
         **pdl_options(residual.device, pdl),
     )
 
@@ -72,9 +64,7 @@ def _norm_rows(
     """`rows` whole rows a program, held in registers from load to store."""
     column = tl.arange(0, block)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for delta and residual; the weight is old, and far away
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for delta and residual; the weight is old, and far away
 
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * size + column[None, :]

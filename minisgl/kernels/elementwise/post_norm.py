@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.elementwise.reference import PostNorm
-from minisgl.kernels.inlined import rms_scale
-from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.inlined import rms_scale, wait_for_previous
+from minisgl.kernels.launch_options import pdl_options, tile_of_rows
 from minisgl.kernels.tuning import tuning_of
 
 _MOST_NORMS = 3
@@ -24,19 +24,16 @@ def add_post_norm(
     *,
     pdl: bool = True,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """As in dispatch.py; all contiguous. Returns new tensors, and `residual`, which holds the sum.
-    pdl: overlap launches where the device can, by the rule of launch_options.py."""
+    """See dispatch.py; all contiguous. Returns new tensors, and `residual`, which holds the sum.
+    `pdl`: see launch_options.py."""
     tensors = (residual, *summands)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert 1 <= len(weights) <= _MOST_NORMS and len(summands) == (1 if post.inner is None else 2)
     num_rows, size = residual.shape
     normed = tuple(torch.empty_like(residual) for _ in weights)
     missing = (None,) * (_MOST_NORMS - len(weights))
-    block = triton.next_power_of_2(size)
-    many = num_rows >= tuning_of(residual.device).many_rows
-    tile, per_thread = (2048, 16) if many else (1024, 8)
-    rows = max(tile // block, 1)
-    _post_norm_rows[(triton.cdiv(num_rows, rows),)](
+    tile = tile_of_rows(num_rows, size, tuning_of(residual.device))
+    _post_norm_rows[(triton.cdiv(num_rows, tile["rows"]),)](
         *normed,
         *missing,
         residual,
@@ -50,9 +47,7 @@ def add_post_norm(
         num_rows,
         post.eps,
         size=size,
-        block=block,
-        rows=rows,
-        num_warps=warps_for(rows * block, per_thread),
+        **tile,
         **pdl_options(residual.device, pdl),
     )
     return normed, residual
@@ -84,9 +79,7 @@ def _post_norm_rows(
     column = tl.arange(0, block)
     post_factor = tl.load(post_weight + column, mask=column < size, other=0.0)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for the summands and the residual; the weights are old, and far away
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for the summands and the residual; the weights are old, and far away
 
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * size + column[None, :]

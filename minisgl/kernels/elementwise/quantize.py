@@ -25,71 +25,21 @@ _SHORT = 8192  # columns of a row that one program takes, be there few rows or m
 
 
 def quantize(
-    x: Tensor, group: int | None = None, static: Tensor | None = None, *, pdl: bool = True
+    x: Tensor,
+    group: int | None = None,
+    static: Tensor | None = None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+    pdl: bool = True,
 ) -> Fp8Rows:
-    """x: [m, k], its rows contiguous.
+    """x: [m, k], its rows contiguous; or gated_mul(x, gelu) if `gated`, of x [m, 2 · k].
 
     group: columns that share a scale, a power of two up to 1024; or static: [1] float32, the scale
-    of all; or neither: each row has one. `pdl`: overlap launches where the device can, by the rule
-    of launch_options.py.
+    of all; or neither: each row has one. `pdl`: see launch_options.py.
     """
-    return _quantize(x, x.shape[1], group, static, gated=False, pdl=pdl)
-
-
-def gated_mul_quantize(
-    gate_up: Tensor,
-    group: int | None = None,
-    static: Tensor | None = None,
-    *,
-    gelu: bool = False,
-    pdl: bool = True,
-) -> Fp8Rows:
-    """quantize(gated_mul(gate_up, gelu), group, static). gate_up: [m, 2 · k], its rows
-    contiguous."""
-    size = gate_up.shape[1] // 2
-    return _quantize(gate_up, size, group, static, gated=True, gelu=gelu, pdl=pdl)
-
-
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int | None = None,
-    static: Tensor | None = None,
-    *,
-    pdl: bool = True,
-) -> Fp8Rows:
-    """quantize(rms_norm(x, weight, eps), group, static). x contiguous."""
-    return _norm(x, None, weight, eps, group, static, pdl=pdl)
-
-
-def add_rms_norm_quantize(
-    delta: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int | None = None,
-    static: Tensor | None = None,
-    *,
-    pdl: bool = True,
-) -> Fp8Rows:
-    """The same of add_rms_norm(delta, residual, weight, eps). Both contiguous; `residual` receives
-    the sum."""
-    return _norm(residual, delta, weight, eps, group, static, pdl=pdl)
-
-
-def _quantize(
-    x: Tensor,
-    size: int,
-    group: int | None,
-    static: Tensor | None,
-    *,
-    gated: bool,
-    gelu: bool = False,
-    pdl: bool,
-) -> Fp8Rows:
     assert x.stride(1) == 1
-    num_rows = len(x)
+    num_rows, size = len(x), x.shape[1] // (2 if gated else 1)
     out = _allocate(num_rows, size, group, x)
     if num_rows == 0:
         return out
@@ -128,16 +78,18 @@ def _quantize(
     return out
 
 
-def _norm(
+def rms_norm_quantize(
     residual: Tensor,
     delta: Tensor | None,
     weight: Tensor,
     eps: float,
-    group: int | None,
-    static: Tensor | None,
+    group: int | None = None,
+    static: Tensor | None = None,
     *,
-    pdl: bool,
+    pdl: bool = True,
 ) -> Fp8Rows:
+    """quantize(rms_norm(residual, weight, eps), group, static), or with a delta the same of
+    add_rms_norm; then `residual` receives the sum. Both contiguous."""
     assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
     num_rows, size = residual.shape
     out = _allocate(num_rows, size, group, residual)
@@ -195,9 +147,7 @@ def _largest_of_parts(
     across: tl.constexpr = (size + columns - 1) // columns
     row = (tl.program_id(0) // across).to(tl.int64)
     column = tl.program_id(0) % across * columns + tl.arange(0, columns)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     found = _load(x + row * x_stride, column, size, gated, gelu)
     tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
@@ -227,9 +177,7 @@ def _quantize_rows(
     first = tl.program_id(0) % across * columns * pieces
     lane = first + tl.arange(0, columns)
     x += row * x_stride
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     loaded, largest = (), 0.0
     for i in tl.static_range(pieces):
@@ -270,9 +218,7 @@ def _norm_and_quantize_rows(
     for i in tl.static_range(pieces):
         column = i * columns + tl.arange(0, columns)
         factors += (tl.load(weight + column, mask=column < size, other=0.0),)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    inlined.wait_for_previous(pdl)
 
     row = tl.program_id(0).to(tl.int64)
     residual += row * size

@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 
 _COLUMNS = 2048
 
 
 def soft_cap(x: Tensor, cap: float, *, pdl: bool = True) -> Tensor:
-    """As in dispatch.py; x contiguous. Writes over x. `pdl`: overlap launches where the device can,
-    by the rule of launch_options.py."""
+    """See dispatch.py; x contiguous. Writes over x. `pdl`: see launch_options.py."""
     assert x.is_contiguous()
     # One axis of the grid, since the others end at 65,535.
     grid = (triton.cdiv(x.numel(), _COLUMNS),)
@@ -32,9 +32,7 @@ def soft_cap(x: Tensor, cap: float, *, pdl: bool = True) -> Tensor:
 def _soft_cap_tile(x, size, cap, columns: tl.constexpr, pdl: tl.constexpr):
     """`columns` numbers a program."""
     place = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
 
     found = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
     # 1 - 2 / (e^2y + 1) is tanh y; near 0, where it loses digits, the series is exact.

@@ -7,28 +7,26 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.gated_delta.delta_parts import tile_of_segment
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Segments
 
 _WIDEST = 4
 _ROWS, _CHANNELS = 16, 128  # of a tile
-_DECODE_CHANNELS = 256
 
 
 def causal_conv(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     state: Tensor,
     segments: Segments,
     *,
     silu: bool = True,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py."""
+    """See delta_net.py. `pdl`: see launch_options.py."""
     num_rows, channels = x.shape
-    width = _check(x, weight, state)
+    width = check_convolution(x, weight, state)
     num_segments = len(segments.slots)
     out = x.new_empty(x.shape)
     if num_segments == 0:
@@ -37,7 +35,6 @@ def causal_conv(
         out,
         x,
         weight,
-        bias,
         state,
         *segments,
         num_segments,
@@ -54,41 +51,7 @@ def causal_conv(
     return out
 
 
-def causal_conv_decode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    slots: Tensor,
-    *,
-    silu: bool = True,
-    pdl: bool = True,
-) -> Tensor:
-    """As in delta_net.py; pdl as above."""
-    num_rows, channels = x.shape
-    width = _check(x, weight, state)
-    out = x.new_empty(x.shape)
-    if num_rows == 0:
-        return out
-    _convolve_rows[(triton.cdiv(channels, _DECODE_CHANNELS), num_rows)](
-        out,
-        x,
-        weight,
-        bias,
-        state,
-        slots,
-        x.stride(0),
-        channels=channels,
-        width=width,
-        silu=silu,
-        block=_DECODE_CHANNELS,
-        num_warps=2,
-        **pdl_options(x.device, pdl),
-    )
-    return out
-
-
-def _check(x: Tensor, weight: Tensor, state: Tensor) -> int:
+def check_convolution(x: Tensor, weight: Tensor, state: Tensor) -> int:
     """Returns the width."""
     channels, width = weight.shape
     assert 2 <= width <= _WIDEST and state.shape[1:] == (channels, width - 1)
@@ -102,7 +65,6 @@ def _convolve_chains(
     out,
     x,
     weight,
-    bias,
     state,
     sources,
     slots,
@@ -133,11 +95,7 @@ def _convolve_chains(
     row = first + tile * rows + tl.arange(0, rows)
     past = state + (tl.load(sources + head) * channels + channel) * (width - 1)
     result = tl.zeros([rows, block], tl.float32)
-    if bias is not None:
-        result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x
 
     for tap in tl.static_range(width):
         factor = tl.load(weight + channel * width + tap, mask=inside, other=0.0).to(tl.float32)
@@ -174,53 +132,9 @@ def _convolve_chains(
 
 
 @triton.jit
-def _convolve_rows(
-    out,
-    x,
-    weight,
-    bias,
-    state,
-    slots,
-    x_stride,
-    channels: tl.constexpr,
-    width: tl.constexpr,
-    silu: tl.constexpr,
-    block: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """A block of the channels of a row."""
-    row = tl.program_id(1).to(tl.int64)
-    channel = tl.program_id(0) * block + tl.arange(0, block)
-    inside = channel < channels
-    past = state + (tl.load(slots + row) * channels + channel) * (width - 1)
-    seen, factors = (), ()
-    for tap in tl.static_range(width - 1):
-        seen += (tl.load(past + tap, mask=inside, other=0.0),)
-    for tap in tl.static_range(width):
-        factors += (tl.load(weight + channel * width + tap, mask=inside, other=0.0),)
-    shift = tl.zeros([block], tl.float32)
-    if bias is not None:
-        shift += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
-    tl.debug_barrier()  # every thread has what it needs of the state
-    result = convolved(shift, seen, value, factors, width, silu, out.dtype.element_ty)
-    for tap in tl.static_range(width - 2):
-        tl.store(past + tap, seen[tap + 1], mask=inside)
-    tl.store(past + width - 2, value, mask=inside)
-    tl.store(out + row * channels + channel, result, mask=inside)
-
-
-@triton.jit
-def convolved(
-    shift, seen, value, factors, width: tl.constexpr, silu: tl.constexpr, dtype: tl.constexpr
-):
-    """The result for the row `value` behind those in `seen`. shift: the bias; dtype: that before
-    the activation."""
-    result = shift
+def convolved(seen, value, factors, width: tl.constexpr, silu: tl.constexpr, dtype: tl.constexpr):
+    """The result for the row `value` behind those in `seen`. dtype: that before the activation."""
+    result = tl.zeros(value.shape, tl.float32)
     for tap in tl.static_range(width - 1):
         result += factors[tap].to(tl.float32) * seen[tap].to(tl.float32)
     result += factors[width - 1].to(tl.float32) * value.to(tl.float32)

@@ -3,8 +3,7 @@ values of its tokens (Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv 2412
 
 On a GPU that Triton compiles for each is one kernel, and prefill two; elsewhere it is a function of
 reference.py, which also defines the rounding. States are indexed by slot and updated in place; one
-slot is scratch, for padded rows. Decode takes a row of each slot, in which only the scratch slot
-may occur more than once.
+slot is scratch, for padded rows.
 
 On Hopper and later, slots, segments and states must have been written at least two launches before.
 """
@@ -15,73 +14,42 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.gated_delta import reference
-from minisgl.kernels.gated_delta.reference import DeltaRows, Gates
+from minisgl.kernels.gated_delta.reference import DeltaRows
 from minisgl.kernels.segments import Runs, Segments
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    segments: Segments,
-    *,
-    silu: bool = True,
+    x: Tensor, weight: Tensor, state: Tensor, segments: Segments, *, silu: bool = True
 ) -> Tensor:
     """The convolution of each channel with the rows of its segment, up to each row; silu of it if
     `silu` is set.
 
     x: [num_rows, channels], channels contiguous; weight: [channels, width], the newest row's last;
-    bias: [channels] or None; state: [num_slots, channels, width - 1], the last inputs of each
-    slot, oldest first, contiguous. All have one dtype. 2 <= width <= 4. Returns a new
-    [num_rows, channels].
+    state: [num_slots, channels, width - 1], the last inputs of each slot, oldest first, contiguous.
+    All have one dtype. 2 <= width <= 4. Returns a new [num_rows, channels].
     """
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import causal_conv
 
-        return causal_conv.causal_conv(x, weight, bias, state, segments, silu=silu)
-    return reference.causal_conv(x, weight, bias, state, segments, silu=silu)
-
-
-def causal_conv_decode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    slots: Tensor,
-    *,
-    silu: bool = True,
-) -> Tensor:
-    """As causal_conv, for one row of each of `slots` [num_rows] int64."""
-    if runs_triton(x.device):
-        from minisgl.kernels.gated_delta import causal_conv
-
-        return causal_conv.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
-    return reference.causal_conv_decode(x, weight, bias, state, slots, silu=silu)
+        return causal_conv.causal_conv(x, weight, state, segments, silu=silu)
+    return reference.causal_conv(x, weight, state, segments, silu=silu)
 
 
 def causal_conv_runs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    kept: Tensor,
-    runs: Runs,
-    *,
-    silu: bool = True,
+    x: Tensor, weight: Tensor, state: Tensor, kept: Tensor | None, runs: Runs, *, silu: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As causal_conv, for runs, of which x has the rows.
+    """The same for runs, of which x has the rows.
 
     kept: [num_slots, max_run, channels], the rows of the last run of each slot, contiguous; the
     first num_kept of a slot advance its state. Then those of x are kept, or, if a run is one row,
-    advance it as well. Returns the results of the kept rows, [num_runs · max_run, channels], where
-    those that do not count are undefined, and of the rows of x.
+    advance it as well. None: none are kept. Returns the results of the kept rows, [num_runs ·
+    max_run, channels], where those that do not count are undefined, and of the rows of x.
     """
     if runs_triton(x.device):
         from minisgl.kernels.gated_delta import run_kernels
 
-        return run_kernels.causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
-    return reference.causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
+        return run_kernels.causal_conv_runs(x, weight, state, kept, runs, silu=silu)
+    return reference.causal_conv_runs(x, weight, state, kept, runs, silu=silu)
 
 
 def swap_rows(x: Tensor, kept: Tensor, runs: Runs) -> Tensor:
@@ -90,46 +58,33 @@ def swap_rows(x: Tensor, kept: Tensor, runs: Runs) -> Tensor:
     return reference.swap_rows(x, kept, runs)
 
 
-def gated_delta_prefill(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, segments: Segments
-) -> Tensor:
+def gated_delta_prefill(rows: DeltaRows, state: Tensor, segments: Segments) -> Tensor:
     """The gated delta rule over the rows of each segment.
 
     With S the state, k and q of length 1, a row is S ← decay · S; S ← S + strength · k (v - kᵀ S);
     its result is key_dim**-0.5 · qᵀ S.
 
-    q, k: [num_rows, k_heads, key_dim]; v: [num_rows, v_heads, value_dim]; each may be part of the
-    columns of a wider tensor. v_heads is a multiple of k_heads: value head h has key head
-    h // (v_heads // k_heads). state: [num_slots, v_heads, key_dim, value_dim] float32,
-    contiguous. Returns a new tensor like v.
+    state: [num_slots, v_heads, key_dim, value_dim] float32, contiguous. Returns a new tensor like
+    rows.v.
     """
-    if runs_triton(v.device):
+    if runs_triton(state.device):
         from minisgl.kernels.gated_delta import delta_prefill
 
-        return delta_prefill.gated_delta_prefill(q, k, v, gates, state, segments)
-    return reference.gated_delta_prefill(q, k, v, gates, state, segments)
+        return delta_prefill.gated_delta_prefill(rows, state, segments)
+    return reference.gated_delta_prefill(rows, state, segments)
 
 
-def gated_delta_decode(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, slots: Tensor
+def gated_delta_runs(
+    older: DeltaRows | None, newer: DeltaRows, state: Tensor, runs: Runs
 ) -> Tensor:
-    """As gated_delta_prefill, for one row of each of `slots` [num_rows] int64. The state is read
-    and written once."""
-    if runs_triton(v.device):
-        from minisgl.kernels.gated_delta import delta_decode
+    """The same for runs.
 
-        return delta_decode.gated_delta_decode(q, k, v, gates, state, slots)
-    return reference.gated_delta_decode(q, k, v, gates, state, slots)
-
-
-def gated_delta_runs(older: DeltaRows, newer: DeltaRows, state: Tensor, runs: Runs) -> Tensor:
-    """As gated_delta_prefill, for runs.
-
-    older: max_run rows of each run, of which the first num_kept advance the state. newer: the rows
-    of the runs, which leave the state as it is, unless a run is one row. The state is read and
-    written once. Returns the results of the newer rows, a new tensor like newer.v.
+    older: max_run rows of each run, of which the first num_kept advance the state; None: none are
+    kept. newer: the rows of the runs, which leave the state as it is, unless a run is one row. The
+    state is read and written once. Returns the results of the newer rows, a new tensor like
+    newer.v.
     """
-    if runs_triton(newer.v.device):
+    if runs_triton(state.device):
         from minisgl.kernels.gated_delta import run_kernels
 
         return run_kernels.gated_delta_runs(older, newer, state, runs)

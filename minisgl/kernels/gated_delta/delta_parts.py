@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.gated_delta.reference import DeltaRows
+
+
+def check_heads(rows: DeltaRows, state: Tensor) -> None:
+    """That the strides are those which the kernels take."""
+    q, k, v, gates = rows
+    for part in (q, k, v):
+        assert part.stride(2) == 1 and part.stride(1) == part.shape[2]
+    assert gates.a.stride(1) == gates.b.stride(1) == 1
+    assert gates.a_log.is_contiguous() and gates.dt_bias.is_contiguous()
+    assert state.is_contiguous() and state.shape[1:] == (v.shape[1], k.shape[2], v.shape[2])
+    assert v.shape[1] % k.shape[1] == 0 and q.shape == k.shape
 
 
 @triton.jit

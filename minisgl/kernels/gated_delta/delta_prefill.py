@@ -30,14 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.gated_delta.delta_decode import check_heads
 from minisgl.kernels.gated_delta.delta_parts import (
+    check_heads,
     decay_log,
     inverse_length,
     strength_of,
     tile_of_segment,
 )
-from minisgl.kernels.gated_delta.reference import Gates
+from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DeltaPrefillTiles, tuning_of
@@ -48,22 +49,19 @@ _FACTORS = 4  # of a row and head, see _prepare
 
 
 def gated_delta_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
+    rows: DeltaRows,
     state: Tensor,
     segments: Segments,
     *,
     tiles: DeltaPrefillTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py; sizes of heads are powers of two, at least 16. `pdl`: overlap launches
-    where the device can, by the rule of launch_options.py."""
+    """See delta_net.py; sizes of heads are powers of two, at least 16. `pdl`: see
+    launch_options.py."""
+    q, k, v, gates = rows
     num_rows, v_heads, value_dim = v.shape
     k_heads, key_dim = k.shape[1:]
-    a, b, a_log, dt_bias = gates
-    check_heads(q, k, v, gates, state)
+    check_heads(rows, state)
     tiles = tiles or tuning_of(v.device).delta_prefill
     block = min(tiles.block_v, value_dim)
     num_segments = len(segments.slots)
@@ -90,15 +88,12 @@ def gated_delta_prefill(
         factors,
         q,
         k,
-        a,
-        b,
-        a_log,
-        dt_bias,
+        *gates,
         segments.row_starts,
         num_segments,
         num_rows,
-        a.stride(0),
-        b.stride(0),
+        gates.a.stride(0),
+        gates.b.stride(0),
         segments_block=triton.next_power_of_2(num_segments),
         doublings=_DOUBLINGS,
         num_stages=1,
@@ -164,9 +159,7 @@ def _prepare(
     first += number * chunk
     head = tl.program_id(1)
     rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
-    if pdl:  # before the end of a program without rows, too, as all must have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # before the end of a program without rows, too, as all must have waited
     if first >= end:
         return
 
@@ -282,9 +275,8 @@ def _advance(
     size: tl.constexpr = key_dim * value_dim
     part = head * size + key[:, None] * value_dim + value[None, :]
     kept = tl.load(state + source * (v_heads * size) + part, mask=not continues, other=0.0)
-    if pdl:  # before the end of a program that has nothing to do, too, as all must have waited
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Before the end of a program that has nothing to do, too, as all must have waited.
+    wait_for_previous(pdl)
     if continues:  # another program comes to it
         return
 

@@ -7,27 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import apply_norm, rms_scale
-from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.inlined import apply_norm, rms_scale, wait_for_previous
+from minisgl.kernels.launch_options import pdl_options, tile_of_rows
 from minisgl.kernels.tuning import tuning_of
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
 ) -> Tensor:
-    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py."""
+    """See delta_net.py. `pdl`: see launch_options.py."""
     assert x.is_contiguous() and gate.shape == x.shape and gate[:1].is_contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
     num_norms = x.numel() // size
     if num_norms == 0:
         return out
-    block = triton.next_power_of_2(size)
-    many = num_norms >= 8 * tuning_of(x.device).many_rows
-    tile, per_thread = (2048, 16) if many else (1024, 8)
-    rows = max(tile // block, 1)
-    _gated_norms[(triton.cdiv(num_norms, rows),)](
+    tile = tile_of_rows(num_norms // 8, size, tuning_of(x.device))
+    _gated_norms[(triton.cdiv(num_norms, tile["rows"]),)](
         out,
         x,
         gate,
@@ -37,9 +33,7 @@ def gated_rms_norm(
         eps,
         heads=num_norms // x.shape[0],
         size=size,
-        block=block,
-        rows=rows,
-        num_warps=warps_for(rows * block, per_thread),
+        **tile,
         **pdl_options(x.device, pdl),
     )
     return out
@@ -63,9 +57,7 @@ def _gated_norms(
     """`rows` heads a program."""
     column = tl.arange(0, block)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # for x and the gate
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x and the gate
 
     norm = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     inside = (norm < num_norms)[:, None] & (column < size)[None, :]

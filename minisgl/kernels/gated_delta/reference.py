@@ -27,74 +27,52 @@ class Gates(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """Rows for the gated delta rule, as `gated_delta_prefill` takes them."""
+    """Rows for the gated delta rule. Each part may be some of the columns of a wider tensor.
+    v_heads is a multiple of k_heads: value head h has key head h // (v_heads // k_heads)."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [num_rows, k_heads, key_dim]
+    k: Tensor  # [num_rows, k_heads, key_dim]
+    v: Tensor  # [num_rows, v_heads, value_dim]
     gates: Gates
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    segments: Segments,
-    *,
-    silu: bool = True,
+    x: Tensor, weight: Tensor, state: Tensor, segments: Segments, *, silu: bool = True
 ) -> Tensor:
     out = torch.empty_like(x)
     for source, slot, rows in _by_segment(segments):
         seen = torch.cat((state[source], x[rows].T), dim=1)  # [channels, width - 1 + rows]
         state[slot] = seen[:, seen.shape[1] - state.shape[2] :]
         if rows.stop > rows.start:
-            result = _convolve(seen[None], weight, bias)[0].T
-            out[rows] = F.silu(result) if silu else result
+            out[rows] = _convolve(seen[None], weight, silu)[0].T
     return out
 
 
-def causal_conv_decode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    slots: Tensor,
-    *,
-    silu: bool = True,
-) -> Tensor:
-    seen = torch.cat((state[slots], x[:, :, None]), dim=2)  # [num_rows, channels, width]
-    state[slots] = seen[:, :, 1:]
-    result = _convolve(seen, weight, bias)[:, :, 0]
-    return F.silu(result) if silu else result
-
-
 def causal_conv_runs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    kept: Tensor,
-    runs: Runs,
-    *,
-    silu: bool = True,
+    x: Tensor, weight: Tensor, state: Tensor, kept: Tensor | None, runs: Runs, *, silu: bool = True
 ) -> tuple[Tensor, Tensor]:
     slots, size = runs.slots, runs.size
-    past, own = state[slots], torch.arange(len(slots), device=x.device)
 
-    def advance(x: Tensor, past: Tensor) -> Tensor:
-        return causal_conv_decode(x, weight, bias, past, own, silu=silu)
+    def advance(row: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of a row of each run, and what is seen of the past after it."""
+        seen = torch.cat((past, row[:, :, None]), dim=2)  # [num_runs, channels, width]
+        return _convolve(seen, weight, silu)[:, :, 0], seen[:, :, 1:]
 
-    older: list[Tensor] = []
-    for place, row in enumerate(kept[slots].unbind(1)):
-        after = past.clone()
-        older.append(advance(row, after))
-        past = after.where((place < runs.num_kept)[:, None, None], past)
+    past, older, newer = state[slots], [x[:0]], list[Tensor]()
+    if kept is not None:
+        assert runs.num_kept is not None
+        older = []
+        for place, row in enumerate(kept[slots].unbind(1)):
+            result, after = advance(row, past)
+            older.append(result)
+            past = after.where((place < runs.num_kept)[:, None, None], past)
     rows = x.unflatten(0, (-1, size))
-    if size > 1:
+    if kept is not None and size > 1:
         state[slots] = past
         kept[slots, :size] = rows
-    newer = [advance(row, past) for row in rows.unbind(1)]
+    for row in rows.unbind(1):
+        result, past = advance(row, past)
+        newer.append(result)
     if size == 1:
         state[slots] = past
     return torch.stack(older, dim=1).flatten(0, 1), torch.stack(newer, dim=1).flatten(0, 1)
@@ -107,35 +85,27 @@ def swap_rows(x: Tensor, kept: Tensor, runs: Runs) -> Tensor:
     return older.flatten(0, 1)
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.conv1d(x, weight[:, None], bias, groups=len(weight))
+def _convolve(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    result = F.conv1d(x, weight[:, None], groups=len(weight))
+    return F.silu(result) if silu else result
 
 
-def gated_delta_prefill(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, segments: Segments
-) -> Tensor:
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tokens = _tokens(q, k, v, gates)
-    for source, slot, rows in _by_segment(segments):
+def gated_delta_prefill(rows: DeltaRows, state: Tensor, segments: Segments) -> Tensor:
+    out = torch.empty_like(rows.v, memory_format=torch.contiguous_format)
+    tokens = _tokens(*rows)
+    for source, slot, part in _by_segment(segments):
         current = state[source].clone()
-        for row in range(rows.start, rows.stop):
-            out[row] = _advance(current, *(part[row] for part in tokens))
+        for row in range(part.start, part.stop):
+            out[row] = _advance(current, *(of_all[row] for of_all in tokens))
         state[slot] = current
     return out
 
 
-def gated_delta_decode(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Tensor, slots: Tensor
+def gated_delta_runs(
+    older: DeltaRows | None, newer: DeltaRows, state: Tensor, runs: Runs
 ) -> Tensor:
-    current = state[slots]
-    out = _advance(current, *_tokens(q, k, v, gates))
-    state[slots] = current
-    return out.to(v.dtype)
-
-
-def gated_delta_runs(older: DeltaRows, newer: DeltaRows, state: Tensor, runs: Runs) -> Tensor:
     slots, size = runs.slots, runs.size
-    current, num_kept = state[slots], runs.num_kept[:, None, None, None]
+    current = state[slots]
 
     def advance(rows: DeltaRows, num: int, place: int) -> Tensor:
         q, k, v, gates = rows
@@ -143,11 +113,13 @@ def gated_delta_runs(older: DeltaRows, newer: DeltaRows, state: Tensor, runs: Ru
         q, k, v, a, b = parts
         return _advance(current, *_tokens(q, k, v, gates._replace(a=a, b=b)))
 
-    most = len(older.v) // max(1, len(slots))
-    for place in range(most):
-        before = current.clone()
-        advance(older, most, place)
-        current = current.where(place < num_kept, before)
+    if older is not None:
+        assert runs.num_kept is not None
+        most = len(older.v) // max(1, len(slots))
+        for place in range(most):
+            before = current.clone()
+            advance(older, most, place)
+            current = current.where(place < runs.num_kept[:, None, None, None], before)
     if size > 1:
         state[slots] = current
     out = torch.stack([advance(newer, size, place) for place in range(size)], dim=1)

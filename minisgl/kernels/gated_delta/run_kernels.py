@@ -1,7 +1,12 @@
 """The operations of a gated delta net on runs of rows in Triton.
 
-The state lacks the rows of the last run; they are few, so a program advances its part by those that
-count, row by row, before it writes it once, and then computes the new rows from registers.
+The state lacks the rows of the last run, if any are kept; they are few, so a program advances its
+part by those that count, row by row, before it writes it once, and then computes the new rows from
+registers.
+
+The time of the delta rule is that of the state: 8 bytes for each number of it. A program has all
+keys of a head for a part of its values, so that both sums over keys stay within it, and reads its
+part of the state in one go: 16 KiB, with as many programs on an SM as registers allow.
 """
 
 from __future__ import annotations
@@ -10,10 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.gated_delta.causal_conv import convolved
-from minisgl.kernels.gated_delta.delta_decode import check_heads
-from minisgl.kernels.gated_delta.delta_parts import decay_log, inverse_length, strength_of
+from minisgl.kernels.gated_delta.causal_conv import check_convolution, convolved
+from minisgl.kernels.gated_delta.delta_parts import (
+    check_heads,
+    decay_log,
+    inverse_length,
+    strength_of,
+)
 from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.segments import Runs
 from minisgl.kernels.tuning import DeltaDecodeTiles, tuning_of
@@ -24,19 +34,18 @@ _CHANNELS = 256  # of a program
 def causal_conv_runs(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     state: Tensor,
-    kept: Tensor,
+    kept: Tensor | None,
     runs: Runs,
     *,
     silu: bool = True,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As in delta_net.py. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py; it holds for `kept` and num_kept, too."""
-    num_runs, (channels, width), most = len(runs.slots), weight.shape, kept.shape[1]
-    assert x.stride(1) == 1 and weight.is_contiguous() and state.is_contiguous()
-    assert kept.is_contiguous() and kept.shape[2] == channels and runs.size <= most
+    """See delta_net.py. `pdl`: see launch_options.py; it holds for `kept` and num_kept, too."""
+    num_runs, channels, most = len(runs.slots), len(weight), 0 if kept is None else kept.shape[1]
+    width = check_convolution(x, weight, state)
+    assert kept is None or (kept.is_contiguous() and kept.shape[1:] == (most, channels))
+    assert runs.size <= max(most, 1) and (kept is None) == (runs.num_kept is None)
     older, newer = x.new_empty((num_runs * most, channels)), x.new_empty(x.shape)
     if num_runs == 0:
         return older, newer
@@ -45,7 +54,6 @@ def causal_conv_runs(
         newer,
         x,
         weight,
-        bias,
         state,
         kept,
         runs.slots,
@@ -64,7 +72,7 @@ def causal_conv_runs(
 
 
 def gated_delta_runs(
-    older: DeltaRows,
+    older: DeltaRows | None,
     newer: DeltaRows,
     state: Tensor,
     runs: Runs,
@@ -72,11 +80,15 @@ def gated_delta_runs(
     tiles: DeltaDecodeTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """As in delta_net.py; sizes of heads are powers of two, pdl as above."""
+    """See delta_net.py; sizes of heads are powers of two, pdl as above."""
     q, k, v, gates = newer
     num_runs, (_, v_heads, value_dim), (k_heads, key_dim) = len(runs.slots), v.shape, k.shape[1:]
-    check_heads(older.q, older.k, older.v, older.gates, state)
-    check_heads(q, k, v, gates, state)
+    check_heads(newer, state)
+    most = 0
+    kept: tuple[Tensor | None, ...] = (None, None, None, None)
+    if older is not None:
+        check_heads(older, state)
+        most, kept = len(older.v) // max(num_runs, 1), (older.k, older.v, *older.gates[:2])
     tiles = tiles or tuning_of(v.device).delta_decode
     block = min(tiles.block_v, value_dim)
     out = v.new_empty(v.shape)
@@ -84,30 +96,17 @@ def gated_delta_runs(
         return out
     _advance_runs[(v_heads * (value_dim // block), num_runs)](
         out,
-        older.k,
-        older.v,
-        older.gates.a,
-        older.gates.b,
+        *kept,
         q,
         k,
         v,
-        gates.a,
-        gates.b,
-        gates.a_log,
-        gates.dt_bias,
+        *gates,
         state,
         runs.slots,
         runs.num_kept,
-        older.k.stride(0),
-        older.v.stride(0),
-        older.gates.a.stride(0),
-        older.gates.b.stride(0),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        gates.a.stride(0),
-        gates.b.stride(0),
-        most=len(older.v) // num_runs,
+        *(part if part is None else part.stride(0) for part in kept),
+        *(part.stride(0) for part in (q, k, v, gates.a, gates.b)),
+        most=most,
         size=runs.size,
         v_heads=v_heads,
         group=v_heads // k_heads,
@@ -126,7 +125,6 @@ def _convolve_runs(
     newer,
     x,
     weight,
-    bias,
     state,
     kept,
     slots,
@@ -144,21 +142,20 @@ def _convolve_runs(
     run = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * block + tl.arange(0, block)
     inside = channel < channels
-    slot, count = tl.load(slots + run), tl.load(num_kept + run)
+    slot = tl.load(slots + run)
     past = state + (slot * channels + channel) * (width - 1)
-    rows = kept + slot * (most * channels) + channel
+    if kept is not None:
+        count = tl.load(num_kept + run)
+        rows = kept + slot * (most * channels) + channel
     seen, factors = (), ()
     for tap in tl.static_range(width - 1):
         seen += (tl.load(past + tap, mask=inside, other=0.0),)
     for tap in tl.static_range(width):
         factors += (tl.load(weight + channel * width + tap, mask=inside, other=0.0),)
-    shift = tl.zeros([block], tl.float32)
-    if bias is not None:
-        shift += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     for place in tl.static_range(most):
         counts = place < count
         value = tl.load(rows + place * channels, mask=inside & counts, other=0.0)
-        result = convolved(shift, seen, value, factors, width, silu, older.dtype.element_ty)
+        result = convolved(seen, value, factors, width, silu, older.dtype.element_ty)
         at = older + (run * most + place) * channels + channel
         tl.store(at, result, mask=inside & counts)
         after = ()
@@ -166,29 +163,29 @@ def _convolve_runs(
             after += (tl.where(counts, seen[tap + 1], seen[tap]),)
         after += (tl.where(counts, value, seen[width - 2]),)
         seen = after
-    if pdl:  # for x
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # for x
 
+    value = tl.load(x + run * size * x_stride + channel, mask=inside, other=0.0)
     tl.debug_barrier()  # every thread has what it needs of the state and of the rows
     if size > 1:
         for tap in tl.static_range(width - 1):
             tl.store(past + tap, seen[tap], mask=inside)
     for place in tl.static_range(size):
         row = run * size + place
-        value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+        if place > 0:
+            value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
         if size > 1:
             tl.store(rows + place * channels, value, mask=inside)
-        result = convolved(shift, seen, value, factors, width, silu, newer.dtype.element_ty)
-        tl.store(newer + row * channels + channel, result, mask=inside)
+        result = convolved(seen, value, factors, width, silu, newer.dtype.element_ty)
         after = ()
         for tap in tl.static_range(width - 2):
             after += (seen[tap + 1],)
         after += (value,)
         seen = after
-    if size == 1:
-        for tap in tl.static_range(width - 1):
-            tl.store(past + tap, seen[tap], mask=inside)
+        if size == 1:
+            for tap in tl.static_range(width - 1):
+                tl.store(past + tap, seen[tap], mask=inside)
+        tl.store(newer + row * channels + channel, result, mask=inside)
 
 
 @triton.jit
@@ -236,21 +233,21 @@ def _advance_runs(
     # Nothing of the state is read again before the next step.
     kept = tl.load(place, eviction_policy="evict_first")
     rate, shift = tl.load(a_log + head), tl.load(dt_bias + head)
-    count = tl.load(num_kept + run)
-    if pdl:  # for all but the state and the weights
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if num_kept is not None:
+        count = tl.load(num_kept + run)
+    wait_for_previous(pdl)  # for all but the state and the weights
 
     of_keys, of_values = head // group * key_dim + key, head * value_dim + value
-    for index in range(count):
-        row = run * most + index
-        k_row = tl.load(older_k + row * older_k_stride + of_keys).to(tl.float32)
-        v_row = tl.load(older_v + row * older_v_stride + of_values).to(tl.float32)
-        decay = tl.exp(decay_log(tl.load(older_a + row * older_a_stride + head), rate, shift))
-        strength = strength_of(tl.load(older_b + row * older_b_stride + head))
-        k_row *= inverse_length(tl.sum(k_row * k_row, 0))
-        change = strength * (v_row - decay * tl.sum(kept * k_row[:, None], 0))
-        kept = decay * kept + k_row[:, None] * change[None, :]
+    if num_kept is not None:
+        for index in range(count):
+            row = run * most + index
+            k_row = tl.load(older_k + row * older_k_stride + of_keys).to(tl.float32)
+            v_row = tl.load(older_v + row * older_v_stride + of_values).to(tl.float32)
+            decay = tl.exp(decay_log(tl.load(older_a + row * older_a_stride + head), rate, shift))
+            strength = strength_of(tl.load(older_b + row * older_b_stride + head))
+            k_row *= inverse_length(tl.sum(k_row * k_row, 0))
+            change = strength * (v_row - decay * tl.sum(kept * k_row[:, None], 0))
+            kept = decay * kept + k_row[:, None] * change[None, :]
     if size > 1:
         tl.store(place, kept, eviction_policy="evict_first")
     for index in tl.static_range(size):
@@ -262,9 +259,12 @@ def _advance_runs(
         strength = strength_of(tl.load(b + row * b_stride + head))
         k_row *= inverse_length(tl.sum(k_row * k_row, 0))
         q_row *= inverse_length(tl.sum(q_row * q_row, 0)) * (key_dim**-0.5)
-        change = strength * (v_row - decay * tl.sum(kept * k_row[:, None], 0))
-        result = decay * tl.sum(kept * q_row[:, None], 0) + tl.sum(q_row * k_row, 0) * change
+        # What the query reads of the new state is what it reads of the old one, and of the change.
+        known = decay * tl.sum(kept * k_row[:, None], 0)
+        result = decay * tl.sum(kept * q_row[:, None], 0)
+        change = strength * (v_row - known)
+        result += tl.sum(q_row * k_row, 0) * change
         kept = decay * kept + k_row[:, None] * change[None, :]
+        if size == 1:
+            tl.store(place, kept, eviction_policy="evict_first")
         tl.store(out + (row * v_heads + head) * value_dim + value, result)
-    if size == 1:
-        tl.store(place, kept, eviction_policy="evict_first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here
+from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -73,9 +73,7 @@ def burst_kernel(
             up_w += (load(up_weight + w_place + i * block_k, at < k, whole_k),)
         if norm_weight is not None:
             factor += (load(norm_weight + at, at < k, whole_k),)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
 
     x += spread(row * x_stride, groups) + columns
     for i in tl.static_range(pieces):

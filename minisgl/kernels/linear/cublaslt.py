@@ -129,8 +129,11 @@ class CublasLt:
             try:
                 self._call(
                     "MatmulAlgoGetHeuristic",
-                    *(self._handle, self._product, of.weight, of.x, of.y, of.y, preference),
-                    *(_PROPOSALS, results, byref(count)),
+                    *self._operands(of),
+                    preference,
+                    _PROPOSALS,
+                    results,
+                    byref(count),
                 )
             except CublasLtError:  # no algorithm runs with this workspace
                 continue
@@ -143,11 +146,7 @@ class CublasLt:
     def accepts(self, of: Layouts, algorithm: _Algorithm) -> bool:
         result = _Proposal()
         try:
-            self._call(
-                "MatmulAlgoCheck",
-                *(self._handle, self._product, of.weight, of.x, of.y, of.y),
-                *(byref(algorithm), byref(result)),
-            )
+            self._call("MatmulAlgoCheck", *self._operands(of), byref(algorithm), byref(result))
         except CublasLtError:
             return False
         return bool(result.status == 0 and result.workspace_bytes <= WORKSPACE_BYTES)
@@ -191,6 +190,9 @@ class CublasLt:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
+
+    def _operands(self, of: Layouts) -> tuple[int, ...]:
+        return self._handle, self._product, of.weight, of.x, of.y, of.y
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = self._functions[name](*arguments)

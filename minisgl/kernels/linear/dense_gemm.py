@@ -65,8 +65,8 @@ def linear(
 
     x: [m, k], its rows contiguous; weight: [n, k] contiguous; bias: [n]; all of one dtype.
     `normed`, a contiguous tensor like x, receives the norm; it requires burst tiles. Without a
-    workspace, k is not split. `pdl`: overlap launches where the device can, by the rule of
-    launch_options.py; weight and bias must be older than two launches.
+    workspace, k is not split. `pdl`: see launch_options.py; weight and bias must be older than two
+    launches.
     """
     (m, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and weight.shape[1] == k and x.stride(1) == 1

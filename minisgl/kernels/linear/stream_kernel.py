@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -64,13 +64,11 @@ def stream_kernel(
     end = tl.minimum(first + split_size, k)
     weight += n_tile.to(tl.int64) * block_n * k
     up_weight = weight + n.to(tl.int64) * k
-    if pdl:
-        if whole_n and prefetch > 0:
-            fetch(weight + first, k, end - first, prefetch, block_n, lanes)
-            if gated:
-                fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if pdl and whole_n and prefetch > 0:
+        fetch(weight + first, k, end - first, prefetch, block_n, lanes)
+        if gated:
+            fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
+    wait_for_previous(pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)

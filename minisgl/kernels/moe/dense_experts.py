@@ -7,16 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, ExpertWeights
-from minisgl.kernels.residual import Residual
 
 
 class DenseExperts(ExpertsProduct):
-    """Computed by kernels where Triton runs, and by the reference elsewhere."""
-
     def __init__(self, experts: ExpertWeights) -> None:
         self.experts = experts
 
@@ -42,17 +38,5 @@ class DenseExperts(ExpertsProduct):
         named = {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
         return named if self.experts.biases is None else named | self.experts.biases.named
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        if runs_triton(x.device):
-            from minisgl.kernels.moe.fused_experts import fused_experts
-
-            return fused_experts(x, choice, self.experts)[0]
+    def reference(self, x: Tensor, choice: Choice) -> Tensor:
         return reference.fused_experts(x, self.experts, choice)
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        if runs_triton(x.device):
-            from minisgl.kernels.moe.fused_experts import fused_experts
-
-            rows, squares = fused_experts(x, choice, self.experts, rows)
-            return Residual(rows, squares=squares)
-        return super().add_to(x, choice, rows)

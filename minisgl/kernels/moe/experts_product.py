@@ -1,18 +1,16 @@
-"""The products of a layer's experts, whatever their weights are made of.
-
-A format of weights is one subclass, as in linear/product.py.
-"""
+"""The products of a layer's experts, whatever their weights are made of: a subclass for each format
+of weights. select_experts.py computes them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Choice
-from minisgl.kernels.residual import Residual
 
 
 class ExpertsProduct(ABC):
@@ -25,29 +23,15 @@ class ExpertsProduct(ABC):
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """The tensors that a checkpoint fills in place, by the names of the layer's parameters."""
+        """The tensors that a checkpoint fills in place, by the names of the layer's parameters; the
+        first is that of all gates and ups."""
         ...
 
     @abstractmethod
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        """Returns a new tensor like x."""
+    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+        """The sum without kernels: a new tensor like x."""
         ...
 
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        """The stream rows + self(...). May overwrite rows, which are like x."""
-        return Residual(rows, delta=self(x, choice))
-
-
-class OneFunction(ExpertsProduct):
-    """Mixed into experts whose result one function computes, alone or added to the stream."""
-
-    # (x, choice, self, rows or None) → as fused_experts of moe/fused_experts.py.
-    fused: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
-
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        return self.fused(x, choice, self)[0]
-
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        """As in ExpertsProduct."""
-        rows, squares = self.fused(x, choice, self, rows)
-        return Residual(rows, squares=squares)
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels compute the sum on this device."""
+        return runs_triton(device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import from_here
+from minisgl.kernels.inlined import from_here, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, ExpertWeights
@@ -35,7 +35,6 @@ def few_rows_experts(
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
-    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
     if isinstance(choice, ByScores) and choice.routing.num_groups > 1:
         choice = choose(choice, pdl=pdl)
     logits, scales, chosen, weights, routing = None, None, None, None, GroupRouting(0, False, False)
@@ -135,9 +134,7 @@ def _few_inner(
     pdl: tl.constexpr,
 ):
     """One block of a pair's activations. drops: whether other ranks have some of the experts."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     pair = tl.program_id(1)
     row = pair // top_k
     if chosen is not None:
@@ -240,9 +237,7 @@ def _few_outer(
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]
         w += (tl.load(w_at + k, mask=is_output & (k < size), other=0.0),)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     inner += (row * top_k + place)[:, None, None] * size
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]

@@ -1,9 +1,7 @@
-"""A mixture of experts in FP8: the inputs of both products are rounded to e4m3, in a launch before
-each GEMM, which multiplies on FP8 tensor cores."""
+"""The GEMMs of experts in FP8, on FP8 tensor cores: their inputs are rounded to e4m3, in a launch
+before each."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 import triton
@@ -13,40 +11,15 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.quantize import quantize, round_to_fp8
 from minisgl.kernels.fp8_rows import Fp8Rows
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.linear.fp8.fp8_kernel import down, scale_row
 from minisgl.kernels.linear.gemm_parts import load
-from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
-from minisgl.kernels.moe.experts_product import OneFunction
-from minisgl.kernels.moe.many_rows import Listed, PairGemm, many_rows_experts, store_outputs
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, store_outputs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
-from minisgl.kernels.moe.reference import Choice, Chosen, rows_held
-from minisgl.kernels.moe.routing import place_for_sum
-from minisgl.kernels.tuning import ManyTiles, tuning_of
+from minisgl.kernels.moe.reference import Chosen
 
 _EXACT_K = 128  # products that the tensor cores add up by themselves
-
-
-def fused_experts(
-    x: Tensor,
-    choice: Choice,
-    experts: Fp8Experts,
-    residual: Tensor | None = None,
-    *,
-    tiles: ManyTiles | None = None,
-    pdl: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """As fused_experts of moe/fused_experts.py, for experts whose inputs are rounded."""
-    tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    if tiles is None:
-        num_rows = rows_held(len(x), choice, len(experts.down.data))
-        tiles = choose_fp8_tiles(num_rows, experts, choice.top_k, tuning_of(x.device))
-    if len(x) == 0:
-        return place_for_sum(x, residual, 1)
-    num_experts, _, size = experts.down.data.shape
-    multiply = partial(_multiply, experts)
-    return many_rows_experts(x, choice, num_experts, size, residual, multiply, tiles, pdl)
 
 
 def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
@@ -71,7 +44,7 @@ def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -
     return Fp8Rows(out, scales, source.dtype)
 
 
-def _multiply(experts: Fp8Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
     weight, scales = experts.gate_up if gemm.gated else experts.down, experts.input_scales
     if experts.activations == Activations.STATIC:
         assert scales is not None
@@ -101,12 +74,6 @@ def _multiply(experts: Fp8Experts, gemm: PairGemm, choice: Chosen, pairs: Listed
     )
 
 
-class TensorCoreExperts(OneFunction, Fp8Experts):
-    """Experts in FP8 whose inputs are rounded, on a GPU."""
-
-    fused = staticmethod(fused_experts)
-
-
 @triton.jit
 def _round_pair(
     out,
@@ -120,9 +87,7 @@ def _round_pair(
     pdl: tl.constexpr,
 ):
     """A part of a pair's row."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     # A pair that is dropped is rounded, too, by any scale; no product reads it.
@@ -162,11 +127,10 @@ def _expert_product(
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """As that of moe/many_rows.py. shared: pairs of a row of `source`; the other arguments are
-    those of linear/fp8/fp8_kernel.py."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
+    `source`. The outputs of the first product are activated if `gated`, those of the second
+    weighted. The other arguments are those of linear/fp8/fp8_kernel.py."""
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across

@@ -6,9 +6,10 @@ row and one of its experts are a *pair*. There are two ways:
 
 - *few* rows (few_rows.py), of which two rarely share an expert (if they do, its weights come from
   L2): two launches, each of which finds the chosen experts in the logits itself, unless they are
-  given. In the second a
-  program computes some outputs of one row over all its experts. The logits are older than the first
-  launch, so the second loads the weights into registers before the first has ended.
+  given. In the second a program computes some outputs of one row over all its experts. The logits
+  are older than the first launch, so the second loads the weights into registers before the first
+  has ended. In MXFP4 both GEMMs have a program for each pair, and a last launch adds up those of a
+  row.
 - *many* rows (many_rows.py): one program for each expert lists its pairs. The grid of a GEMM has a
   column for every expert and several programs for its pairs; a program without pairs returns at
   once. W is the left operand, as in linear/dense_gemm.py, because an expert has few pairs. The
@@ -19,25 +20,40 @@ A row's sum depends on the other rows only in the tiles that are chosen for thei
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
 
 from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.few_rows import few_rows_experts
-from minisgl.kernels.moe.many_rows import many_rows_experts, multiply_dense
-from minisgl.kernels.moe.reference import Choice, ExpertWeights, rows_held
-from minisgl.kernels.moe.routing import place_for_sum
-from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
+from minisgl.kernels.moe.fp8_experts import multiply_fp8
+from minisgl.kernels.moe.int4_experts import multiply_int4
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, add_outputs, list_pairs, multiply_dense
+from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
+from minisgl.kernels.moe.mxfp4_experts import multiply_mxfp4, multiply_pairs
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights, rows_held
+from minisgl.kernels.moe.routing import choose, place_for_sum
+from minisgl.kernels.tuning import FewTiles, ManyTiles, PairTiles, tuning_of
+
+# (experts, gemm, choice, pairs) computes one of both products for listed pairs.
+_MULTIPLY: Mapping[type, Callable[..., None]] = {
+    ExpertWeights: multiply_dense,
+    Fp8Experts: multiply_fp8,
+    Int4Experts: multiply_int4,
+    Mxfp4Experts: multiply_mxfp4,
+}
 
 
 def fused_experts(
     x: Tensor,
     choice: Choice,
-    experts: ExpertWeights,
+    experts: ExpertWeights | ExpertsProduct,
     residual: Tensor | None = None,
     *,
-    tiles: FewTiles | ManyTiles | None = None,
+    tiles: FewTiles | PairTiles | ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted sum over each row's chosen experts, as fused_experts of reference.py.
@@ -48,17 +64,34 @@ def fused_experts(
 
     Of equally likely experts the lower one comes first. A row whose probabilities are NaN still
     chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
-    `pdl`: overlap launches where the device can, by the rule of launch_options.py.
+    `pdl`: see launch_options.py.
     """
-    tensors = (x, *experts.tensors, *(() if residual is None else (residual,)))
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    if tiles is None:
-        num_rows = rows_held(len(x), choice, len(experts.down))
-        tiles = choose_tiles(num_rows, experts, choice.top_k, tuning_of(x.device))
+    weights = experts.tensors if isinstance(experts, ExpertWeights) else experts.weights.values()
+    tensors = (x, residual, *weights, *choice)
+    assert all(part.is_contiguous() for part in tensors if isinstance(part, Tensor))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
+    num_held, num_outputs, _ = next(iter(weights)).shape  # of the gates and ups
+    if tiles is None:
+        num_rows = rows_held(len(x), choice, num_held)
+        tiles = choose_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
     if isinstance(tiles, FewTiles):
+        assert isinstance(experts, ExpertWeights)
         return few_rows_experts(x, choice, experts, residual, tiles, pdl)
-    num_experts, _, size = experts.down.shape
-    multiply = partial(multiply_dense, experts)
-    return many_rows_experts(x, choice, num_experts, size, residual, multiply, tiles, pdl)
+    multiply: Callable[[PairGemm], None]
+    if isinstance(tiles, PairTiles):
+        assert isinstance(experts, Mxfp4Experts)
+        if not isinstance(choice, ByRouter) or choice.scales is not None:
+            choice = choose(choice, pdl=pdl)
+        multiply = partial(multiply_pairs, experts, choice)
+    else:
+        choice = choose(choice, pdl=pdl)
+        chosen, pair_weights, _ = choice
+        pairs = Listed(*list_pairs(chosen, num_held, pdl=pdl), pair_weights, len(chosen))
+        multiply = partial(_MULTIPLY[type(experts)], experts, choice, pairs)
+    num_pairs = len(x) * choice.top_k
+    inner = x.new_empty((num_pairs, num_outputs // 2))
+    outputs = x.new_empty((num_pairs, x.shape[1]))
+    multiply(PairGemm(x, inner, tiles.inner, True, pdl))
+    multiply(PairGemm(inner, outputs, tiles.outer, False, pdl))
+    return add_outputs(outputs, x, residual, choice, pdl=pdl)

@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.grouped import ByScores
 
 
 def choose_grouped(choice: ByScores, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """As in grouped.py; all contiguous. Of experts, and of groups, that count alike the lower one
-    comes first; a row that holds NaN chooses existing experts, each once. pdl: overlap launches
-    where the device can, by the rule of launch_options.py."""
+    """See grouped.py; all contiguous. Of experts, and of groups, that count alike the lower one
+    comes first; a row that holds NaN chooses existing experts, each once. `pdl`: see
+    launch_options.py."""
     logits, routing, bias = choice
     assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     num_rows, num_experts = logits.shape
@@ -74,9 +75,7 @@ def _choose_row(
     exists = (group < num_groups)[:, None] & (lane < of_group)[None, :]
     if bias is not None:
         added = tl.load(bias + expert, mask=exists, other=0.0)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(logits + row * num_experts + expert, mask=exists, other=-float("inf"))
     x = x.to(tl.float32)

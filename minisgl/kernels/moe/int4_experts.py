@@ -1,50 +1,21 @@
-"""A mixture of experts with INT4 weights, for any number of rows in the way of many
-rows of fused_experts.py.
+"""The GEMMs of experts with INT4 weights.
 
-The GEMMs turn INT4 numbers less their zero points into numbers of x's dtype, which holds them
-exactly, in registers; a group's scales multiply the float32 sum of its products.
+They turn INT4 numbers less their zero points into numbers of x's dtype, which holds them exactly,
+in registers; a group's scales multiply the float32 sum of its products.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from minisgl.kernels.moe.expert_tiles import choose_int4_tiles
-from minisgl.kernels.moe.experts_product import OneFunction
-from minisgl.kernels.moe.many_rows import Listed, PairGemm, many_rows_experts, store_outputs
+from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, store_outputs
 from minisgl.kernels.moe.quantized_experts import Int4Experts
-from minisgl.kernels.moe.reference import Choice, Chosen, rows_held
-from minisgl.kernels.moe.routing import place_for_sum
-from minisgl.kernels.tuning import ManyTiles, tuning_of
+from minisgl.kernels.moe.reference import Chosen
 
 
-def fused_experts(
-    x: Tensor,
-    choice: Choice,
-    experts: Int4Experts,
-    residual: Tensor | None = None,
-    *,
-    tiles: ManyTiles | None = None,
-    pdl: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """As fused_experts of moe/fused_experts.py, for INT4 weights."""
-    tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    if len(x) == 0:
-        return place_for_sum(x, residual, 1)
-    if tiles is None:
-        num_rows = rows_held(len(x), choice, len(experts.down.data))
-        tiles = choose_int4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
-    num_experts, _, words = experts.down.data.shape
-    multiply = partial(_multiply, experts)
-    return many_rows_experts(x, choice, num_experts, words * 4, residual, multiply, tiles, pdl)
-
-
-def _multiply(experts: Int4Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+def multiply_int4(experts: Int4Experts, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
     weight = experts.gate_up if gemm.gated else experts.down
     _expert_product[gemm.grid(len(weight.data))](
         gemm.source,
@@ -60,12 +31,6 @@ def _multiply(experts: Int4Experts, gemm: PairGemm, choice: Chosen, pairs: Liste
         stages=gemm.tiles.num_stages,
         **gemm.numbers,
     )
-
-
-class WeightOnlyExperts(OneFunction, Int4Experts):
-    """Experts whose INT4 weights a kernel dequantises in registers."""
-
-    fused = staticmethod(fused_experts)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -92,10 +57,10 @@ def _expert_product(
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """As that of moe/many_rows.py. shared: pairs of a row of `source`."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
+    `source`. The outputs of the first product are activated if `gated`, those of the second
+    weighted."""
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
 from minisgl.kernels.moe.reference import Choice, Chosen, ExpertWeights
-from minisgl.kernels.moe.routing import (
-    activated,
-    choose,
-    clamp_options,
-    multiply,
-    place_for_sum,
-)
-from minisgl.kernels.tuning import ExpertTiles, ManyTiles
+from minisgl.kernels.moe.routing import activated, clamp_options, multiply, place_for_sum
+from minisgl.kernels.tuning import ExpertTiles
 
 _MAX_LISTED = 4096  # pairs that a program scans at a time
 
@@ -69,29 +63,7 @@ class Listed(NamedTuple):
     num_rows: int
 
 
-def many_rows_experts(
-    x: Tensor,
-    choice: Choice,
-    num_experts: int,
-    size: int,
-    residual: Tensor | None,
-    multiply: Callable[[PairGemm, Chosen, Listed], None],
-    tiles: ManyTiles,
-    pdl: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """As fused_experts of fused_experts.py, by two products, which `multiply` computes. size: inner
-    dimension of an expert."""
-    choice = choose(choice, pdl=pdl)
-    chosen, weights, _ = choice
-    pairs = Listed(*list_pairs(chosen, num_experts, pdl=pdl), weights, len(chosen))
-    inner = x.new_empty((chosen.numel(), size))
-    outputs = x.new_empty((chosen.numel(), x.shape[1]))
-    multiply(PairGemm(x, inner, tiles.inner, True, pdl), choice, pairs)
-    multiply(PairGemm(inner, outputs, tiles.outer, False, pdl), choice, pairs)
-    return add_outputs(outputs, x, residual, choice, pdl=pdl)
-
-
-def multiply_dense(experts: ExpertWeights, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+def multiply_dense(experts: ExpertWeights, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
     """A product of experts of x's dtype."""
     weight = experts.gate_up if gemm.gated else experts.down
     up_bias, down_bias = experts.biases or (None, None)
@@ -159,9 +131,7 @@ def add_outputs(
 @triton.jit(do_not_specialize=["num_pairs", "num_rows"])
 def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr, pdl: tl.constexpr):
     """Lists the pairs of one expert, in their order."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     expert = tl.program_id(0)
     lists += expert.to(tl.int64) * num_rows
     count = 0
@@ -204,9 +174,7 @@ def _expert_product(
     are gates, and the activation is applied. Otherwise the second: each pair has a row of `source`,
     and the result is weighted.
     """
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     # The programs of one expert are neighbours, so that its weights are read from memory once.
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
@@ -301,9 +269,7 @@ def _add_outputs(
     pdl: tl.constexpr,
 ):
     """One block of a row's sum over its experts; added to `out` if there are squares."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < hidden_size

@@ -143,7 +143,7 @@ class Mxfp4Experts(ExpertsProduct):
         }
         return named if self.biases is None else named | self.biases.named
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice) -> Tensor:
         up_bias, down_bias = self.biases or (None, None)
 
         def output(expert: int, rows: Tensor) -> Tensor:

@@ -1,16 +1,12 @@
-"""A mixture of experts with MXFP4 weights.
+"""The GEMMs of experts with MXFP4 weights: of listed pairs, or with a program for each pair and a
+part of its outputs, which finds the pair's expert in the router's logits, unless it is given.
 
-Many rows are computed as in fused_experts.py. Of few rows each GEMM has a program for each pair and
-some outputs, which finds the pair's expert in the router's logits itself, unless it is given; a
-last launch adds up the pairs of a row.
-
-The GEMMs turn four bits and the power of two of their block into a number of x's dtype, in
+They turn four bits and the power of two of their block into a number of x's dtype, in
 registers: in bfloat16 that is exact, and so the scales cost nothing where sums are added up.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,68 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
-from minisgl.kernels.moe.expert_tiles import choose_mxfp4_tiles
-from minisgl.kernels.moe.experts_product import OneFunction
-from minisgl.kernels.moe.grouped import ByScores
-from minisgl.kernels.moe.many_rows import (
-    Listed,
-    PairGemm,
-    add_outputs,
-    finished,
-    many_rows_experts,
-    store_outputs,
-)
+from minisgl.kernels.moe.many_rows import Listed, PairGemm, finished, store_outputs
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
-from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, rows_held
-from minisgl.kernels.moe.routing import (
-    choose,
-    clamp_options,
-    expert_places,
-    place_for_sum,
-    weights_of,
-)
-from minisgl.kernels.tuning import ManyTiles, PairTiles, tuning_of
-
-
-def fused_experts(
-    x: Tensor,
-    choice: Choice,
-    experts: Mxfp4Experts,
-    residual: Tensor | None = None,
-    *,
-    tiles: PairTiles | ManyTiles | None = None,
-    pdl: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """As fused_experts of moe/fused_experts.py, for MXFP4 weights."""
-    tensors = (x, *experts.weights.values(), *(() if residual is None else (residual,)))
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    if len(x) == 0:
-        return place_for_sum(x, residual, 1)
-    if tiles is None:
-        num_rows = rows_held(len(x), choice, len(experts.down.data))
-        tiles = choose_mxfp4_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
-    num_experts, _, words = experts.down.data.shape
-    if isinstance(tiles, ManyTiles):
-        multiply = partial(_multiply_listed, experts)
-        return many_rows_experts(x, choice, num_experts, words * 4, residual, multiply, tiles, pdl)
-    assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
-    if isinstance(choice, ByScores) or (isinstance(choice, ByRouter) and choice.scales is not None):
-        choice = choose(choice, pdl=pdl)
-    num_pairs = len(x) * choice.top_k
-    inner, outputs = x.new_empty((num_pairs, words * 4)), x.new_empty((num_pairs, x.shape[1]))
-    _multiply_pairs(experts, PairGemm(x, inner, tiles.inner, True, pdl), choice)
-    _multiply_pairs(experts, PairGemm(inner, outputs, tiles.outer, False, pdl), choice)
-    return add_outputs(outputs, x, residual, choice, pdl=pdl)
-
+from minisgl.kernels.moe.reference import ByRouter, Chosen
+from minisgl.kernels.moe.routing import clamp_options, expert_places, weights_of
 
 # Up to so many rows of x in a tile, each warp multiplies another chunk of k.
 FEW_MEMBERS = 16
 
 
-def _multiply_listed(experts: Mxfp4Experts, gemm: PairGemm, choice: Chosen, pairs: Listed) -> None:
+def multiply_mxfp4(experts: Mxfp4Experts, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
     _expert_product[gemm.grid(len(experts.down.data))](
         gemm.source,
         *_matrices(experts, gemm),
@@ -90,7 +38,7 @@ def _multiply_listed(experts: Mxfp4Experts, gemm: PairGemm, choice: Chosen, pair
     )
 
 
-def _multiply_pairs(experts: Mxfp4Experts, gemm: PairGemm, choice: ByRouter | Chosen) -> None:
+def multiply_pairs(experts: Mxfp4Experts, choice: ByRouter | Chosen, gemm: PairGemm) -> None:
     num_experts, (num_pairs, num_outputs) = len(experts.down.data), gemm.target.shape
     logits, normalize, chosen, weights, drops = None, False, None, None, False
     if isinstance(choice, ByRouter):
@@ -136,12 +84,6 @@ def _numbers_of(experts: Mxfp4Experts, gemm: PairGemm) -> dict[str, Any]:
     }
 
 
-class WeightOnlyExperts(OneFunction, Mxfp4Experts):
-    """Experts whose MXFP4 weights a kernel dequantises in registers."""
-
-    fused = staticmethod(fused_experts)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _expert_product(
     source,
@@ -168,10 +110,10 @@ def _expert_product(
     packed: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """As that of moe/many_rows.py. shared: pairs of a row of `source`."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
+    `source`. The outputs of the first product are activated if `gated`, those of the second
+    weighted."""
+    wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across
@@ -224,11 +166,10 @@ def _pair_product(
     pdl: tl.constexpr,
 ):
     """One block of outputs of one pair, by a product of which one row of x is that of the pair.
-    drops: as in moe/few_rows.py."""
+    drops: whether other ranks have some of the experts."""
     tile, pair = tl.program_id(0), tl.program_id(1)
-    if pdl and gated:  # the second product comes after the first, which has waited for the router
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if gated:  # the second product comes after the first, which has waited for the router
+        wait_for_previous(pdl)
     output = tile * block_n + tl.arange(0, block_n)
     pair_weight = 0.0
     kind: tl.constexpr = target.dtype.element_ty
@@ -244,13 +185,12 @@ def _pair_product(
         if not gated:
             share = weights_of(probability, order, None, num_experts, top_k, normalize)
             pair_weight = tl.sum(tl.where(is_mine, share, 0.0)).to(kind).to(tl.float32)
-    if pdl and not gated:
-        if num_outputs % block_n == 0:
+    if not gated:
+        if pdl and num_outputs % block_n == 0:
             first = tl.maximum(expert, 0).to(tl.int64) * num_outputs + tile * block_n
             size: tl.constexpr = 4 * num_inputs  # words of GROUP rows
             fetch(words + first * (num_inputs // 4), size, size, size, block_n // 16, block_n)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_previous(pdl)
     if drops:  # noqa: SIM102 - the compiler decides this one, the device the next
         if expert < 0:
             return

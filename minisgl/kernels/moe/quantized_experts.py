@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minisgl.config import Activations
@@ -46,7 +47,7 @@ class QuantizedExperts(ExpertsProduct):
         """[num_rows, size] → [num_rows, hidden_size]."""
         ...
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
             return self.down_of(expert)(gated_mul(self.gate_up_of(expert)(rows), self.gelu))
 
@@ -85,6 +86,9 @@ class Fp8Experts(QuantizedExperts):
             named["gate_up_proj_input_scale"] = self.input_scales.gate_up
             named["down_proj_input_scale"] = self.input_scales.down
         return named
+
+    def has_kernels(self, device: torch.device) -> bool:
+        return self.activations != Activations.NONE and super().has_kernels(device)
 
     def gate_up_of(self, expert: int) -> Product:
         scale = None if self.input_scales is None else self.input_scales.gate_up[expert]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import clamped_mul, gated_mul
+from minisgl.kernels.inlined import clamped_mul, gated_mul, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.moe.grouped import ByScores
 from minisgl.kernels.moe.grouped_kernel import choose_grouped
@@ -39,9 +39,8 @@ def topk_softmax(
     own: Shard | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all
-    experts are here. pdl: overlap launches where the device can, by the rule of
-    kernels/launch_options.py."""
+    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all experts
+    are here. `pdl`: see launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
@@ -217,9 +216,7 @@ def _topk_softmax_row(
     num_own: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0)
     probability, place = expert_places(logits + row * num_experts, num_experts, experts_block)
     weight = weights_of(probability, place, scales, num_experts, top_k, normalize)

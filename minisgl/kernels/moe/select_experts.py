@@ -1,22 +1,16 @@
-"""Selects the product of a layer's experts for the device of their weights, and what chooses among
-those of a rank."""
+"""Selects what computes the experts of a layer, and what chooses among those of a rank."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
-from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
 from minisgl.kernels.moe import reference
-from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales, Int4Experts
-from minisgl.kernels.moe.reference import (
-    Choice,
-    Chosen,
-    Clamped,
-    ExpertBiases,
-)
+from minisgl.kernels.moe.dense_experts import DenseExperts
+from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.reference import Choice, Chosen
+from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import tuning_of
 from minisgl.shards import Shard
 
@@ -30,46 +24,28 @@ def choose_of(choice: Choice, own: Shard) -> Chosen:
     return reference.choose_of(choice, own)
 
 
-def fp8_experts(
-    gate_up: Fp8Weights,
-    down: Fp8Weights,
-    *,
-    activations: Activations,
-    input_scales: InputScales | None = None,
-    gelu: bool = False,
-) -> Fp8Experts:
-    """Experts in FP8; the arguments are those of Fp8Experts."""
-    kind = Fp8Experts
-    if activations != Activations.NONE and runs_triton(gate_up.data.device):
-        from minisgl.kernels.moe.fp8_experts import TensorCoreExperts
-
-        kind = TensorCoreExperts
-    return kind(gate_up, down, activations=activations, input_scales=input_scales, gelu=gelu)
+def weighted_sum(experts: ExpertsProduct, x: Tensor, choice: Choice) -> Tensor:
+    """The sum that ExpertsProduct describes: a new tensor like x."""
+    if not experts.has_kernels(x.device):
+        return experts.reference(x, choice)
+    return _fused(experts, x, choice)[0]
 
 
-def int4_experts(gate_up: Int4Weights, down: Int4Weights, *, gelu: bool = False) -> Int4Experts:
-    """Experts in INT4; the arguments are those of Int4Experts."""
-    kind = Int4Experts
-    if runs_triton(gate_up.data.device):
-        from minisgl.kernels.moe.int4_experts import WeightOnlyExperts
-
-        kind = WeightOnlyExperts
-    return kind(gate_up, down, gelu=gelu)
+def add_weighted_sum(experts: ExpertsProduct, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
+    """The stream rows + weighted_sum(...). May overwrite rows, which are like x."""
+    if not experts.has_kernels(x.device):
+        return Residual(rows, delta=experts.reference(x, choice))
+    rows, squares = _fused(experts, x, choice, rows)
+    return Residual(rows, squares=squares)
 
 
-def mxfp4_experts(
-    gate_up: Mxfp4Weights,
-    down: Mxfp4Weights,
-    biases: ExpertBiases | None = None,
-    clamped: Clamped | None = None,
-) -> Mxfp4Experts:
-    """Experts in MXFP4; the arguments are those of Mxfp4Experts."""
-    kind = Mxfp4Experts
-    if runs_triton(gate_up.data.device):
-        from minisgl.kernels.moe.mxfp4_experts import WeightOnlyExperts
+def _fused(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    from minisgl.kernels.moe.fused_experts import fused_experts
 
-        kind = WeightOnlyExperts
-    return kind(gate_up, down, biases, clamped)
+    held = experts.experts if isinstance(experts, DenseExperts) else experts
+    return fused_experts(x, choice, held, residual)
 
 
 def joins_shared(num_rows: int, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.sampling.device_order import order_key
 from minisgl.kernels.sampling.filters import load_filters
 from minisgl.kernels.sampling.noise import gumbel, most_gumbel, words_of_quads
@@ -52,9 +53,7 @@ def draw_kernel(
 
     The logits start at id `first_id`, a multiple of 4; the keys have the ids of the vocabulary.
     """
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     index = tl.load(output_index + row).to(tl.int32)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.sampling import tables
 from minisgl.kernels.sampling.device_order import (
     LOWEST,
@@ -91,9 +92,7 @@ def weigh_kernel(
 ):
     """One part of a row with top_p and without top_k and top_n_sigma: the total weight of the
     tokens that min_p keeps, and of those among them that precede the drawn token."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     temperature, _, min_p, num_sigma, _, by_top_k, by_top_p, _ = load_filters(
@@ -258,9 +257,7 @@ def settle_kernel(
     pdl: tl.constexpr,
 ):
     """Decides the token of a row."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     temperature, top_p, min_p, num_sigma, top_k, by_top_k, by_top_p, filtered = load_filters(

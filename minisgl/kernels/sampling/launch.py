@@ -59,6 +59,9 @@ from minisgl.request import MAX_LOGPROBS
 _TILE = 2048  # ids that a program works on at a time
 
 
+_Rows = tuple[Tensor, Tensor, Tensor]  # logits, slots, output index
+
+
 class SampleWorkspace:
     """Intermediate results of the kernels, for one stream.
 
@@ -122,15 +125,7 @@ class TritonSampling:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
-            _draw(
-                rows,
-                None,
-                self._tables,
-                self._workspace,
-                token_ids[part],
-                top_p=top_p,
-                masked=masked,
-            )
+            self._draw(rows, None, token_ids[part], top_p=top_p, masked=masked)
         return token_ids
 
     def sample_part(
@@ -151,9 +146,7 @@ class TritonSampling:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
-            best = _best(
-                rows, None, self._tables, self._workspace, first_id=first_id, masked=masked
-            )
+            best = self._best(rows, None, first_id=first_id, masked=masked)
             token_ids[part] = ids_of(all_reduce_max(best))
         return token_ids
 
@@ -183,21 +176,153 @@ class TritonSampling:
         scores = _empty_scores(num_rows, vocab_size, logits.device)
         for part in _blocks(logits, workspace):
             rows = logits[part], slots[part], output_index[part]
-            _edit(rows, tables, workspace)
-            _draw(
-                rows,
-                workspace.edited,
-                tables,
-                workspace,
-                token_ids[part],
-                top_p=top_p,
-                masked=masked,
-            )
-            _record(rows, tables, workspace, token_ids[part], scores, part)
+            self._edit(rows)
+            self._draw(rows, workspace.edited, token_ids[part], top_p=top_p, masked=masked)
+            self._record(rows, token_ids[part], scores, part)
         return token_ids, scores
 
+    def _best(
+        self, rows: _Rows, edited: Tensor | None, *, first_id: int = 0, masked: bool
+    ) -> Tensor:
+        """[rows, any] int64: the order key of the best token before filters in each part of a row.
+        A view of the workspace, written by the first pass."""
+        (logits, slots, output_index), tables, workspace = rows, self._tables, self._workspace
+        num_rows, vocab_size = logits.shape
+        splits, tiles = _split(logits)
+        draw_kernel[(splits, num_rows)](
+            logits,
+            logits if edited is None else edited,
+            slots,
+            output_index,
+            tables.records,
+            *_mask_table(tables, masked),
+            workspace.best,
+            workspace.peaks,
+            workspace.segment_max,
+            workspace.segment_bound,
+            vocab_size,
+            logits.stride(0),
+            workspace.num_segments,
+            workspace.num_tiles,
+            tiles,
+            first_id,
+            full=edited is not None,
+            quads_block=_TILE // 4,
+            num_warps=4,
+            maxnreg=128 if edited is None else 168,  # so that an SM holds four or three
+            **_options(logits),
+        )
+        return workspace.best[:num_rows, :splits]
 
-_Rows = tuple[Tensor, Tensor, Tensor]  # logits, slots, output index
+    def _draw(
+        self, rows: _Rows, edited: Tensor | None, token_ids: Tensor, *, top_p: bool, masked: bool
+    ) -> None:
+        (logits, slots, output_index), tables, workspace = rows, self._tables, self._workspace
+        num_rows, vocab_size = logits.shape
+        splits, tiles = _split(logits)
+        source = logits if edited is None else edited
+        sizes = (vocab_size, logits.stride(0))
+        padded_tiles = triton.next_power_of_2(workspace.num_tiles)
+        options = {"full": edited is not None, **_options(logits)}
+        self._best(rows, edited, masked=masked)
+        if top_p:
+            weigh_kernel[(splits, num_rows)](
+                logits,
+                source,
+                slots,
+                tables.records,
+                *_mask_table(tables, masked),
+                workspace.best,
+                workspace.peaks,
+                workspace.sums,
+                *sizes,
+                workspace.num_tiles,
+                tiles,
+                splits,
+                quads_block=_TILE // 4,
+                tiles_block=padded_tiles,
+                num_warps=4,
+                **options,
+            )
+        settle_kernel[(num_rows,)](
+            logits,
+            source,
+            slots,
+            output_index,
+            tables.records,
+            *_mask_table(tables, masked),
+            workspace.best,
+            workspace.peaks,
+            workspace.segment_max,
+            workspace.segment_bound,
+            workspace.sums,
+            workspace.segment_list,
+            workspace.gathered,
+            token_ids,
+            *sizes,
+            workspace.num_segments,
+            workspace.num_tiles,
+            splits,
+            segments_block=triton.next_power_of_2(workspace.num_segments),
+            tiles_block=padded_tiles,
+            num_warps=8,
+            maxnreg=128,  # with more an SM would hold one program only
+            **options,
+        )
+
+    def _edit(self, rows: _Rows) -> None:
+        (logits, slots, output_index), tables, workspace = rows, self._tables, self._workspace
+        assert workspace.edited is not None, "allocate_full comes first"
+        num_rows, vocab_size = logits.shape
+        splits, tiles = _split(logits)
+        edit_kernel[(splits, num_rows)](
+            logits,
+            workspace.edited,
+            slots,
+            output_index,
+            tables.records,
+            tables.edits,
+            tables.prompt_seen,
+            tables.output_counts,
+            workspace.raw_max,
+            workspace.tile_sums,
+            vocab_size,
+            logits.stride(0),
+            tables.edits.stride(0),
+            workspace.num_segments,
+            workspace.num_tiles,
+            tiles,
+            quads_block=_TILE // 4,
+            edits_block=128,
+            num_warps=8,
+            **_options(logits),
+        )
+
+    def _record(self, rows: _Rows, token_ids: Tensor, scores: TokenScores, part: slice) -> None:
+        (logits, slots, _), tables, workspace = rows, self._tables, self._workspace
+        num_rows, vocab_size = logits.shape
+        record_kernel[(num_rows,)](
+            logits,
+            slots,
+            tables.records,
+            token_ids,
+            tables.output_counts,
+            workspace.raw_max,
+            workspace.tile_sums,
+            workspace.segment_list,
+            scores.logprob[part],
+            scores.top_ids[part],
+            scores.top_logprobs[part],
+            vocab_size,
+            logits.stride(0),
+            workspace.num_segments,
+            workspace.num_tiles,
+            scores.top_ids.shape[1],
+            segments_block=triton.next_power_of_2(workspace.num_segments),
+            tiles_block=triton.next_power_of_2(workspace.num_tiles),
+            num_warps=8,
+            **_options(logits),
+        )
 
 
 def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
@@ -234,173 +359,6 @@ def _options(logits: Tensor) -> dict[str, Any]:
     return {"enable_fp_fusion": False, **pdl_options(logits.device, True)}
 
 
-def _best(
-    rows: _Rows,
-    edited: Tensor | None,
-    tables: SamplingTables,
-    workspace: SampleWorkspace,
-    *,
-    first_id: int = 0,
-    masked: bool,
-) -> Tensor:
-    """[rows, any] int64: the order key of the best token before filters in each part of a row. A
-    view of the workspace, written by the first pass."""
-    logits, slots, output_index = rows
-    num_rows, vocab_size = logits.shape
-    splits, tiles = _split(logits)
-    draw_kernel[(splits, num_rows)](
-        logits,
-        logits if edited is None else edited,
-        slots,
-        output_index,
-        tables.records,
-        *_mask_table(tables, masked),
-        workspace.best,
-        workspace.peaks,
-        workspace.segment_max,
-        workspace.segment_bound,
-        vocab_size,
-        logits.stride(0),
-        workspace.num_segments,
-        workspace.num_tiles,
-        tiles,
-        first_id,
-        full=edited is not None,
-        quads_block=_TILE // 4,
-        num_warps=4,
-        maxnreg=128 if edited is None else 168,  # so that an SM holds four or three
-        **_options(logits),
-    )
-    return workspace.best[:num_rows, :splits]
-
-
-def _draw(
-    rows: _Rows,
-    edited: Tensor | None,
-    tables: SamplingTables,
-    workspace: SampleWorkspace,
-    token_ids: Tensor,
-    *,
-    top_p: bool,
-    masked: bool,
-) -> None:
-    logits, slots, output_index = rows
-    num_rows, vocab_size = logits.shape
-    splits, tiles = _split(logits)
-    source = logits if edited is None else edited
-    sizes = (vocab_size, logits.stride(0))
-    padded_tiles = triton.next_power_of_2(workspace.num_tiles)
-    options = {"full": edited is not None, **_options(logits)}
-    _best(rows, edited, tables, workspace, masked=masked)
-    if top_p:
-        weigh_kernel[(splits, num_rows)](
-            logits,
-            source,
-            slots,
-            tables.records,
-            *_mask_table(tables, masked),
-            workspace.best,
-            workspace.peaks,
-            workspace.sums,
-            *sizes,
-            workspace.num_tiles,
-            tiles,
-            splits,
-            quads_block=_TILE // 4,
-            tiles_block=padded_tiles,
-            num_warps=4,
-            **options,
-        )
-    settle_kernel[(num_rows,)](
-        logits,
-        source,
-        slots,
-        output_index,
-        tables.records,
-        *_mask_table(tables, masked),
-        workspace.best,
-        workspace.peaks,
-        workspace.segment_max,
-        workspace.segment_bound,
-        workspace.sums,
-        workspace.segment_list,
-        workspace.gathered,
-        token_ids,
-        *sizes,
-        workspace.num_segments,
-        workspace.num_tiles,
-        splits,
-        segments_block=triton.next_power_of_2(workspace.num_segments),
-        tiles_block=padded_tiles,
-        num_warps=8,
-        maxnreg=128,  # with more an SM would hold one program only
-        **options,
-    )
-
-
 def _mask_table(tables: SamplingTables, masked: bool) -> tuple[Tensor | None, int | None]:
     """The masks and their stride for kernels that read them; without them others are compiled."""
     return (tables.masks, tables.masks.stride(0)) if masked else (None, None)
-
-
-def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> None:
-    logits, slots, output_index = rows
-    assert workspace.edited is not None, "allocate_full comes first"
-    num_rows, vocab_size = logits.shape
-    splits, tiles = _split(logits)
-    edit_kernel[(splits, num_rows)](
-        logits,
-        workspace.edited,
-        slots,
-        output_index,
-        tables.records,
-        tables.edits,
-        tables.prompt_seen,
-        tables.output_counts,
-        workspace.raw_max,
-        workspace.tile_sums,
-        vocab_size,
-        logits.stride(0),
-        tables.edits.stride(0),
-        workspace.num_segments,
-        workspace.num_tiles,
-        tiles,
-        quads_block=_TILE // 4,
-        edits_block=128,
-        num_warps=8,
-        **_options(logits),
-    )
-
-
-def _record(
-    rows: _Rows,
-    tables: SamplingTables,
-    workspace: SampleWorkspace,
-    token_ids: Tensor,
-    scores: TokenScores,
-    part: slice,
-) -> None:
-    logits, slots, _ = rows
-    num_rows, vocab_size = logits.shape
-    record_kernel[(num_rows,)](
-        logits,
-        slots,
-        tables.records,
-        token_ids,
-        tables.output_counts,
-        workspace.raw_max,
-        workspace.tile_sums,
-        workspace.segment_list,
-        scores.logprob[part],
-        scores.top_ids[part],
-        scores.top_logprobs[part],
-        vocab_size,
-        logits.stride(0),
-        workspace.num_segments,
-        workspace.num_tiles,
-        scores.top_ids.shape[1],
-        segments_block=triton.next_power_of_2(workspace.num_segments),
-        tiles_block=triton.next_power_of_2(workspace.num_tiles),
-        num_warps=8,
-        **_options(logits),
-    )

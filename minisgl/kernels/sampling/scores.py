@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.sampling.device_order import LOWEST, id_of, order_key, value_of
 from minisgl.kernels.sampling.filters import LIST_SEGMENTS, load_listed
 from minisgl.kernels.sampling.rows import (
@@ -49,9 +50,7 @@ def edit_kernel(
     """One part of a row: its logits with edits and penalties, if it has any, as float32; and if it
     wants logprobs, the maxima of the raw logits by segment, and each tile's maximum and sum of
     exponentials."""
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     num_edits = load_integer(records, slot, NUM_EDITS)
@@ -152,9 +151,7 @@ def record_kernel(
     The likeliest tokens are selected one by one: first the segments with the largest maxima, then
     their tokens.
     """
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     token = tl.load(out_tokens + row)

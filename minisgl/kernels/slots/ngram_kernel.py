@@ -28,7 +28,7 @@ def draft_ngrams(
     least_match: int,
     most_match: int,
 ) -> None:
-    """As in ngrams.py, with the bounds of a match."""
+    """See ngrams.py, with the bounds of a match."""
     num_runs = num_decode_rows // run
     num_slots = num_runs + len(slots) - num_decode_rows
     if num_slots == 0:

@@ -13,7 +13,7 @@ _PAGES_AT_ONCE = 256
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) -> None:
-    """As in slot_updates.py. One program a slot; of a page table it copies what each row uses."""
+    """See slot_updates.py. One program a slot; of a page table it copies what each row uses."""
     if len(slots) == 0:
         return
     window_table, windows = state.window_table, rows.windows
@@ -53,7 +53,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows, run: int = 1) ->
 def feed_slots(
     slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: OutputRing
 ) -> None:
-    """As in slot_updates.py; the index of the ring entry is read on the device."""
+    """See slot_updates.py; the index of the ring entry is read on the device."""
     num_rows = len(slots)
     if scores is not None:
         num_top = scores.top_ids.shape[1]
@@ -87,7 +87,7 @@ def feed_slots(
 
 
 def settle_runs(slots: Tensor, token_ids: Tensor, state: SlotState, ring: OutputRing) -> None:
-    """As in slot_updates.py, after `feed_slots`. One program a run."""
+    """See slot_updates.py, after `feed_slots`. One program a run."""
     num_runs, run = slots.shape
     if num_runs == 0:
         return

@@ -36,7 +36,7 @@ class SlotState:
 class WindowRows(NamedTuple):
     """What a batch reads and writes in the pages of windowed layers."""
 
-    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
+    slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row
     page_table: Tensor  # [num_rows, max_pages] int32; columns outside a row's window are undefined
 
 
@@ -48,7 +48,7 @@ class SlotRows:
     slots: Tensor  # [num_rows] int64
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
-    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
+    slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row
     output_index: Tensor  # [num_rows] int64: of the token that the row samples
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
@@ -56,7 +56,7 @@ class SlotRows:
 
     @staticmethod
     def allocate(num_rows: int, max_pages: int, device: torch.device, window: int = 0) -> SlotRows:
-        """window: as in SlotState."""
+        """window: keys that a windowed layer sees; 0: there is none."""
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
@@ -94,9 +94,9 @@ class OutputRing:
     """
 
     token_ids: Tensor  # [ring, rows] int32
-    logprob: Tensor  # [ring, rows] float32; as in TokenScores
-    top_ids: Tensor  # [ring, rows, num_top] int32; as in TokenScores
-    top_logprobs: Tensor  # [ring, rows, num_top] float32; as in TokenScores
+    logprob: Tensor  # [ring, rows] float32: see TokenScores
+    top_ids: Tensor  # [ring, rows, num_top] int32
+    top_logprobs: Tensor  # [ring, rows, num_top] float32
     run_lengths: Tensor  # [ring, rows] int32: of the runs; undefined if all have one token
     num_drafted: Tensor  # [ring, rows] int32: drafts of the runs; undefined as well
     next_entry: Tensor  # [1] int32, on the device: the index of the next step's entry

@@ -19,8 +19,6 @@ from minisgl.kernels.elementwise import quantize as rounding
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.quantize import (
-    add_rms_norm_quantize,
-    gated_mul_quantize,
     quantize,
     rms_norm_quantize,
 )
@@ -75,9 +73,9 @@ def test_a_norm_is_rounded_first_to_its_dtype(
     x, delta = torch.randint(-9, 10, (2, m, k), device=DEVICE).half()
     weight = torch.randn(k, device=DEVICE).half()
     normed = reference.rms_norm(x, weight, EPS)
-    assert_rounded(rms_norm_quantize(x, weight, EPS, *scales), normed, *scales)
+    assert_rounded(rms_norm_quantize(x, None, weight, EPS, *scales), normed, *scales)
     normed, total = reference.add_rms_norm(delta, x, weight, EPS)
-    assert_rounded(add_rms_norm_quantize(delta, x, weight, EPS, *scales), normed, *scales)
+    assert_rounded(rms_norm_quantize(x, delta, weight, EPS, *scales), normed, *scales)
     assert torch.equal(x, total)
 
 
@@ -88,7 +86,7 @@ def test_gated_mul_is_rounded_first_to_its_dtype(
 ) -> None:
     gate_up = random(m, 2 * k)
     found, (x8, scale) = (
-        gated_mul_quantize(gate_up, *scales, gelu=gelu),
+        quantize(gate_up, *scales, gated=True, gelu=gelu),
         expected_rows(gated_mul(gate_up, gelu), *scales),
     )
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
@@ -104,7 +102,7 @@ def test_long_rows_are_rounded_alike_by_several_programs_and_by_one(
     x8, scale = expected_rows(x)
     found = quantize(x)
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
-    found, (x8, scale) = gated_mul_quantize(x), expected_rows(gated_mul(x))
+    found, (x8, scale) = quantize(x, gated=True), expected_rows(gated_mul(x))
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
 
@@ -163,9 +161,9 @@ def test_nan_stays_nan_and_in_its_row() -> None:
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     x, weight = random(40, 1300), torch.randn(1300, device=DEVICE).half()
-    every = rms_norm_quantize(x, weight, EPS, 128)
+    every = rms_norm_quantize(x, None, weight, EPS, 128)
     for row in (0, 17, 39):
-        alone = rms_norm_quantize(x[row : row + 1], weight, EPS, 128)
+        alone = rms_norm_quantize(x[row : row + 1], None, weight, EPS, 128)
         assert torch.equal(bits(alone.data[0]), bits(every.data[row]))
         assert torch.equal(alone.scale[0], every.scale[row])
 
@@ -173,9 +171,9 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 def test_no_rows() -> None:
     x = torch.randn(0, 64, device=DEVICE).half()
     assert quantize(x, 16).scale.shape == (0, 4) and len(quantize(x)) == 0
-    assert gated_mul_quantize(x).data.shape == (0, 32)
+    assert quantize(x, gated=True).data.shape == (0, 32)
     weight = torch.ones(64, device=DEVICE).half()
-    assert rms_norm_quantize(x, weight, EPS).scale.shape == (0,)
+    assert rms_norm_quantize(x, None, weight, EPS).scale.shape == (0,)
 
 
 def test_the_room_is_a_multiple_of_what_gemms_read() -> None:

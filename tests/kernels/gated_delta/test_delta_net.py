@@ -25,15 +25,14 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from minisgl.kernels.gated_delta.delta_net import (
     causal_conv,
-    causal_conv_decode,
     causal_conv_runs,
-    gated_delta_decode,
     gated_delta_prefill,
     gated_delta_runs,
     gated_rms_norm,
     swap_rows,
 )
 from minisgl.kernels.gated_delta.reference import DeltaRows
+from minisgl.kernels.segments import Runs
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
@@ -43,7 +42,7 @@ def test_prefill_is_the_recurrence_of_each_segment(dtype: torch.dtype) -> None:
     segments = segments_of()
     inputs = Inputs.draw(int(segments.row_starts[-1]) + UNREAD, Heads(), dtype)
     wanted, state = recurrence(inputs, segments)
-    out = gated_delta_prefill(inputs.q, inputs.k, inputs.v, inputs.gates, inputs.state, segments)
+    out = gated_delta_prefill(inputs.rows, inputs.state, segments)
     assert out.dtype == dtype
     assert relative_error(out[:-UNREAD], wanted[:-UNREAD]) < BOUNDS[dtype]
     assert relative_error(inputs.state, state) < BOUNDS[torch.float32]
@@ -54,8 +53,8 @@ def test_decode_is_prefill_of_a_row_of_each_slot() -> None:
     inputs = Inputs.draw(len(slots), Heads(), torch.float32)
     state = inputs.state.clone()
     segments = segments_of(segments=[(slot, slot, 1) for slot in slots.tolist()])
-    wanted = gated_delta_prefill(inputs.q, inputs.k, inputs.v, inputs.gates, state, segments)
-    found = gated_delta_decode(inputs.q, inputs.k, inputs.v, inputs.gates, inputs.state, slots)
+    wanted = gated_delta_prefill(inputs.rows, state, segments)
+    found = gated_delta_runs(None, inputs.rows, inputs.state, Runs(slots))
     real = slots < NUM_SLOTS
     torch.testing.assert_close(found[real], wanted[real])
     torch.testing.assert_close(inputs.state[:-1], state[:-1])
@@ -79,39 +78,30 @@ def test_the_rule_is_that_of_transformers(form: str) -> None:
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    found = gated_delta_prefill(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.gates,
-        inputs.state,
-        segments_of(segments=[(3, 7, num_rows)]),
-    )
+    segments = segments_of(segments=[(3, 7, num_rows)])
+    found = gated_delta_prefill(inputs.rows, inputs.state, segments)
     torch.testing.assert_close(found, wanted[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(inputs.state[7], state[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("silu", [False, True])
-def test_a_convolution_goes_on_where_its_state_is_from(
-    width: int, biased: bool, silu: bool
-) -> None:
+def test_a_convolution_goes_on_where_its_state_is_from(width: int, silu: bool) -> None:
     """What is left in slots, and in snapshots, is what the rows of a whole prompt would have."""
     segments, channels = segments_of(), 5
     num_rows = int(segments.row_starts[-1])
     x = torch.randn(num_rows + UNREAD, channels)
-    weight, bias = torch.randn(channels, width), torch.randn(channels) if biased else None
+    weight = torch.randn(channels, width)
     before = torch.randn(NUM_SLOTS + 1, channels, width - 1)
     state, expected = before.clone(), before.clone()
-    out = causal_conv(x, weight, bias, state, segments, silu=silu)
+    out = causal_conv(x, weight, state, segments, silu=silu)
     starts = segments.row_starts.tolist()
     for index, (source, slot) in enumerate(zip(segments.sources, segments.slots, strict=True)):
         rows = x[starts[index] : starts[index + 1]].T[None]
         past = expected[source, None].clone()
         if rows.shape[2]:
             wanted = modeling_qwen3_5.causal_conv1d_update(
-                rows, past, weight, bias, "silu" if silu else None
+                rows, past, weight, None, "silu" if silu else None
             )
             torch.testing.assert_close(out[starts[index] : starts[index + 1]], wanted[0].T)
         expected[slot] = past
@@ -125,8 +115,8 @@ def test_a_decoded_row_is_convolved_as_one_of_a_segment(silu: bool) -> None:
     state = torch.randn(NUM_SLOTS + 1, 5, 3)
     other = state.clone()
     segments = segments_of(segments=[(slot, slot, 1) for slot in slots.tolist()])
-    wanted = causal_conv(x, weight, None, other, segments, silu=silu)
-    found = causal_conv_decode(x, weight, None, state, slots, silu=silu)
+    wanted = causal_conv(x, weight, other, segments, silu=silu)
+    _, found = causal_conv_runs(x, weight, state, None, Runs(slots), silu=silu)
     real = slots < NUM_SLOTS
     torch.testing.assert_close(found[real], wanted[real])
     torch.testing.assert_close(state[:-1], other[:-1])
@@ -164,7 +154,7 @@ def test_only_rows_that_count_advance_a_convolution(silu: bool) -> None:
     for size, counts in STEPS:
         runs = runs_of(size, num_kept)
         rows = torch.randn(len(RUN_SLOTS) * size, channels)
-        _, newer = causal_conv_runs(rows, weight, None, state, kept, runs, silu=silu)
+        _, newer = causal_conv_runs(rows, weight, state, kept, runs, silu=silu)
         for place, slot in enumerate(RUN_SLOTS):
             if slot == NUM_SLOTS:
                 continue
@@ -172,15 +162,15 @@ def test_only_rows_that_count_advance_a_convolution(silu: bool) -> None:
                 ahead = alone if index < counts[place] else alone.clone()
                 row, own = place * size + index, torch.tensor([slot])
                 if index < counts[place]:
-                    wanted = causal_conv_decode(
-                        rows[row, None], weight, None, ahead, own, silu=silu
+                    _, wanted = causal_conv_runs(
+                        rows[row, None], weight, ahead, None, Runs(own), silu=silu
                     )
                     torch.testing.assert_close(newer[row, None], wanted)
         num_kept = counts if size > 1 else (0, 0, 0, 0)
     last = torch.randn(len(RUN_SLOTS), channels)
-    causal_conv_runs(last, weight, None, state, kept, runs_of(1, num_kept), silu=silu)
+    causal_conv_runs(last, weight, state, kept, runs_of(1, num_kept), silu=silu)
     real = torch.tensor([slot for slot in RUN_SLOTS if slot < NUM_SLOTS])
-    causal_conv_decode(last[[0, 2, 3]], weight, None, alone, real, silu=silu)
+    causal_conv_runs(last[[0, 2, 3]], weight, alone, None, Runs(real), silu=silu)
     torch.testing.assert_close(state[:-1], alone[:-1])
 
 
@@ -188,7 +178,7 @@ def test_only_rows_that_count_advance_a_delta_net() -> None:
     heads = Heads()
     first = Inputs.draw(MOST * len(RUN_SLOTS), heads, torch.float32)
     state, alone = first.state.clone(), first.state.clone()
-    older = DeltaRows(first.q, first.k, first.v, first.gates)
+    older = first.rows
     num_kept: tuple[int, ...] = (0, 0, 0, 0)
     for step, (size, counts) in enumerate(STEPS):
         drawn = Inputs.draw(size * len(RUN_SLOTS) + step, heads, torch.float32)
@@ -200,9 +190,8 @@ def test_only_rows_that_count_advance_a_delta_net() -> None:
             for index in range(counts[place] if slot < NUM_SLOTS else 0):
                 row = slice(place * size + index, place * size + index + 1)
                 of_row = gates._replace(a=gates.a[row], b=gates.b[row])
-                wanted = gated_delta_decode(
-                    *(part[row] for part in newer[:3]), of_row, alone, torch.tensor([slot])
-                )
+                alone_row = DeltaRows(*(part[row] for part in newer[:3]), of_row)
+                wanted = gated_delta_runs(None, alone_row, alone, Runs(torch.tensor([slot])))
                 torch.testing.assert_close(out[row], wanted)
         older, num_kept = padded(newer, size), counts if size > 1 else (0, 0, 0, 0)
     gated_delta_runs(older, older, state, runs_of(MOST, num_kept))

@@ -25,13 +25,12 @@ from support.delta_net_cases import (
 )
 
 from minisgl.kernels.gated_delta import reference
-from minisgl.kernels.gated_delta.causal_conv import causal_conv, causal_conv_decode
-from minisgl.kernels.gated_delta.delta_decode import gated_delta_decode
+from minisgl.kernels.gated_delta.causal_conv import causal_conv
 from minisgl.kernels.gated_delta.delta_prefill import gated_delta_prefill
 from minisgl.kernels.gated_delta.gated_norm import gated_rms_norm
 from minisgl.kernels.gated_delta.reference import DeltaRows
 from minisgl.kernels.gated_delta.run_kernels import causal_conv_runs, gated_delta_runs
-from minisgl.kernels.segments import Segments
+from minisgl.kernels.segments import Runs, Segments
 from minisgl.kernels.tuning import DeltaDecodeTiles, DeltaPrefillTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,9 +47,7 @@ def test_prefill_is_the_recurrence_of_each_segment(dtype: torch.dtype, block_v: 
     inputs = Inputs.draw(num_rows + UNREAD, Heads(value_dim=32), dtype, DEVICE)
     wanted, state = recurrence(inputs, segments)
     tiles = DeltaPrefillTiles(4, block_v, num_warps=4, num_stages=2)
-    out = gated_delta_prefill(
-        inputs.q, inputs.k, inputs.v, inputs.gates, inputs.state, segments, tiles=tiles
-    )
+    out = gated_delta_prefill(inputs.rows, inputs.state, segments, tiles=tiles)
     of_results, of_states = BOUNDS[dtype]
     assert out.dtype == dtype
     assert relative_error(out[:num_rows], wanted[:num_rows]) < of_results
@@ -64,15 +61,8 @@ def test_decode_is_the_recurrence_of_a_row_of_each_slot(dtype: torch.dtype) -> N
     inputs = Inputs.draw(len(slots), Heads(), dtype, DEVICE)
     segments = segments_of(DEVICE, [(slot, slot, 1) for slot in slots.tolist()])
     wanted, state = recurrence(inputs, segments)
-    out = gated_delta_decode(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.gates,
-        inputs.state,
-        slots,
-        tiles=DeltaDecodeTiles(block_v=8, num_warps=1),
-    )
+    tiles = DeltaDecodeTiles(block_v=8, num_warps=1)
+    out = gated_delta_runs(None, inputs.rows, inputs.state, Runs(slots), tiles=tiles)
     real = (slots < NUM_SLOTS).cpu()
     assert out.dtype == dtype
     assert relative_error(out.cpu()[real], wanted[real]) < BOUNDS[dtype][0]
@@ -87,51 +77,49 @@ def test_equal_keys_of_full_strength_overwrite_one_another() -> None:
     inputs.gates.b.fill_(30.0)
     inputs.gates.a_log.fill_(-20.0)
     wanted, state = recurrence(inputs, segments)
-    out = gated_delta_prefill(inputs.q, inputs.k, inputs.v, inputs.gates, inputs.state, segments)
+    out = gated_delta_prefill(inputs.rows, inputs.state, segments)
     assert relative_error(out, wanted) < 5e-3
     assert relative_error(inputs.state[0], state[0]) < 3e-5
 
 
 def inputs_of_convolution(
-    num_rows: int, width: int, biased: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    num_rows: int, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(width)
     x = torch.randn(num_rows, CHANNELS + 8).to(DEVICE, dtype)[:, :CHANNELS]
     weight = torch.randn(CHANNELS, width).to(DEVICE, dtype)
-    bias = torch.randn(CHANNELS).to(DEVICE, dtype) if biased else None
     state = torch.randn(NUM_SLOTS + 1, CHANNELS, width - 1).to(DEVICE, dtype)
-    return x, weight, bias, state
+    return x, weight, state
 
 
-CONVOLUTIONS = [(4, False, torch.float32), (4, True, torch.bfloat16), (2, True, torch.float32)]
+CONVOLUTIONS = [(4, torch.float32), (4, torch.bfloat16), (2, torch.float32)]
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
-@pytest.mark.parametrize(("width", "biased", "dtype"), CONVOLUTIONS)
-def test_a_convolution_leaves_and_takes_up_states(
-    width: int, biased: bool, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("width", "dtype"), CONVOLUTIONS)
+def test_a_convolution_leaves_and_takes_up_states(width: int, dtype: torch.dtype) -> None:
     segments = segments_of(DEVICE)
     num_rows = int(segments.row_starts[-1])
-    x, weight, bias, state = inputs_of_convolution(num_rows + UNREAD, width, biased, dtype)
+    x, weight, state = inputs_of_convolution(num_rows + UNREAD, width, dtype)
     expected = state.clone()
     silu = width != 2
-    wanted = reference.causal_conv(x, weight, bias, expected, segments, silu=silu)
-    found = causal_conv(x, weight, bias, state, segments, silu=silu)
+    wanted = reference.causal_conv(x, weight, expected, segments, silu=silu)
+    found = causal_conv(x, weight, state, segments, silu=silu)
     torch.testing.assert_close(found[:num_rows], wanted[:num_rows], **CLOSE[dtype])
     assert torch.equal(state, expected)
 
 
-@pytest.mark.parametrize(("width", "biased", "dtype"), CONVOLUTIONS)
+@pytest.mark.parametrize(("width", "dtype"), CONVOLUTIONS)
 def test_a_decoded_row_is_convolved_with_the_state_of_its_slot(
-    width: int, biased: bool, dtype: torch.dtype
+    width: int, dtype: torch.dtype
 ) -> None:
     slots = torch.tensor([5, NUM_SLOTS, 0, 8, NUM_SLOTS], device=DEVICE)
-    x, weight, bias, state = inputs_of_convolution(len(slots), width, biased, dtype)
+    x, weight, state = inputs_of_convolution(len(slots), width, dtype)
     expected = state.clone()
     silu = width != 2
-    wanted = reference.causal_conv_decode(x, weight, bias, expected, slots, silu=silu)
-    found = causal_conv_decode(x, weight, bias, state, slots, silu=silu)
+    runs = Runs(slots)
+    _, wanted = reference.causal_conv_runs(x, weight, expected, None, runs, silu=silu)
+    _, found = causal_conv_runs(x, weight, state, None, runs, silu=silu)
     real = slots < NUM_SLOTS
     torch.testing.assert_close(found[real], wanted[real], **CLOSE[dtype])
     assert torch.equal(state[:-1], expected[:-1])
@@ -141,12 +129,12 @@ def test_nothing_is_done_for_no_rows() -> None:
     none = segments_of(DEVICE, [(0, 0, 0)])
     none = Segments(none.sources[:0], none.slots[:0], none.row_starts[:1])
     inputs = Inputs.draw(0, Heads(), torch.float32, DEVICE)
-    x, weight, _, state = inputs_of_convolution(0, 4, False, torch.float32)
-    arguments = (inputs.q, inputs.k, inputs.v, inputs.gates, inputs.state)
-    assert gated_delta_prefill(*arguments, none).shape == inputs.v.shape
-    assert gated_delta_decode(*arguments, none.slots).shape == inputs.v.shape
-    assert causal_conv(x, weight, None, state, none).shape == x.shape
-    assert causal_conv_decode(x, weight, None, state, none.slots).shape == x.shape
+    x, weight, state = inputs_of_convolution(0, 4, torch.float32)
+    runs = Runs(none.slots)
+    assert gated_delta_prefill(inputs.rows, inputs.state, none).shape == inputs.v.shape
+    assert gated_delta_runs(None, inputs.rows, inputs.state, runs).shape == inputs.v.shape
+    assert causal_conv(x, weight, state, none).shape == x.shape
+    assert causal_conv_runs(x, weight, state, None, runs)[1].shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -167,16 +155,16 @@ MOST = 4
 
 
 @pytest.mark.parametrize(("size", "num_kept"), RUNS)
-@pytest.mark.parametrize(("width", "biased", "dtype"), CONVOLUTIONS)
+@pytest.mark.parametrize(("width", "dtype"), CONVOLUTIONS)
 def test_runs_are_convolved_as_in_the_reference(
-    size: int, num_kept: tuple[int, ...], width: int, biased: bool, dtype: torch.dtype
+    size: int, num_kept: tuple[int, ...], width: int, dtype: torch.dtype
 ) -> None:
     runs = runs_of(size, num_kept, DEVICE)
-    x, weight, bias, state = inputs_of_convolution(len(RUN_SLOTS) * size, width, biased, dtype)
+    x, weight, state = inputs_of_convolution(len(RUN_SLOTS) * size, width, dtype)
     kept = torch.randn(NUM_SLOTS + 1, MOST, CHANNELS).to(DEVICE, dtype)
     expected, rows, silu = state.clone(), kept.clone(), width != 2
-    wanted = reference.causal_conv_runs(x, weight, bias, expected, rows, runs, silu=silu)
-    found = causal_conv_runs(x, weight, bias, state, kept, runs, silu=silu)
+    wanted = reference.causal_conv_runs(x, weight, expected, rows, runs, silu=silu)
+    found = causal_conv_runs(x, weight, state, kept, runs, silu=silu)
     counts = torch.arange(MOST, device=DEVICE) < runs.num_kept[:, None]
     older = (part[0].view(-1, MOST, CHANNELS)[counts] for part in (found, wanted))
     torch.testing.assert_close(*older, **CLOSE[dtype])

@@ -28,20 +28,20 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def dense(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
     weights = ExpertWeights(meta(2 * size, hidden), meta(hidden, size))
-    return expert_tiles.choose_tiles(num_rows, weights, TOP_K, tuning)
+    return expert_tiles.choose_tiles(num_rows, weights, TOP_K, weights.down.dtype, tuning)
 
 
 def float32(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
     shapes = (2 * size, hidden), (hidden, size)
     weights = ExpertWeights(*(meta(*shape, dtype=torch.float32) for shape in shapes))
-    return expert_tiles.choose_tiles(num_rows, weights, TOP_K, tuning)
+    return expert_tiles.choose_tiles(num_rows, weights, TOP_K, weights.down.dtype, tuning)
 
 
 def fp8(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
     shapes = (2 * size, hidden), (hidden, size)
     gate_up, down = (Fp8Weights(meta(*shape), meta(1), None) for shape in shapes)
     experts = Fp8Experts(gate_up, down, activations=Activations.TOKEN)
-    return expert_tiles.choose_fp8_tiles(num_rows, experts, TOP_K, tuning)
+    return expert_tiles.choose_tiles(num_rows, experts, TOP_K, torch.bfloat16, tuning)
 
 
 def int4(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
@@ -50,7 +50,7 @@ def int4(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
         for n, k in ((2 * size, hidden), (hidden, size))
     )
     experts = Int4Experts(gate_up, down)
-    return expert_tiles.choose_int4_tiles(num_rows, experts, TOP_K, torch.bfloat16, tuning)
+    return expert_tiles.choose_tiles(num_rows, experts, TOP_K, torch.bfloat16, tuning)
 
 
 def mxfp4(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
@@ -59,7 +59,7 @@ def mxfp4(num_rows: int, hidden: int, size: int, tuning: DeviceTuning) -> Tiles:
         for n, k in ((2 * size, hidden), (hidden, size))
     )
     experts = Mxfp4Experts(gate_up, down)
-    return expert_tiles.choose_mxfp4_tiles(num_rows, experts, TOP_K, torch.bfloat16, tuning)
+    return expert_tiles.choose_tiles(num_rows, experts, TOP_K, torch.bfloat16, tuning)
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(64, 64), (128, 64), (192, 128), (2048, 256)])

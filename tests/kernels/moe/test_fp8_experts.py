@@ -17,9 +17,9 @@ from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe import select_experts
-from minisgl.kernels.moe.expert_tiles import choose_fp8_tiles
-from minisgl.kernels.moe.fp8_experts import TensorCoreExperts, fused_experts
+from minisgl.kernels.moe import experts_product
+from minisgl.kernels.moe.expert_tiles import choose_tiles
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.tuning import H200
@@ -62,12 +62,11 @@ def test_a_nan_row_harms_no_other_row(kind: str) -> None:
 def test_the_kernels_are_selected_where_they_run(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(experts_product, "runs_triton", lambda device: on_gpu)
     made = random_experts(4, 64, 32, None, TOKEN, DEVICE)
-    chosen = select_experts.fp8_experts(made.gate_up, made.down, activations=TOKEN)
-    assert isinstance(chosen, TensorCoreExperts) == on_gpu
-    as_it_is = select_experts.fp8_experts(made.gate_up, made.down, activations=Activations.NONE)
-    assert not isinstance(as_it_is, TensorCoreExperts)
+    assert made.has_kernels(DEVICE) == on_gpu
+    as_it_is = Fp8Experts(made.gate_up, made.down, activations=Activations.NONE)
+    assert not as_it_is.has_kernels(DEVICE)
 
 
 def test_no_rows() -> None:
@@ -92,7 +91,7 @@ def test_tiles_fit_into_shared_memory(in_blocks: bool, size: int, shared_bytes: 
     tuning, routing = replace(H200, shared_bytes=shared_bytes), Routing(8, normalize=True)
     kinds = set()
     for num_rows in (1, 2, 8, 32, 64, 128, 256, 384, 768, 1024, 6144, 8192, 16384):
-        how = choose_fp8_tiles(num_rows, experts, routing.top_k, tuning)
+        how = choose_tiles(num_rows, experts, routing.top_k, torch.bfloat16, tuning)
         products = [(how.inner, 2, 128), (how.outer, 1, width if in_blocks else 128)]
         for product, halves, block_k in products:
             tile = (product.block_n * halves + product.block_m) * block_k + 4 * product.block_m

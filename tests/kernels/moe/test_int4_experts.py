@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.int4_expert_cases import check, random_experts
 
-from minisgl.kernels.moe import select_experts
-from minisgl.kernels.moe.int4_experts import WeightOnlyExperts, fused_experts
+from minisgl.kernels.moe import experts_product, select_experts
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -49,10 +49,15 @@ def test_a_nan_row_harms_no_other_row() -> None:
 def test_the_kernels_are_selected_where_they_run(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
-    made = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
-    chosen = select_experts.int4_experts(made.gate_up, made.down)
-    assert isinstance(chosen, WeightOnlyExperts) == on_gpu
+    """Alone, and added to the stream."""
+    monkeypatch.setattr(experts_product, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(select_experts, "_fused", lambda experts, x, choice, rows=None: (x, rows))
+    experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
+    x, logits = torch.randn(2, 64, device=DEVICE), torch.randn(2, 4, device=DEVICE)
+    choice = ByRouter(logits, Routing(2, normalize=True))
+    assert (select_experts.weighted_sum(experts, x, choice) is x) == on_gpu
+    stream = select_experts.add_weighted_sum(experts, x, choice, x.clone())
+    assert (stream.delta is None) == on_gpu
 
 
 def test_no_rows() -> None:

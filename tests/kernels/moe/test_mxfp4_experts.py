@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.mxfp4_expert_cases import check, random_experts
 
-from minisgl.kernels.moe import mxfp4_experts, select_experts
+from minisgl.kernels.moe import mxfp4_experts
+from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.mxfp4 import E2M1, pack_e2m1
-from minisgl.kernels.moe.mxfp4_experts import WeightOnlyExperts, fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -65,16 +65,6 @@ def test_a_nan_row_harms_no_other_row() -> None:
     x[1, 40], logits[2] = torch.nan, torch.nan
     out, _ = fused_experts(x, ByRouter(logits, routing), experts, pdl=False)
     assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_kernels_are_selected_where_they_run(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
-    made = random_experts(4, 64, 64, dtype=torch.float32, device=DEVICE)
-    chosen = select_experts.mxfp4_experts(made.gate_up, made.down, made.biases, made.clamped)
-    assert isinstance(chosen, WeightOnlyExperts) == on_gpu
 
 
 def test_no_rows() -> None:

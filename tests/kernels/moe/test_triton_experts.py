@@ -123,7 +123,8 @@ def test_expert_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dty
     """
     weights, tuning = weights_of(dtype), replace(H200, shared_bytes=shared_bytes)
     for how in {
-        choose_tiles(num_rows, weights, ROUTING.top_k, tuning) for num_rows in range(1, 16385)
+        choose_tiles(num_rows, weights, ROUTING.top_k, weights.down.dtype, tuning)
+        for num_rows in range(1, 16385)
     }:
         products = [(how.inner, 2), *([(how.outer, 1)] if isinstance(how, ManyTiles) else [])]
         for product, halves in products:
@@ -141,5 +142,6 @@ def test_expert_tiles_on_an_h200_are_the_measured_ones() -> None:
             ExpertTiles(128, 128, 64, 8, 4, places=8), ExpertTiles(128, 256, 64, 8, 3, places=4)
         ),
     }
+    weights = weights_of(torch.bfloat16)
     for num_rows, how in measured.items():
-        assert choose_tiles(num_rows, weights_of(torch.bfloat16), ROUTING.top_k, H200) == how
+        assert choose_tiles(num_rows, weights, ROUTING.top_k, torch.bfloat16, H200) == how

@@ -38,8 +38,7 @@ def linear(
     by an Epilogue of other GEMMs, and what is returned is empty.
 
     x has scales of rows, or where W has blocks, of groups as wide as these. Without a workspace, k
-    is not split. `pdl`: overlap launches where the device can, by the rule of launch_options.py;
-    weights and bias must be older than two launches.
+    is not split. `pdl`: see launch_options.py; weights and bias must be older than two launches.
     """
     data, scale, block = weights
     (m, k), n = x.data.shape, len(data)

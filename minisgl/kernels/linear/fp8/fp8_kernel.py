@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.gemm_parts import fetch, finish_split, load, next_exchange
 
 
@@ -69,11 +70,9 @@ def fp8_kernel(
     first = part * split_size
     end = tl.minimum(first + split_size, k)
     weight += n_tile.to(tl.int64) * block_n * k
-    if pdl:
-        if whole_n and prefetch > 0:
-            fetch(weight + first, k, end - first, prefetch, block_n, lanes)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if pdl and whole_n and prefetch > 0:
+        fetch(weight + first, k, end - first, prefetch, block_n, lanes)
+    wait_for_previous(pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.kernels.elementwise.quantize import (
-    add_rms_norm_quantize,
-    gated_mul_quantize,
-    quantize,
-    rms_norm_quantize,
-)
+from minisgl.kernels.elementwise.quantize import quantize, rms_norm_quantize
 from minisgl.kernels.fp8_rows import Fp8Rows, Rows
 from minisgl.kernels.linear.fp8 import fp8_gemm, scaled_mm
 from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace, should_use
@@ -60,19 +55,16 @@ class TensorCoreProduct(Fp8Product):
         return self._multiply(self._rounded(x))
 
     def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
-        rows, delta = residual.rows, residual.delta
-        scales = (self._group, self.input_scale)
-        if residual.pending is not None:
+        rows, scales = residual.rows, (self._group, self.input_scale)
+        if residual.pending is None:
+            x = rms_norm_quantize(rows, residual.delta, weights.weight, weights.eps, *scales)
+        else:
             normed, rows = norm(residual, weights)
             x = quantize(normed, *scales)
-        elif delta is None:
-            x = rms_norm_quantize(rows, weights.weight, weights.eps, *scales)
-        else:
-            x = add_rms_norm_quantize(delta, rows, weights.weight, weights.eps, *scales)
         return self._multiply(x), rows
 
     def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Rows:
-        return gated_mul_quantize(gate_up, self._group, self.input_scale, gelu=gelu)
+        return quantize(gate_up, self._group, self.input_scale, gated=True, gelu=gelu)
 
     def send(self, x: Rows, mailbox: Mailbox) -> PendingNorm | None:
         kernels, weight = self._kernels, self.weight

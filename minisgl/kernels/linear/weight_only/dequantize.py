@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.weight_only.unpacking import e4m3_planes, half_of, int4_planes
 
 
@@ -31,9 +32,7 @@ def dequantize_kernel(
     word = tl.program_id(1) * (columns // per_word) + tl.arange(0, columns // per_word)[None, :]
     inside = (row < n) & (word < k // per_word)
     found = tl.load(words + row.to(tl.int64) * (k // per_word) + word, mask=inside, other=0)
-    if pdl:  # W does not depend on the previous kernel, but that may still read `out`
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(pdl)  # whose result W does not depend on, but which may still read `out`
     if bits == 8:
         scale = half_of(_scales_at(scales, row, word * 2 // group, scale_stride, inside), 0, dtype)
         low, high = e4m3_planes(found, scale, dtype, packed)

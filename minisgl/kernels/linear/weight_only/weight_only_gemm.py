@@ -43,8 +43,8 @@ def linear(
     """What the epilogue makes of x Wᵀ + bias, or with a norm of the same of x's norm.
 
     x: [m, k] float16 or bfloat16, for which the words of W are made, its rows contiguous; bias: [n]
-    of x's dtype. Without a workspace, k is not split. `pdl`: overlap launches where the device can,
-    by the rule of launch_options.py; weight and bias must be older than two launches.
+    of x's dtype. Without a workspace, k is not split. `pdl`: see launch_options.py; weight and bias
+    must be older than two launches.
     """
     (m, k), n = x.shape, weight.n
     assert weight.k == k and x.stride(1) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
     finish_split,
@@ -77,14 +77,12 @@ def weight_only_kernel(
     row_words = tl.multiple_of(k // per_word, 16)
     words += n_tile.to(tl.int64) * block_n * row_words
     up_words = words + n.to(tl.int64) * row_words
-    if pdl:
-        if whole_n and prefetch > 0:
-            length = (end - first) // per_word
-            fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
-            if gated:
-                fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if pdl and whole_n and prefetch > 0:
+        length = (end - first) // per_word
+        fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
+        if gated:
+            fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
+    wait_for_previous(pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ class WeightOnlyKernels(NamedTuple):
 class WeightOnlyProduct(FusingProduct):
     """W is quantised, x is not. A subclass says what W is made of."""
 
+    bits: ClassVar[int]  # 4 or 8
+
     def __init__(self, bias: Tensor | None) -> None:
         """bias: [n], of x's dtype."""
         self.bias = bias
@@ -58,12 +60,6 @@ class WeightOnlyProduct(FusingProduct):
     @abstractmethod
     def shape(self) -> tuple[int, int]:
         """n and k."""
-        ...
-
-    @property
-    @abstractmethod
-    def bits(self) -> int:
-        """4 or 8."""
         ...
 
     @property
@@ -165,7 +161,7 @@ class WeightOnlyProduct(FusingProduct):
 class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
     """W in INT4."""
 
-    bits = 4
+    bits, reference = 4, Int4Product.__call__
 
     def __init__(self, weight: Int4Weights, bias: Tensor | None = None) -> None:
         Int4Product.__init__(self, weight, bias)
@@ -194,14 +190,11 @@ class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
         data, scale, zero = self.weight
         self.weight = Int4Weights(data, scale.to("meta"), None if zero is None else zero.to("meta"))
 
-    def reference(self, x: Tensor) -> Tensor:
-        return Int4Product.__call__(self, x)
-
 
 class WeightOnlyFp8Product(WeightOnlyProduct, Fp8Product):
     """W in FP8."""
 
-    bits = 8
+    bits, reference = 8, Fp8Product.__call__
 
     def __init__(self, weight: Fp8Weights, bias: Tensor | None = None) -> None:
         Fp8Product.__init__(self, weight, bias, activations=Activations.NONE)
@@ -220,9 +213,6 @@ class WeightOnlyFp8Product(WeightOnlyProduct, Fp8Product):
         words = e4m3_words(*self.weight, dtype)
         assert words is not None, "without a span there are no kernels"
         return words
-
-    def reference(self, x: Tensor) -> Tensor:
-        return Fp8Product.__call__(self, x)
 
 
 def share_kernels(products: Iterable[Product], dtype: torch.dtype, device: torch.device) -> None:
