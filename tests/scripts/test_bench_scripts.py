@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from bench_settings import median_of
 from gpu_checks import LIST, read_checks
 from support.folders import SCRIPTS
 
@@ -135,6 +136,33 @@ def test_sides_share_a_folder_that_is_deleted_at_the_end(tmp_path: Path) -> None
     _, ms, _ = figures(done.stdout.splitlines())["TTFT p50 ms"]
     assert first_token.read(done.stdout) == float(ms)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_versions_take_turns_and_the_first_to_fail_ends_them(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for version, code in (("a", 0), ("b", 0), ("c", 3)):
+        program = f"""
+import sys
+open({str(log)!r}, "a").write("{version}" + " ".join(sys.argv[1:-1]) + ";")
+open(sys.argv[-1], "w").write('{{"figures": {{}}}}')
+sys.exit({code} if open({str(log)!r}).read().count("{version}bench") > 1 else 0)
+"""
+        (tmp_path / version / "minisgl").mkdir(parents=True)
+        (tmp_path / version / "minisgl" / "__init__.py").touch()
+        (tmp_path / version / "minisgl" / "__main__.py").write_text(program)
+    versions = [word for version in "abc" for word in ("--version", tmp_path / version)]
+    done = run_program("bench_settings.py", *versions, "--rounds", 3, "--", "--model", "x")
+    assert done.returncode == 3
+    ran = [f"{version}bench offline --model x --json" for version in "abcabc"]
+    assert log.read_text().split(";")[:-1] == ran
+
+
+def test_the_median_of_reports_keeps_what_all_have() -> None:
+    reports = [
+        {"commit": str(i), "batches": [{"num": 8, "tpot_s": time_s}], f"only in {i}": 1.0}
+        for i, time_s in enumerate((3.0, 1.0, 2))
+    ]
+    assert median_of(reports) == {"commit": "0", "batches": [{"num": 8, "tpot_s": 2}]}
 
 
 def test_a_side_that_fails_ends_the_comparison_with_its_error() -> None:
