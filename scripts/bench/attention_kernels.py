@@ -37,6 +37,7 @@ from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS
 BACKENDS = ("triton", "fi", "trtllm", "fa")
 FP8 = torch.float8_e4m3fn
 MOST_LAYERS = 64
+TILES = (DecodeTiles, PrefillTiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,14 @@ class Heads:
             v_in_k=self.rank is not None,
         )
 
-    def decode_tiles(self, num_rows: int) -> DecodeTiles:
-        from minisgl.attention.triton_attention import decode_tiles
+    def tiles(self, pairs: int | None = None) -> Any:
+        """Those in use for prompts, or to decode so many pairs of a row and a KV head."""
+        from minisgl.attention.triton_attention import decode_tiles, prefill_tiles
 
-        pairs, v_in_k = num_rows * self.num_kv_heads, self.rank is not None
-        return decode_tiles(pairs, self.head_dim, DTYPE.itemsize, tuning_of(DEVICE), v_in_k=v_in_k)
-
-    def prefill_tiles(self) -> PrefillTiles:
-        from minisgl.attention.triton_attention import prefill_tiles
-
-        fp8, v_in_k, tuning = self.kv_dtype == FP8, self.rank is not None, tuning_of(DEVICE)
+        v_in_k, tuning = self.rank is not None, tuning_of(DEVICE)
+        if pairs is not None:
+            return decode_tiles(pairs, self.head_dim, DTYPE.itemsize, tuning, v_in_k=v_in_k)
+        fp8 = self.kv_dtype == FP8
         return prefill_tiles(self.head_dim, DTYPE.itemsize, tuning, fp8=fp8, v_in_k=v_in_k)
 
 
@@ -101,15 +100,6 @@ class Sequences:
         return 2 * pairs * heads.num_heads * (heads.head_dim + (heads.rank or heads.head_dim))
 
     @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(
-            layers=frozenset((self.heads.spec,)),
-            page_size=self.page_size,
-            dtype=DTYPE,
-            kv_dtype=self.heads.kv_dtype,
-        )
-
-    @property
     def num_layers(self) -> int:
         return min(max(-(-COLD_BYTES // self.kv_bytes), 2), MOST_LAYERS)
 
@@ -132,17 +122,32 @@ class Sequences:
     def queries(self, num_rows: int) -> Tensor:
         return random(num_rows, self.heads.num_heads, self.heads.head_dim)
 
-    def problem(self, calls: Mapping[str, Callable[[], Sequence[Call]]], **more: Any) -> Problem:
-        num_bytes, operations = self.kv_bytes, self.operations
-        return Problem(calls=calls, num_bytes=num_bytes, operations=operations, rounds=25, **more)
+    def problem(
+        self,
+        calls: Callable[[Attention], Sequence[Call]],
+        ways: Mapping[str, Callable[[], Attention]],
+        tiles: Callable[[], Any],
+        **more: Any,
+    ) -> Problem:
+        """calls: by one of the `ways`, or by ours with some tiles; tiles: those in use."""
+        return Problem(
+            calls={name: partial(lambda make: calls(make()), make) for name, make in ways.items()},
+            num_bytes=self.kv_bytes,
+            operations=self.operations,
+            rounds=25,
+            tiles=tiles,
+            tiled=lambda tiles: calls(triton(tiles)),
+            **more,
+        )
 
-    def by_backend(
-        self, calls: Callable[[Attention], Sequence[Call]]
-    ) -> dict[str, Callable[[], Sequence[Call]]]:
-        def by(name: str) -> Sequence[Call]:
-            return calls(make_attention(name, name, self.shape))
-
-        return {name: partial(by, name) for name in BACKENDS}
+    def backends(self) -> dict[str, Callable[[], Attention]]:
+        shape = AttentionShape(
+            layers=frozenset((self.heads.spec,)),
+            page_size=self.page_size,
+            dtype=DTYPE,
+            kv_dtype=self.heads.kv_dtype,
+        )
+        return {name: partial(make_attention, name, name, shape) for name in BACKENDS}
 
 
 # -- problems --------------------------------------------------------------------------------------
@@ -160,11 +165,8 @@ def decode_problem(case: Sequences) -> Problem:
         decode, spec = attention.decode_backend.decode, case.heads.spec
         return [partial(decode, q, layer, rows, spec) for layer in layers]
 
-    return case.problem(
-        case.by_backend(calls),
-        tiles=partial(case.heads.decode_tiles, case.count),
-        tiled=lambda tiles: calls(triton(decode=tiles)),
-    )
+    tiles = partial(case.heads.tiles, case.count * case.heads.num_kv_heads)
+    return case.problem(calls, case.backends(), tiles)
 
 
 def prompt_problem(case: Sequences) -> Problem:
@@ -177,12 +179,7 @@ def prompt_problem(case: Sequences) -> Problem:
         prepare(attention, DecodeBatch(empty, empty[:, 0], 0, ()), rows)
         return [partial(attention.prefill_backend.prefill, q, layer, rows, case.heads.spec)]
 
-    return case.problem(
-        case.by_backend(calls),
-        captured=False,
-        tiles=case.heads.prefill_tiles,
-        tiled=lambda tiles: calls(triton(tiles)),
-    )
+    return case.problem(calls, case.backends(), case.heads.tiles, captured=False)
 
 
 def chunk_problem(case: Sequences) -> Problem:
@@ -209,15 +206,10 @@ def chunk_problem(case: Sequences) -> Problem:
         prefill, spec = attention.prefill_backend.prefill, case.heads.spec
         return [partial(prefill, q, layer, rows, spec) for layer in layers]
 
-    def tiled(tiles: PrefillTiles) -> Sequence[Call]:
-        return calls(triton(tiles))
-
-    def unsplit() -> Sequence[Call]:
-        return tiled(replace(case.heads.prefill_tiles(), programs_per_sm=0))
-
-    ways = {"triton": lambda: calls(triton()), "unsplit": unsplit}
-    tiles = case.heads.prefill_tiles
-    return case.problem(ways, num_rows=num_rows, tiles=tiles, tiled=tiled)
+    tiles = case.heads.tiles
+    unsplit = replace(tiles(), programs_per_sm=0)
+    ways = {"triton": triton, "unsplit": partial(triton, unsplit)}
+    return case.problem(calls, ways, tiles, num_rows=num_rows)
 
 
 def prepare(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) -> None:
@@ -227,9 +219,10 @@ def prepare(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) ->
     attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks, slots))
 
 
-def triton(prefill: PrefillTiles | None = None, decode: DecodeTiles | None = None) -> Attention:
+def triton(tiles: DecodeTiles | PrefillTiles | None = None) -> Attention:
     from minisgl.attention.triton_attention import TritonAttention
 
+    decode, prefill = (tiles if isinstance(tiles, kind) else None for kind in TILES)
     backend = TritonAttention(decode, prefill)
     return Attention(backend, backend)
 
@@ -259,12 +252,12 @@ TABLES: dict[str, list[tuple[Form, Heads]]] = {
 
 def attention_case(form: Form, heads: Heads) -> Case:
     case = Sequences(*form, heads)
+    name, make = f"{case.count} x {case.end}, {heads}", prompt_problem
     if case.length == 1:
-        return Case(f"{case.count} x {case.end}, {heads}", partial(decode_problem, case))
-    if case.context == 0:
-        return Case(f"{case.count} x {case.end}, {heads}", partial(prompt_problem, case))
-    name = f"{case.count} x {case.length} on {case.context}, {heads}"
-    return Case(name, partial(chunk_problem, case))
+        make = decode_problem
+    elif case.context:
+        name, make = f"{case.count} x {case.length} on {case.context}, {heads}", chunk_problem
+    return Case(name, partial(make, case))
 
 
 def attention_cases(table: str, _rows: Sequence[int] | None) -> Iterator[Case]:

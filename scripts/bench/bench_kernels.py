@@ -32,7 +32,7 @@ from attention_kernels import TABLES, attention_cases
 from kernel_timer import DEVICE, DTYPE, Case, Report
 from linear_kernels import expert_cases, layer_cases, linear_cases
 from rank_kernels import time_collectives
-from small_kernels import elementwise_cases, latent_map_cases, sampling_cases
+from small_kernels import elementwise_cases, latent_map_cases, ngram_cases, sampling_cases
 
 from minisgl.bench.peak import measure_peak
 from minisgl.kernels.hardware import has_fp8_products
@@ -45,6 +45,7 @@ SUBJECTS: dict[str, Callable[[Sequence[int] | None], Iterator[Case]]] = {
     "elementwise": elementwise_cases,
     "latents": latent_map_cases,
     "sampling": sampling_cases,
+    "ngrams": ngram_cases,
 }
 
 

@@ -8,6 +8,9 @@ out. The streams run in rounds of limited length, so that their contexts are ali
 round counts from the moment when all of them decode. FOLDER needs no more than a config.json (see
 scripts/tools/dummy_config.py).
 
+With --prefixes, the prompts that arrive follow as many prefixes, taken in turns, each computed once
+before. With --host-cache and few --num-pages their keys and values are loaded from host memory.
+
     python scripts/bench/bench_mixed.py --streams 64 --steady-output 16384 --rate 0.25 \\
         --input 32768 32768 --served="--model FOLDER --replicas 2 --roles prefill,decode"
 
@@ -25,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 from bench_settings import serving
@@ -173,6 +177,10 @@ async def measure(
 ) -> None:
     rng = random.Random(arguments.seed)
     low, high = arguments.input
+    prefixes = [
+        random_tokens(rng, arguments.prefix_len, vocab_size) for _ in range(arguments.prefixes)
+    ]
+    in_turns = cycle(prefixes or [[]])
 
     def streams() -> list[Request]:
         num_input, count = arguments.steady_input, arguments.streams
@@ -180,7 +188,8 @@ async def measure(
         return [make(prompt, arguments.steady_output) for prompt in prompts]
 
     def arriving() -> Request:
-        return make(random_tokens(rng, rng.randint(low, high), vocab_size), arguments.output)
+        own = random_tokens(rng, rng.randint(low, high), vocab_size)
+        return make(next(in_turns) + own, arguments.output)
 
     console.print(
         f"{arguments.streams} steady streams, {arguments.steady_input} tokens in and up to "
@@ -188,6 +197,8 @@ async def measure(
         f"to {high} tokens in, {arguments.output} out; greedy, EOS ignored, seed {arguments.seed}"
     )
     mixed = Work(streams, arriving, arguments.rate)
+    for prefix in prefixes:
+        await make(prefix, 1)([])
     freeze_memory()
     await measure_phase(mixed, min(arguments.seconds, max(WARM_UP_S, 1.5 / arguments.rate)))
     without = await measure_phase(replace(mixed, arrivals=None), arguments.seconds)
@@ -237,6 +248,8 @@ def main() -> int:
         help="prompt tokens of an arriving request",
     )  # fmt: skip
     parser.add_argument("--output", type=number, default=32, help="and its output")
+    parser.add_argument("--prefixes", type=int, default=0, help="that arriving prompts follow")
+    parser.add_argument("--prefix-len", type=number, default=8192, help="tokens of each prefix")
     parser.add_argument("--seconds", type=positive, default=10.0, help="of each of the two phases")
     parser.add_argument("--seed", type=int, default=0, help="of prompts")
     parser.add_argument(

@@ -13,28 +13,23 @@ scripts/tools/dummy_config.py).
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import multiprocessing
 import os
 import random
 import secrets
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Connection
+from unittest import mock
 
 from script_runner import engine_config, make_parser
 
 from minisgl import LLM, SamplingParams
 from minisgl.bench.workload.requests import random_tokens
 from minisgl.config import EngineConfig
-from minisgl.server import run as serve
-from minisgl.server.config import ServerConfig
+from minisgl.engine.startup import work_for_node_0
 
 END_S = 30
 DECIDED = ("tp", "nnodes", "node_rank", "master_addr", "master_port", "disable_pynccl")
@@ -47,62 +42,49 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=64, help="requests at once")
     parser.add_argument("--input", type=int, default=128, help="prompt tokens of each")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer")
-    # Of the processes that this one starts.
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        job = json.loads(arguments.measure)
-        config = EngineConfig(**job["config"])
-        if config.node_rank:
-            return serve(config, ServerConfig())
-        Path(job["result"]).write_text(json.dumps(measure(config, arguments)))
-        return 0
     one = engine_config(arguments, tp=arguments.ranks)
     plain = replace(one, disable_pynccl=True)
     nodes = replace(one, nnodes=arguments.nodes, master_port=free_port())
     runs = {"one host, peer memory": one, "one host, without": plain, "nodes": nodes}
-    found = {name: run(config) for name, config in runs.items()}
-    wanted = found["one host, without"]["tokens"]
+    found = {name: run(config, arguments) for name, config in runs.items()}
+    wanted, _ = found["one host, without"]
     print(f"{'':24}{'tok/s':>10}  answers as on one host without peer memory")
-    for name, figures in found.items():
-        same = sum(a == b for a, b in zip(figures["tokens"], wanted, strict=True))
-        print(f"{name:24}{figures['tokens_per_s']:>10,.0f}  {same} of {arguments.num}")
-    return 0 if found["nodes"]["tokens"] == wanted else 1
+    for name, (tokens, tokens_per_s) in found.items():
+        same = sum(a == b for a, b in zip(tokens, wanted, strict=True))
+        print(f"{name:24}{tokens_per_s:>10,.0f}  {same} of {arguments.num}")
+    return 0 if found["nodes"][0] == wanted else 1
 
 
-def run(config: EngineConfig) -> dict[str, Any]:
+def run(config: EngineConfig, arguments: argparse.Namespace) -> tuple[list[list[int]], float]:
     """Start the nodes and return what node 0 has measured."""
-    secret = secrets.token_hex(32)
-    own = config.tp // config.nnodes
-
-    def environment(node: int) -> dict[str, str]:
-        gpus = ",".join(map(str, range(node * own, (node + 1) * own)))
-        own_host = {"CUDA_VISIBLE_DEVICES": gpus, "NCCL_HOSTID": f"node-{node}"}
-        return os.environ | own_host | {"MINISGL_CLUSTER_TOKEN": secret}
-
-    with contextlib.ExitStack() as leaving, tempfile.TemporaryDirectory() as folder:
-        result, nodes = Path(folder) / "result.json", []
-        for node in range(config.nnodes):
-            job = {"config": asdict(replace(config, node_rank=node)), "result": str(result)}
-            command = (__file__, *sys.argv[1:], "--measure", json.dumps(job))
-            nodes.append(leaving.enter_context(started(*command, env=environment(node))))
-        first, *others = nodes
-        if first.wait() != 0:
-            raise SystemExit("node 0 has failed")
-        if any(other.wait(END_S) != 0 for other in others):
-            raise SystemExit("a node has not ended in order")
-        figures: dict[str, Any] = json.loads(result.read_text())
-        return figures
-
-
-@contextlib.contextmanager
-def started(*command: str, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, *command], env=env)
+    secret, spawn = secrets.token_hex(32), multiprocessing.get_context("spawn")
+    own, nodes = config.tp // config.nnodes, []
+    ours, theirs = spawn.Pipe(duplex=False)
     try:
-        yield process
+        for node in range(config.nnodes):
+            environment = {
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(node * own, (node + 1) * own))),
+                "NCCL_HOSTID": f"node-{node}",
+                "MINISGL_CLUSTER_TOKEN": secret,
+            }
+            that = replace(config, node_rank=node)
+            given = (that,) if node else (that, arguments, theirs)
+            nodes.append(spawn.Process(target=work_for_node_0 if node else measure, args=given))
+            with mock.patch.dict(os.environ, environment):
+                nodes[-1].start()
+        theirs.close()
+        found: tuple[list[list[int]], float] = ours.recv()
+        for node in nodes:
+            node.join(END_S)
+            if node.exitcode != 0:
+                raise SystemExit("a node has not ended in order")
+        return found
+    except EOFError:
+        raise SystemExit("node 0 has failed") from None
     finally:
-        process.kill()
-        process.wait()
+        for node in nodes:
+            node.kill()
 
 
 def free_port() -> int:
@@ -111,8 +93,8 @@ def free_port() -> int:
         return port
 
 
-def measure(config: EngineConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Generate as node 0."""
+def measure(config: EngineConfig, arguments: argparse.Namespace, results: Connection) -> None:
+    """Generate as node 0, and send the tokens, and how many came a second."""
     draw = random.Random(0)
     with LLM(**asdict(config)) as llm:
         most = llm.engine.vocab_size
@@ -122,10 +104,8 @@ def measure(config: EngineConfig, arguments: argparse.Namespace) -> dict[str, An
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - began
-    return {
-        "tokens": [output.token_ids for output in outputs],
-        "tokens_per_s": arguments.num * arguments.output / seconds,
-    }
+    tokens = [output.token_ids for output in outputs]
+    results.send((tokens, arguments.num * arguments.output / seconds))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl.bench.peak import Peak
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from dummy_config import MODELS as MODELS  # configs of models, by name
+from dummy_config import MODELS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
@@ -33,6 +33,7 @@ BEST = 3  # tiles that are printed
 HEADER = f"{'case':56} kernel             µs  limit µs  share   TB/s TFLOP/s"
 
 Call = Callable[[], object]
+Config = Mapping[str, Any]  # of a model
 Item = TypeVar("Item")
 
 
@@ -76,6 +77,18 @@ class Case(NamedTuple):
 
     name: str
     make: Callable[[], Problem]
+
+
+def model_cases(
+    models: Iterable[str],
+    kernels: Mapping[str, Callable[[Config, int], Problem]],
+    usual: Sequence[int],
+    rows: Sequence[int] | None,
+) -> Iterator[Case]:
+    """Each kernel with the sizes of each model, and as many rows as are given or `usual`."""
+    for model, (name, make) in itertools.product(models, kernels.items()):
+        for m in rows or usual:
+            yield Case(f"{model} {name}, {m} rows", partial(make, MODELS[model], m))
 
 
 # -- inputs ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,11 @@ from kernel_timer import (
     MODELS,
     Call,
     Case,
+    Config,
     Problem,
     copies,
     in_turn,
+    model_cases,
     random,
 )
 from torch import Tensor
@@ -43,10 +45,9 @@ from minisgl.kernels.tuning import tuning_of
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.kernels.linear.product import Product
-    from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace
+    from minisgl.kernels.linear.tiles import LinearTiles
     from minisgl.kernels.linear.weight_only.weights import WeightWords
 
-Weight = TypeVar("Weight")
 GROUP, BLOCK = 128, (128, 128)  # of INT4, and of FP8
 # Bytes of a weight, its scales included.
 SIZES = {
@@ -83,16 +84,20 @@ class Shape:
         self,
         format: str,
         m: int,
-        weights: Sequence[Weight],
-        ours: Callable[[Weight, LinearTiles | None], Tensor],
+        weights: Sequence[Any],
+        ours: Callable[..., Tensor],
         others: Mapping[str, Callable[[], Sequence[Call]]],
+        tiles: Callable[..., LinearTiles],
         **more: Any,
     ) -> Problem:
-        """Of m rows: W, x and y are read or written once. ours: with some tiles, or those in use;
-        others: what it is compared with."""
+        """Of m rows: W, x and y are read or written once. ours: of a weight; others: what it is
+        compared with; tiles: those in use, of m, n and k."""
+        from minisgl.kernels.linear.tiles import LinearWorkspace
+
+        workspace = LinearWorkspace.allocate([(WORKSPACE_FLOATS, SEMAPHORES)], DEVICE)
 
         def tiled(tiles: LinearTiles | None = None) -> list[Call]:
-            return in_turn(lambda weight: ours(weight, tiles), weights, NUM_CALLS)
+            return in_turn(partial(ours, workspace=workspace, tiles=tiles), weights, NUM_CALLS)
 
         in_fp8, outputs = format.startswith("fp8"), self.n // 2 if self.gated else self.n
         moved = m * (self.k * (1 if in_fp8 else 2) + outputs * 2)
@@ -101,13 +106,13 @@ class Shape:
             num_bytes=self.size * SIZES[format] + moved,
             operations=2.0 * m * self.size,
             in_fp8=in_fp8,
+            tiles=partial(tiles, m, self.n, self.k),
             tiled=tiled,
             **more,
         )
 
 
-def shapes_of(model: str) -> list[Shape]:
-    config = MODELS[model]
+def shapes_of(config: Config) -> list[Shape]:
     hidden, heads, head_dim = (
         config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
     )
@@ -123,6 +128,10 @@ def shapes_of(model: str) -> list[Shape]:
 
 
 # -- weights ---------------------------------------------------------------------------------------
+
+
+def dense_weights(*shape: int) -> Tensor:
+    return random(*shape) / shape[-1] ** 0.5
 
 
 def fp8_weights(*shape: int, blocks: bool) -> Fp8Weights:
@@ -154,15 +163,6 @@ def mxfp4_weights(*shape: int) -> Mxfp4Weights:
     return Mxfp4Weights(packed_numbers(*shape), packed_scales(exponents))
 
 
-def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.linear.tiles import LinearWorkspace
-
-    return LinearWorkspace(
-        partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
-        semaphores=torch.zeros(SEMAPHORES, dtype=torch.int32, device=DEVICE),
-    )
-
-
 # -- single products -------------------------------------------------------------------------------
 
 
@@ -178,11 +178,8 @@ def dense_problem(shape: Shape, m: int) -> Problem:
     from minisgl.kernels.linear.dense_gemm import linear
     from minisgl.kernels.linear.dense_tiles import choose_tiles
 
-    weights = copies(lambda: random(shape.n, shape.k) / shape.k**0.5, 2 * shape.size)
-    x, workspace, epilogue = random(m, shape.k), make_workspace(), Epilogue(shape.gated)
-
-    def ours(weight: Tensor, tiles: LinearTiles | None) -> Tensor:
-        return linear(x, weight, epilogue=epilogue, workspace=workspace, tiles=tiles)
+    weights = copies(partial(dense_weights, shape.n, shape.k), 2 * shape.size)
+    x, gated = random(m, shape.k), shape.gated
 
     def tuned() -> list[Call]:
         products = load_products(DTYPE, DEVICE)
@@ -191,11 +188,17 @@ def dense_problem(shape: Shape, m: int) -> Problem:
         assert products(x, weights[0]) is not None, "is that of cuBLAS: W is small"
         return in_turn(partial(products, x), weights, NUM_CALLS)
 
-    others = {"cuBLAS": lambda: in_turn(partial(cublas, shape.gated, x), weights, NUM_CALLS)}
-    others |= {} if shape.gated or m > MAX_ROWS else {"tuned": tuned}
-    expected, gated = cublas(shape.gated, x, weights[0]), shape.gated
-    tiles = partial(choose_tiles, m, shape.n, shape.k, tuning_of(DEVICE), gated=gated)
-    problem = shape.problem("bf16", m, weights, ours, others, expected=expected, tiles=tiles)
+    others = {"cuBLAS": lambda: in_turn(partial(cublas, gated, x), weights, NUM_CALLS)}
+    others |= {} if gated or m > MAX_ROWS else {"tuned": tuned}
+    problem = shape.problem(
+        "bf16",
+        m,
+        weights,
+        partial(linear, x, epilogue=Epilogue(gated)),
+        others,
+        partial(choose_tiles, tuning=tuning_of(DEVICE), gated=gated),
+        expected=cublas(gated, x, weights[0]),
+    )
     return problem if m <= MOST_OURS else replace(problem, calls=others, tiled=None)
 
 
@@ -207,21 +210,24 @@ def fp8_problem(shape: Shape, m: int, *, blocks: bool) -> Problem:
 
     n, k = shape.n, shape.k
     weights = copies(partial(fp8_weights, n, k, blocks=blocks), n * k)
-    group, workspace = weights[0].group, make_workspace()
+    group = weights[0].group
     x = quantize(random(m, k), group)
     scale = x.scale[:, None] if group is None else x.scale.repeat_interleave(group, 1)[:, :k]
-
-    def ours(weight: Fp8Weights, tiles: LinearTiles | None) -> Tensor:
-        return linear(x, weight, None, workspace=workspace, tiles=tiles)
 
     def by_torch() -> list[Call]:
         assert scaled_mm.takes(x, weights[0], None), "torch does not compute this product"
         return in_turn(lambda weight: scaled_mm.linear(x, weight, None), weights, NUM_CALLS)
 
-    tiles = partial(choose_tiles, m, n, k, tuning_of(DEVICE), group=group)
-    expected = (x.data.float() * scale) @ dequantize(weights[0]).float().T
-    known = {"expected": expected, "tolerance": 0.004, "tiles": tiles}
-    return shape.problem("fp8-block", m, weights, ours, {"torch": by_torch}, **known)
+    return shape.problem(
+        "fp8-block",
+        m,
+        weights,
+        partial(linear, x, bias=None),
+        {"torch": by_torch},
+        partial(choose_tiles, tuning=tuning_of(DEVICE), group=group),
+        expected=(x.data.float() * scale) @ dequantize(weights[0]).float().T,
+        tolerance=0.004,
+    )
 
 
 def weight_only_problem(shape: Shape, m: int, format: str) -> Problem:
@@ -229,22 +235,24 @@ def weight_only_problem(shape: Shape, m: int, format: str) -> Problem:
     from minisgl.kernels.linear.weight_only.weight_only_gemm import dequantize, linear
     from minisgl.kernels.linear.weight_only.weights import values
 
-    n, k = shape.n, shape.k
+    n, k, gated = shape.n, shape.k, shape.gated
     weights = copies(partial(make_words, format, n, k), shape.size * SIZES[format])
-    x, workspace, epilogue = random(m, k), make_workspace(), Epilogue(shape.gated)
-    first = weights[0]
-
-    def ours(words: WeightWords, tiles: LinearTiles | None) -> Tensor:
-        return linear(x, words, epilogue=epilogue, workspace=workspace, tiles=tiles)
+    x, first = random(m, k), weights[0]
 
     def dense() -> list[Call]:
         room = torch.empty(n * k, device=DEVICE, dtype=DTYPE)
-        return in_turn(lambda words: cublas(shape.gated, x, dequantize(words, room)), weights, 4)
+        return in_turn(lambda words: cublas(gated, x, dequantize(words, room)), weights, 4)
 
-    sizes, gated = (m, n, k, first.span, first.bits, tuning_of(DEVICE)), shape.gated
-    tiles = partial(weight_only_tiles.choose_tiles, *sizes, gated=gated)
-    others, expected = {"dense": dense} if m >= 128 else {}, cublas(gated, x, values(first, DTYPE))
-    return shape.problem(format, m, weights, ours, others, expected=expected, tiles=tiles)
+    given = {"span": first.span, "bits": first.bits, "tuning": tuning_of(DEVICE)}
+    return shape.problem(
+        format,
+        m,
+        weights,
+        partial(linear, x, epilogue=Epilogue(gated)),
+        {"dense": dense} if m >= 128 else {},
+        partial(weight_only_tiles.choose_tiles, **given, gated=gated),
+        expected=cublas(gated, x, values(first, DTYPE)),
+    )
 
 
 def make_words(format: str, n: int, k: int) -> WeightWords:
@@ -268,18 +276,18 @@ def linear_problem(shape: Shape, format: str, m: int) -> Problem:
 # -- all products of a layer -----------------------------------------------------------------------
 
 
-def layer_problem(model: str, format: str, m: int) -> Problem:
+def layer_problem(format: str, config: Config, m: int) -> Problem:
     """All launches of a layer but those of attention, whose result is always the same; many layers
     one behind the other."""
     from minisgl.kernels.linear import dense_product
     from minisgl.kernels.linear.fp8 import fp8_product
 
-    shapes = [shape for shape in shapes_of(model) if shape.name not in ("gated", "head")]
+    shapes = [shape for shape in shapes_of(config) if shape.name not in ("gated", "head")]
     kinds = {"fp8-channel": Activations.TOKEN, "fp8-block": Activations.GROUP}
 
     def product(shape: Shape) -> Product:
         if format == "bf16":
-            return dense_product.DenseProduct(random(shape.n, shape.k) / shape.k**0.5)
+            return dense_product.DenseProduct(dense_weights(shape.n, shape.k))
         weights = fp8_weights(shape.n, shape.k, blocks=format == "fp8-block")
         return fp8_product.TensorCoreProduct(weights, activations=kinds[format])
 
@@ -312,50 +320,36 @@ def layer_problem(model: str, format: str, m: int) -> Problem:
 
 # -- experts ---------------------------------------------------------------------------------------
 
-Experts = ExpertWeights | Fp8Experts | Int4Experts | Mxfp4Experts
 NUM_STEPS = 12
+# By the format: the experts, and the weights of one product.
+EXPERT_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "bf16": (ExpertWeights, dense_weights),
+    "int4": (Int4Experts, int4_weights),
+    "mxfp4": (Mxfp4Experts, mxfp4_weights),
+} | {
+    f"fp8-{scales}": (
+        partial(Fp8Experts, activations=activations),
+        partial(fp8_weights, blocks=scales == "block"),
+    )
+    for scales, activations in (("channel", Activations.TOKEN), ("block", Activations.GROUP))
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    hidden_size: int
-    size: int
-    num_experts: int
-    top_k: int
-
-    @classmethod
-    def of(cls, model: str) -> ExpertSizes:
-        config = MODELS[model]
-        size = config.get("moe_intermediate_size", config["intermediate_size"])
-        count = config.get("num_experts") or config["num_local_experts"]
-        return cls(config["hidden_size"], size, count, config["num_experts_per_tok"])
-
-    def weights(self, format: str) -> Experts:
-        inner = (self.num_experts, 2 * self.size, self.hidden_size)
-        outer = (self.num_experts, self.hidden_size, self.size)
-        if format == "int4":
-            return Int4Experts(int4_weights(*inner), int4_weights(*outer))
-        if format == "mxfp4":
-            return Mxfp4Experts(mxfp4_weights(*inner), mxfp4_weights(*outer))
-        if format == "bf16":
-            scale = self.hidden_size**0.5, self.size**0.5
-            return ExpertWeights(random(*inner) / scale[0], random(*outer) / scale[1])
-        blocks = format == "fp8-block"
-        both = (fp8_weights(*shape, blocks=blocks) for shape in (inner, outer))
-        return Fp8Experts(*both, activations=Activations.GROUP if blocks else Activations.TOKEN)
-
-
-def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
+def experts_problem(format: str, config: Config, m: int) -> Problem:
     from minisgl.kernels.moe.expert_tiles import choose_tiles
     from minisgl.kernels.moe.fused_experts import fused_experts
 
-    weights, routing = sizes.weights(format), Routing(sizes.top_k, normalize=True)
-    rows = [random(m, sizes.hidden_size) for _ in range(NUM_STEPS)]
-    logits = [random(m, sizes.num_experts) for _ in rows]
+    hidden, top_k = config["hidden_size"], config["num_experts_per_tok"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    num_experts = config.get("num_experts") or config["num_local_experts"]
+    pack, make = EXPERT_KINDS[format]
+    weights = pack(make(num_experts, 2 * inner, hidden), make(num_experts, hidden, inner))
+    routing = Routing(top_k, normalize=True)
+    rows = [random(m, hidden) for _ in range(NUM_STEPS)]
+    logits = [random(m, num_experts) for _ in rows]
     chosen = sum(topk_softmax(each, routing)[0].unique().numel() for each in logits) / NUM_STEPS
-    num_weights = 3 * sizes.hidden_size * sizes.size
+    num_weights = 3 * hidden * inner
     size = SIZES[format] - (2 / GROUP if format == "int4" else 0)
-    tuning, top_k = tuning_of(DEVICE), sizes.top_k
 
     def tiled(tiles: Any = None) -> list[Call]:
         def ours(x: Tensor, logits: Tensor) -> object:
@@ -365,10 +359,10 @@ def experts_problem(sizes: ExpertSizes, format: str, m: int) -> Problem:
 
     return Problem(
         calls={"minisgl": tiled},
-        num_bytes=chosen * num_weights * size + 4 * m * sizes.hidden_size,
+        num_bytes=chosen * num_weights * size + 4 * m * hidden,
         operations=2.0 * m * top_k * num_weights,
         in_fp8=format.startswith("fp8"),
-        tiles=lambda: choose_tiles(m, weights, top_k, DTYPE, tuning),
+        tiles=partial(choose_tiles, m, weights, top_k, DTYPE, tuning_of(DEVICE)),
         tiled=tiled,
     )
 
@@ -388,7 +382,7 @@ EXPERTS = {
 
 def linear_cases(rows: Sequence[int] | None) -> Iterator[Case]:
     for model, format in itertools.product(LINEAR_MODELS, LINEAR_FORMATS):
-        for shape in shapes_of(model):
+        for shape in shapes_of(MODELS[model]):
             if (format != "bf16" and shape.name == "head") or (format[:3] == "fp8" and shape.gated):
                 continue
             for m in rows or (1, 8, 16, 32, 64, 128, 256, 1024, 8192):
@@ -396,14 +390,15 @@ def linear_cases(rows: Sequence[int] | None) -> Iterator[Case]:
                 yield Case(name, partial(linear_problem, shape, format, m))
 
 
-def layer_cases(rows: Sequence[int] | None) -> Iterator[Case]:
-    rows = rows or (1, 8, 32, 64, 128, 256)
-    for model, format, m in itertools.product(LINEAR_MODELS, LAYER_FORMATS, rows):
-        yield Case(f"{model} {format}, {m} rows", partial(layer_problem, model, format, m))
+layer_cases = partial(
+    model_cases,
+    LINEAR_MODELS,
+    {format: partial(layer_problem, format) for format in LAYER_FORMATS},
+    (1, 8, 32, 64, 128, 256),
+)
 
 
 def expert_cases(rows: Sequence[int] | None) -> Iterator[Case]:
     for model, formats in EXPERTS.items():
-        for format, m in itertools.product(formats, rows or EXPERT_ROWS):
-            make = partial(experts_problem, ExpertSizes.of(model), format, m)
-            yield Case(f"{model} {format}, {m} rows", make)
+        kernels = {format: partial(experts_problem, format) for format in formats}
+        yield from model_cases([model], kernels, EXPERT_ROWS, rows)

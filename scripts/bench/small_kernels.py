@@ -1,4 +1,5 @@
-"""Cases of bench_kernels.py: what stands between the products of a layer, and sampling.
+"""Cases of bench_kernels.py: what stands between the products of a layer, sampling, and
+the search for n-grams at the end of a step.
 
 A call follows another of its kind on the same tensors: up to some 50 MB they stay in L2, and the
 figure is the cost of launch and latency; above, it is a bandwidth. `torch` is the code that a
@@ -10,19 +11,22 @@ a launch of its own. Of sampling, bytes count each row of logits once, and nearl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
-from kernel_timer import DEVICE, DTYPE, MODELS, Case, Problem, nbytes, random
+from kernel_timer import DEVICE, DTYPE, Case, Config, Problem, model_cases, nbytes, random
 from torch import Tensor
 
 from minisgl.kernels.elementwise import latents, reference
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.linear.quantized import quantize_rows
+from minisgl.kernels.slots.ngrams import draft_ngrams
+from minisgl.kernels.slots.slot_state import SlotState
 from minisgl.kernels.tuning import tuning_of
 from minisgl.layers.rope import RotaryEmbedding
 from minisgl.request import SamplingParams
@@ -32,42 +36,47 @@ from minisgl.scheduler.plan import SlotJoin
 
 CALLS, SAMPLES = 20, 8  # of a graph
 PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
-Config = Mapping[str, Any]
 
 
-def timed(ours: Callable[[], object], num_bytes: float, **others: Callable[[], object]) -> Problem:
-    calls = {"minisgl": ours} | others
+def timed(num_bytes: float, **ways: Callable[..., object]) -> Problem:
     return Problem(
-        calls={name: partial(lambda call: [call] * CALLS, call) for name, call in calls.items()},
+        calls={name: partial(lambda call: [call] * CALLS, call) for name, call in ways.items()},
         num_bytes=num_bytes,
         rounds=25,
     )
+
+
+def compared(
+    kernel: str,
+    given: Sequence[Any],
+    num_bytes: float,
+    by_torch: Callable[..., object] | None = None,
+) -> Problem:
+    """Our kernel, such as norm.rms_norm, beside the function of reference.py with its name."""
+    module, name = kernel.split(".")
+    # Imported here: the names of the cases need no Triton.
+    ours = getattr(import_module(f"minisgl.kernels.elementwise.{module}"), name)
+    by_torch = by_torch or getattr(reference, name)
+    return timed(num_bytes, minisgl=partial(ours, *given), torch=partial(by_torch, *given))
 
 
 # -- elementwise -----------------------------------------------------------------------------------
 
 
 def embed(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise.embedding import embed
-
     weight = random(config["vocab_size"], config["hidden_size"])
     token_ids = torch.randint(len(weight), (m,), device=DEVICE)
-    return timed(
-        lambda: embed(token_ids, weight),
-        nbytes(token_ids) + 2 * m * nbytes(weight[0]),
-        torch=lambda: reference.embed(token_ids, weight),
-    )
+    num_bytes = nbytes(token_ids) + 2 * m * nbytes(weight[0])
+    return compared("embedding.embed", (token_ids, weight), num_bytes)
 
 
 def rms_norm(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise.norm import rms_norm
+    [x], weight = rows(config, m), random(config["hidden_size"])
+    return compared("norm.rms_norm", (x, weight, EPS), nbytes(x, x, weight))
 
-    x, weight = random(m, config["hidden_size"]), random(config["hidden_size"])
-    return timed(
-        lambda: rms_norm(x, weight, EPS),
-        nbytes(x, x, weight),
-        torch=lambda: reference.rms_norm(x, weight, EPS),
-    )
+
+def rows(config: Config, m: int) -> tuple[Tensor]:
+    return (random(m, config["hidden_size"]),)
 
 
 def norm_inputs(config: Config, m: int) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -77,33 +86,29 @@ def norm_inputs(config: Config, m: int) -> tuple[Tensor, Tensor, Tensor, float]:
 
 
 def add_rms_norm(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise.norm import add_rms_norm
-
     given = norm_inputs(config, m)
-    return timed(
-        lambda: add_rms_norm(*given),
-        4 * nbytes(given[0]),
-        torch=lambda: reference.add_rms_norm(*given),
-    )
+    return compared("norm.add_rms_norm", given, 4 * nbytes(given[0]))
+
+
+def gates(config: Config, m: int) -> tuple[Tensor]:
+    return (random(m, 2 * config["intermediate_size"]),)
 
 
 def gated_mul(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise.activation import gated_mul
-
-    gate_up = random(m, 2 * config["intermediate_size"])
-    return timed(
-        lambda: gated_mul(gate_up),
-        1.5 * nbytes(gate_up),
-        torch=lambda: reference.gated_mul(gate_up),
-    )
+    given = gates(config, m)
+    return compared("activation.gated_mul", given, 1.5 * nbytes(*given))
 
 
-def quantize(config: Config, m: int, group: int | None) -> Problem:
+def quantize_rows_of(config: Config, m: int, group: int | None) -> Problem:
     """group: columns of a row that share a scale in FP8; None: a whole row."""
     from minisgl.kernels.elementwise.quantize import quantize
 
-    x = random(m, config["hidden_size"])
-    return timed(lambda: quantize(x, group), 1.5 * nbytes(x), torch=lambda: quantize_rows(x, group))
+    [x] = rows(config, m)
+    return timed(
+        1.5 * nbytes(x),
+        minisgl=lambda: quantize(x, group),
+        torch=lambda: quantize_rows(x, group),
+    )
 
 
 def add_rms_norm_quantize(config: Config, m: int, group: int | None) -> Problem:
@@ -111,8 +116,8 @@ def add_rms_norm_quantize(config: Config, m: int, group: int | None) -> Problem:
 
     delta, residual, weight, eps = given = norm_inputs(config, m)
     return timed(
-        lambda: rms_norm_quantize(residual, delta, weight, eps, group),
-        3.5 * nbytes(given[0]),
+        3.5 * nbytes(delta),
+        minisgl=lambda: rms_norm_quantize(residual, delta, weight, eps, group),
         torch=lambda: quantize_rows(reference.add_rms_norm(*given)[0], group),
     )
 
@@ -120,10 +125,10 @@ def add_rms_norm_quantize(config: Config, m: int, group: int | None) -> Problem:
 def gated_mul_quantize(config: Config, m: int, group: int | None) -> Problem:
     from minisgl.kernels.elementwise.quantize import quantize
 
-    gate_up = random(m, 2 * config["intermediate_size"])
+    [gate_up] = gates(config, m)
     return timed(
-        lambda: quantize(gate_up, group, gated=True),
         1.25 * nbytes(gate_up),
+        minisgl=lambda: quantize(gate_up, group, gated=True),
         torch=lambda: quantize_rows(reference.gated_mul(gate_up), group),
     )
 
@@ -139,8 +144,6 @@ def places(m: int) -> tuple[Tensor, Tensor, int]:
 
 
 def qk_norm_rope_store_kv(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
-
     head_dim, num_kv_heads = config["head_dim"], config["num_key_value_heads"]
     qkv = random(m, (config["num_attention_heads"] + 2 * num_kv_heads) * head_dim)
     positions, slots, num_pages = places(m)
@@ -148,43 +151,29 @@ def qk_norm_rope_store_kv(config: Config, m: int) -> Problem:
     weight = random(head_dim) if config["model_type"] == "qwen3" else None
     norm_rope = NormRope(rope_table(head_dim), weight, weight, EPS)
     given = (qkv, positions, slots, *caches, norm_rope)
-    return timed(
-        lambda: qk_norm_rope_store_kv(*given),
-        nbytes(qkv, qkv, positions, slots) + m * head_dim * 4,
-        torch=lambda: reference.qk_norm_rope_store_kv(*given),
-    )
+    num_bytes = nbytes(qkv, qkv, positions, slots) + m * head_dim * 4
+    return compared("heads.qk_norm_rope_store_kv", given, num_bytes)
 
 
 # -- latents ---------------------------------------------------------------------------------------
 
 
 def store_latents(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise import latents_kernel
-
     num_heads, rank, rope_dim, nope_dim, _ = latent_sizes(config)
     to_keys, _ = latent_maps(config)
     q, kv = random(m, num_heads, nope_dim + rope_dim), random(m, rank + rope_dim)
     positions, slots, num_pages = places(m)
     cache = random(num_pages, PAGE_SIZE, 1, rank + rope_dim)
     norm = latents.LatentNorm(rope_table(rope_dim), random(rank), EPS)
+    num_bytes = nbytes(to_keys, q, kv, kv) + m * num_heads * (rank + rope_dim) * q.itemsize
     given = (kv, q, positions, slots, cache, norm, to_keys)
-    return timed(
-        lambda: latents_kernel.store_latents(*given, tiles=tuning_of(DEVICE).latent_maps),
-        nbytes(to_keys, q, kv, kv) + m * num_heads * (rank + rope_dim) * q.itemsize,
-        separate=lambda: separately(latents_kernel.store_latents, *given),
-    )
+    return mapped("store_latents", given, num_bytes)
 
 
 def values_of_latents(config: Config, m: int) -> Problem:
-    from minisgl.kernels.elementwise import latents_kernel
-
     num_heads, rank, _, _, value_dim = latent_sizes(config)
     given = (random(m, num_heads, rank), latent_maps(config)[1])
-    return timed(
-        lambda: latents_kernel.values_of_latents(*given, tiles=tuning_of(DEVICE).latent_maps),
-        nbytes(*given) + m * num_heads * value_dim * 2,
-        separate=lambda: separately(latents_kernel.values_of_latents, *given),
-    )
+    return mapped("values_of_latents", given, nbytes(*given) + m * num_heads * value_dim * 2)
 
 
 def latent_sizes(config: Config) -> Iterator[int]:
@@ -199,13 +188,19 @@ def latent_maps(config: Config) -> Sequence[Tensor]:
     return random(num_heads, nope_dim + value_dim, rank).tensor_split((nope_dim,), dim=1)
 
 
-def separately(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    """As with so many rows that no kernel of ours maps them."""
+def mapped(name: str, given: Sequence[Any], num_bytes: float) -> Problem:
+    """`separate`: what happens with so many rows that no kernel of ours maps them."""
     from minisgl.kernels.elementwise import latents_kernel
 
-    separate = replace(tuning_of(DEVICE), latent_map_rows=0)
-    with mock.patch.object(latents_kernel, "tuning_of", lambda device: separate):
-        return function(*given)
+    function, tuning = getattr(latents_kernel, name), tuning_of(DEVICE)
+
+    def separate() -> Tensor:
+        none = replace(tuning, latent_map_rows=0)
+        with mock.patch.object(latents_kernel, "tuning_of", lambda device: none):
+            return function(*given)
+
+    ours = partial(function, *given, tiles=tuning.latent_maps)
+    return timed(num_bytes, minisgl=ours, separate=separate)
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -234,16 +229,46 @@ def sampling_problem(
     return Problem(calls=by_name, num_bytes=logits.nbytes, rounds=50)
 
 
+# -- n-grams ---------------------------------------------------------------------------------------
+
+
+def ngrams_problem(num_slots: int, context: int, num_drafts: int = 3) -> Problem:
+    """Drafts for slots that all have runs. Histories are random tokens of a small vocabulary, so
+    that places share a few of the last tokens."""
+    run, vocab_size, num_prompt = 1 + num_drafts, 1000, 128
+    history = torch.randint(vocab_size, (num_slots + 1, context + run), device=DEVICE).int()
+    numbers = torch.zeros((num_slots + 1, 3), dtype=torch.int32, device=DEVICE)
+    state = SlotState(
+        page_table=numbers[:, :1],
+        lengths=torch.full_like(numbers[:, 0], context),
+        last_tokens=numbers[:, 1],
+        drafts=torch.zeros((num_slots + 1, num_drafts), dtype=torch.int32, device=DEVICE),
+        takes_drafts=numbers[:, 2] + 1,
+        prompt_lengths=torch.full((num_slots + 1,), num_prompt, device=DEVICE),
+        page_size=PAGE_SIZE,
+    )
+    slots = torch.arange(num_slots, device=DEVICE).repeat_interleave(run)
+    index = torch.arange(run, device=DEVICE).repeat(num_slots) + context - num_drafts - num_prompt
+    tokens = torch.randint(vocab_size, slots.shape, device=DEVICE)
+    call = partial(draft_ngrams, history, state, slots, index, tokens, len(slots), run)
+    return Problem(calls={"minisgl": lambda: [call] * 10})
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 MAPS = {"store_latents": store_latents, "values_of_latents": values_of_latents}
+QUANTIZED: dict[str, Callable[[Config, int, int | None], Problem]] = {
+    "quantize": quantize_rows_of,
+    "add_rms_norm_quantize": add_rms_norm_quantize,
+    "gated_mul_quantize": gated_mul_quantize,
+}
 ELEMENTWISE: dict[str, Callable[[Config, int], Problem]] = {
     kernel.__name__: kernel
     for kernel in (embed, rms_norm, add_rms_norm, gated_mul, qk_norm_rope_store_kv)
 } | {
-    f"{kernel.__name__} by {name}": partial(kernel, group=group)
-    for kernel in (quantize, add_rms_norm_quantize, gated_mul_quantize)
-    for name, group in (("token", None), ("group", 128))
+    f"{name} by {scales}": partial(kernel, group=group)
+    for name, kernel in QUANTIZED.items()
+    for scales, group in (("token", None), ("group", 128))
 }
 VOCAB_SIZE = 151_936
 HOT: dict[str, Any] = {"temperature": 0.6}
@@ -268,18 +293,19 @@ FULL_SAMPLING = {
 }
 
 
-def elementwise_cases(rows: Sequence[int] | None) -> Iterator[Case]:
-    models = ("Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B")
-    for model, (kernel, make) in itertools.product(models, ELEMENTWISE.items()):
-        for m in rows or (1, 8, 32, 256, 2048, 16384):
-            yield Case(f"{model} {kernel}, {m} rows", partial(make, MODELS[model], m))
+elementwise_cases = partial(
+    model_cases,
+    ("Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B"),
+    ELEMENTWISE,
+    (1, 8, 32, 256, 2048, 16384),
+)
+latent_map_cases = partial(model_cases, ("GLM-4.7-Flash", "DeepSeek-V2-Lite"), MAPS, (1, 8, 32, 64))
 
 
-def latent_map_cases(rows: Sequence[int] | None) -> Iterator[Case]:
-    models = ("GLM-4.7-Flash", "DeepSeek-V2-Lite")
-    for model, (kernel, make) in itertools.product(models, MAPS.items()):
-        for m in rows or (1, 8, 32, 64):
-            yield Case(f"{model} {kernel}, {m} rows", partial(make, MODELS[model], m))
+def ngram_cases(rows: Sequence[int] | None) -> Iterator[Case]:
+    for num_slots, context in itertools.product(rows or (1, 8, 64, 256), (1024, 8192, 32768)):
+        make = partial(ngrams_problem, num_slots, context)
+        yield Case(f"{num_slots} slots, context {context}", make)
 
 
 def sampling_cases(rows: Sequence[int] | None) -> Iterator[Case]:

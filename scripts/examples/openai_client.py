@@ -14,16 +14,8 @@ from openai import OpenAI
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        talk(sys.argv[1])
-    else:
-        with demo_server() as url:
-            talk(url)
-
-
-def talk(url: str) -> None:
     # minisgl asks for a key only with --api-key; the package wants one in any case.
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
+    with server() as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
         model = next(iter(client.models.list())).id
         question = {"role": "user", "content": "What is the capital of France?"}
         whole = client.chat.completions.create(model=model, messages=[question], temperature=0)
@@ -47,17 +39,20 @@ def talk(url: str) -> None:
 
 
 @contextmanager
-def demo_server() -> Iterator[str]:
-    """The address of a server that ends with the context."""
+def server() -> Iterator[str]:
+    """The address that was given, or that of a server which ends with the context."""
+    if len(sys.argv) > 1:
+        yield sys.argv[1]
+        return
     command = [sys.executable, "-m", "minisgl", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
         try:
-            line = next(line for line in server.stderr if " at http://" in line)
+            line = next(line for line in started.stderr if " at http://" in line)
             yield line.split(" at ")[1].strip()
         finally:
-            server.terminate()
-            server.stderr.read()  # or a full pipe would keep it from ending
+            started.terminate()
+            started.stderr.read()  # or a full pipe would keep it from ending
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ answers follow the schema, and their values are guesses.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from openai import OpenAI
+from openai_client import server  # beside this file
 from pydantic import BaseModel, ConfigDict, Field
 
 from minisgl import LLM, SamplingParams, StructuredOutput
@@ -31,11 +28,7 @@ class Capital(BaseModel):
 
 def main() -> None:
     in_this_process()
-    if len(sys.argv) > 1:
-        over_http(sys.argv[1])
-    else:
-        with demo_server() as url:
-            over_http(url)
+    over_http()
 
 
 def in_this_process() -> None:
@@ -49,8 +42,8 @@ def in_this_process() -> None:
         print("schema:", repr(output.parsed))  # a Capital; None if the answer was cut
 
 
-def over_http(url: str) -> None:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
+def over_http() -> None:
+    with server() as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
         model = next(iter(client.models.list())).id
         answer = client.chat.completions.parse(
             model=model,
@@ -60,20 +53,6 @@ def over_http(url: str) -> None:
             response_format=Capital,
         )
         print("openai:", repr(answer.choices[0].message.parsed))
-
-
-@contextmanager
-def demo_server() -> Iterator[str]:
-    """The address of a server that ends with the context."""
-    command = [sys.executable, "-m", "minisgl", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            line = next(line for line in server.stderr if " at http://" in line)
-            yield line.split(" at ")[1].strip()
-        finally:
-            server.terminate()
-            server.stderr.read()  # or a full pipe would keep it from ending
 
 
 if __name__ == "__main__":

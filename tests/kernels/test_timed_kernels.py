@@ -27,13 +27,19 @@ from linear_kernels import (
     EXPERTS,
     LAYER_FORMATS,
     LINEAR_FORMATS,
-    ExpertSizes,
     Shape,
     experts_problem,
     layer_problem,
     linear_problem,
 )
-from small_kernels import ELEMENTWISE, FULL_SAMPLING, MAPS, SAMPLING, sampling_problem
+from small_kernels import (
+    ELEMENTWISE,
+    FULL_SAMPLING,
+    MAPS,
+    SAMPLING,
+    ngrams_problem,
+    sampling_problem,
+)
 
 from minisgl.request import SamplingParams
 from minisgl.runner.sampling_features import SamplingVariant
@@ -50,6 +56,9 @@ CONFIG = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "moe_intermediate_size": 128,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
 }
 HEADS = Heads(4, 2, 32)
 LATENTS = Heads(4, 1, 576, rank=512)
@@ -63,7 +72,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_timer, "median_s", one_call_s)
     monkeypatch.setattr(linear_kernels, "COLD_BYTES", 1)
     monkeypatch.setattr(small_kernels, "CALLS", 1)
-    monkeypatch.setitem(linear_kernels.MODELS, "small", CONFIG)
 
 
 def one_call_s(calls: Sequence[Call] | Call, rounds: int) -> float:
@@ -118,13 +126,13 @@ def test_many_rows_have_their_weights_written_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("format", LAYER_FORMATS)
 def test_a_layer(format: str) -> None:
-    assert len(rows_of(partial(layer_problem, "small", format, 3))) == 1
+    assert len(rows_of(partial(layer_problem, format, CONFIG, 3))) == 1
 
 
 @pytest.mark.parametrize("format", EXPERTS["Qwen3-30B-A3B"])
 def test_experts(format: str) -> None:
     tiles = {"inner.num_stages": [3]}
-    make = partial(experts_problem, ExpertSizes(128, 128, 2, 1), format, 1)
+    make = partial(experts_problem, format, CONFIG, 1)
     assert len(rows_of(make, tiles=tiles)) == 3
 
 
@@ -138,3 +146,8 @@ def test_sampling(name: str) -> None:
     variant = SamplingVariant.FULL if name in FULL_SAMPLING else SamplingVariant.FILTERED
     params = SamplingParams(**(SAMPLING | FULL_SAMPLING)[name])
     assert len(rows_of(partial(sampling_problem, params, variant, 2, 128, 3.0))) == 2
+
+
+def test_ngrams() -> None:
+    [row] = rows_of(partial(ngrams_problem, 2, 200))
+    assert row.split()[2] == "minisgl"

@@ -11,15 +11,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from bench_settings import median_of
 from gpu_checks import LIST, read_checks
 from support.folders import SCRIPTS
 
-from minisgl.kvcache.copies import LoadRule
-from minisgl.tiers.host.host_copies import HostCopies
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 
 BENCH_SCRIPTS = SCRIPTS / "bench"
 CHECKS = {check.name: check for check in read_checks(LIST)}
@@ -106,6 +109,23 @@ def test_settings_are_compared_in_several_benchmarks() -> None:
     assert wanted["256 requests, on / off"].read(done.stdout) == float(offline)
 
 
+def test_a_host_cache_is_compared_where_prefixes_fit_the_device_and_where_not() -> None:
+    verbs = ("--verb", "offline --num-prefixes 4", "--verb", "offline --num-prefixes 1")
+    sides = ("--side=", "--side=--host-cache 0.1", "--")
+    workload = "--workload shared-prefix --prefix-len 64 --input-len 4 --output-len 2 --repeat 1"
+    options = "--device cpu --load-format dummy --num-requests 8 --max-concurrency 1 --page-size 16"
+    options += " --num-pages 12 --max-seq-len-override 176"
+    done = run_program("bench_settings.py", *verbs, *sides, *workload.split(), *options.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    outside, inside = re.findall(r"total tok/s +│.*│ +([\d.]+) │\n", done.stdout)
+    ttft, _ = re.findall(r"TTFT p50 ms +│.*│ +([\d.]+) │\n", done.stdout)
+    assert [*read_figures("host-cache-8b", done.stdout).values()] == [
+        float(outside),
+        float(ttft),
+        float(inside),
+    ]
+
+
 def test_sides_share_a_folder_that_is_deleted_at_the_end(tmp_path: Path) -> None:
     options = ("--host-cache", 0.01, "--disk-cache", "TEMP", "--num-requests", 1, "--output-len", 2)
     sides = ("--folder", tmp_path, "--side=", "--side=", "--")
@@ -116,6 +136,33 @@ def test_sides_share_a_folder_that_is_deleted_at_the_end(tmp_path: Path) -> None
     _, ms, _ = figures(done.stdout.splitlines())["TTFT p50 ms"]
     assert first_token.read(done.stdout) == float(ms)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_versions_take_turns_and_the_first_to_fail_ends_them(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for version, code in (("a", 0), ("b", 0), ("c", 3)):
+        program = f"""
+import sys
+open({str(log)!r}, "a").write("{version}" + " ".join(sys.argv[1:-1]) + ";")
+open(sys.argv[-1], "w").write('{{"figures": {{}}}}')
+sys.exit({code} if open({str(log)!r}).read().count("{version}bench") > 1 else 0)
+"""
+        (tmp_path / version / "minisgl").mkdir(parents=True)
+        (tmp_path / version / "minisgl" / "__init__.py").touch()
+        (tmp_path / version / "minisgl" / "__main__.py").write_text(program)
+    versions = [word for version in "abc" for word in ("--version", tmp_path / version)]
+    done = run_program("bench_settings.py", *versions, "--rounds", 3, "--", "--model", "x")
+    assert done.returncode == 3
+    ran = [f"{version}bench offline --model x --json" for version in "abcabc"]
+    assert log.read_text().split(";")[:-1] == ran
+
+
+def test_the_median_of_reports_keeps_what_all_have() -> None:
+    reports = [
+        {"commit": str(i), "batches": [{"num": 8, "tpot_s": time_s}], f"only in {i}": 1.0}
+        for i, time_s in enumerate((3.0, 1.0, 2))
+    ]
+    assert median_of(reports) == {"commit": "0", "batches": [{"num": 8, "tpot_s": 2}]}
 
 
 def test_a_side_that_fails_ends_the_comparison_with_its_error() -> None:
@@ -147,6 +194,25 @@ def test_the_mixed_benchmark_compares_the_times_between_tokens(served: bool) -> 
     assert read_figures("mixed-0.6b", "\n".join(lines))["p99, ms"] == float(table["with"][1])
 
 
+def test_arriving_prompts_follow_the_prefixes_in_turns() -> None:
+    prompts: list[list[int]] = []
+    submit = AsyncEngine.submit
+
+    def record(self: AsyncEngine, prompt: list[int], *given: Any, **options: Any) -> OutputStream:
+        prompts.append(prompt)
+        return submit(self, prompt, *given, **options)
+
+    steady = ("--streams", 1, "--steady-input", 8, "--steady-output", 60, "--seconds", 0.5)
+    arriving = ("--rate", 50, "--input", 5, 5, "--output", 1, "--prefixes", 2, "--prefix-len", 40)
+    with mock.patch.object(AsyncEngine, "submit", record):
+        lines = bench("bench_mixed.py", *steady, *arriving)
+    first, second, *others = (prompt for prompt in prompts if len(prompt) > 8)
+    assert len(first) == len(second) == 40 and len(others) > 2
+    for prompt, prefix in zip(others, cycle([first, second]), strict=False):
+        assert prompt[:40] == prefix and len(prompt) == 45
+    assert read_figures("host-cache-itl-14b", "\n".join(lines))
+
+
 def test_a_short_soak_run_leaves_nothing_behind() -> None:
     done = run_program("soak.py", "--minutes", 0.05)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -173,7 +239,6 @@ def figures(lines: list[str]) -> dict[str, list[str]]:
     [
         ("bench_mixed.py", ("--attn", "oh"), "bench_mixed.py: --attn oh: allowed: auto"),
         ("bench_mixed.py", ("--streams", "0"), "0: allowed: a number above 0"),
-        ("bench_host_cache.py", (), "give --host-cache, in GB"),
         ("bench_settings.py", ("--side=",), "argument --side: give two or more"),
         ("bench_settings.py", ("--side=", "--side=|--replicas 2"), "need --served"),
         ("bench_mixed.py", ("--input", "5", "4"), "LOW is above HIGH"),
@@ -201,28 +266,6 @@ def test_the_benchmark_of_transfers_compares_what_carries_pages() -> None:
     for row in rows:
         lowest, highest = map(float, row.split()[-2:])
         assert 0 <= lowest <= highest
-
-
-def test_conversations_in_turns_are_loaded_from_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether loads pay is measured, which depends on what else the machine does."""
-    monkeypatch.setattr(HostCopies, "measure", lambda self, compute_s: LoadRule(1e-6, 1.0))
-    sizes = ("--conversations", 4, "--prefix", 64, "--unique", 4, "--output", 2, "--page-size", 16)
-    options = ("--at-once", 1, "--stream-tokens", 8, "--host-cache", 0.1, "--num-pages", 12)
-    options += ("--max-seq-len-override", 176)
-    done = run_script("bench_host_cache.py", "--device", "cpu", *sizes, *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    table = figures(done.stdout.splitlines())
-    assert float(table["host"][2].rstrip("%")) > 50 > float(table["none"][2].rstrip("%"))
-    assert float(table["beside loads"][1]) > 0
-    found = read_figures("host-cache-8b", done.stdout)
-    assert found["times the throughput"] == pytest.approx(
-        float(table["host"][0]) / float(table["none"][0]), rel=0.05
-    )
-    assert str(found["beside loads and offloads, of beside hits"]) in " ".join(
-        table["beside loads and offloads"]
-    )
 
 
 def read_figures(check: str, output: str) -> dict[str, float]:
