@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl.config import EngineConfig, EngineOptions, KeywordError, Text, config_of, in_keywords
 from minisgl.engine import AsyncEngine
 from minisgl.engine.chats import Chats
-from minisgl.engine.chats import Prompt as ReadPrompt
+from minisgl.engine.conversation import AnswerPlan
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
@@ -446,11 +446,10 @@ class LLM:
         prompts = [await self._read(messages, asked) for messages in conversations]
         return await self._run(prompts, [asked.params] * len(prompts), n, salt, len(prompts) > 1)
 
-    async def _read(self, messages: Messages, asked: _Asked) -> ReadPrompt:
-        skips = asked.params.skip_special_tokens
-        return await self._chats.prompt(
-            messages, asked.tools, asked.variables, skip_special_tokens=skips
-        )
+    async def _read(self, messages: Messages, asked: _Asked) -> _ReadPrompt:
+        conversation = await self._chats.read(messages, asked.tools, asked.variables)
+        plan = await self._chats.plan(conversation, asked.params)
+        return _ReadPrompt(conversation.prompt_token_ids, plan)
 
     async def _open(
         self,
@@ -480,22 +479,22 @@ class LLM:
         return await self._submit(one, params, cache_salt)
 
     async def _submit(
-        self, prompt: str | Sequence[int] | ReadPrompt, params: SamplingParams, salt: str | None
+        self, prompt: str | Sequence[int] | _ReadPrompt, params: SamplingParams, salt: str | None
     ) -> OutputStream:
         if isinstance(prompt, str):
             prompt = await self.engine.encode(prompt)
-        if not isinstance(prompt, ReadPrompt):
-            prompt = ReadPrompt(token_ids=prompt)
-        matcher = None
-        if params.structured is not None:
-            matcher = (await self.engine.compile(params.structured)).matcher(prompt.gate)
+        if not isinstance(prompt, _ReadPrompt):
+            wanted = params.structured
+            grammar = None if wanted is None else await self.engine.compile(wanted)
+            prompt = _ReadPrompt(prompt, AnswerPlan(grammar=grammar))
+        plan = prompt.plan
         return self.engine.submit(
-            prompt.token_ids, params, cache_salt=salt, matcher=matcher, parser=prompt.parser()
+            prompt.token_ids, params, cache_salt=salt, matcher=plan.matcher(), parser=plan.parser()
         )
 
     async def _run(
         self,
-        prompts: Sequence[str | list[int] | ReadPrompt],
+        prompts: Sequence[str | list[int] | _ReadPrompt],
         params: Sequence[SamplingParams],
         n: int | None,
         cache_salt: str | None,
@@ -504,9 +503,7 @@ class LLM:
         if n is not None and not (type(n) is int and n >= 1):
             raise InvalidRequestError("n", f"must be an integer of at least 1, not {n!r}.")
         encoded = [
-            ReadPrompt(token_ids=await self.engine.encode(prompt))
-            if isinstance(prompt, str)
-            else prompt
+            await self.engine.encode(prompt) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
         streams: list[OutputStream] = []
@@ -580,6 +577,14 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         reasoning=_reasoning_of(events),
         tool_calls=_calls_of(events),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadPrompt:
+    """The prompt of a conversation, and the plan of its answers."""
+
+    token_ids: Sequence[int]
+    plan: AnswerPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from minisgl.text.tokenizer import Tokenizer
 from .engine_rules import (
     call_pieces,
     check_rules,
-    parser_and_matcher,
+    plan_reply,
     structured,
     thinking,
 )
@@ -109,7 +109,8 @@ class EngineModel:
         ruled: dict[str, Any] = {}
         # The text of messages has headers, which only a parser removes.
         if rules != TEXT or has_messages(self._tokenizer.chat_template_text):
-            ruled = await parser_and_matcher(self._engine, prompt, rules)
+            plan = await plan_reply(self._engine, prompt, rules)
+            ruled = {"parser": plan.parser(), "matcher": plan.matcher()}
         if rules.schema is not None:
             params = replace(params, structured=structured(rules.schema))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.conversation import AnswerPlan, Conversation, plan_answers
 from minisgl.errors import UnsupportedModelError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
-from minisgl.grammar.reasoning import reasoning_gate
-from minisgl.grammar.tool_grammars import headed
+from minisgl.grammar.tool_use import offered
 from minisgl.request import StructuredOutput
 from minisgl.text.parsing.selection import choose_format
 from minisgl.text.tokenizer import Tokenizer
@@ -30,25 +30,12 @@ async def check_rules(engine: AsyncEngine, rules: AnswerRules) -> None:
             )
 
 
-async def parser_and_matcher(
-    engine: AsyncEngine, prompt: Sequence[int], rules: AnswerRules
-) -> dict[str, Any]:
-    """The arguments of `submit` for an answer under rules. Raises MinisglError."""
-    tokenizer = _tokenizer(engine)
-    form = choose_format(tokenizer)
-    opened = form.opens_reasoning(tokenizer, prompt)
-    functions = [tool["function"] for tool in rules.tools]
-    schemas = {function["name"]: function.get("parameters", {}) for function in functions}
-    parser = form.parser(in_reasoning=opened, tools=schemas, parse_calls=bool(schemas))
-    if rules.schema is None:
-        return {"parser": parser}
-    answer = structured(rules.schema)
-    if form.messages is not None:
-        answer = headed(answer, form.messages.text, form.marker_ids)
-    compiled = await engine.compile(answer)
-    closed = form.closes_reasoning(tokenizer, prompt)
-    gate = await reasoning_gate(form, engine.encode, is_open=opened, is_closed=closed)
-    return {"parser": parser, "matcher": compiled.matcher(gate)}
+async def plan_reply(engine: AsyncEngine, prompt: Sequence[int], rules: AnswerRules) -> AnswerPlan:
+    """The plan of an answer under rules. Raises MinisglError."""
+    conversation = Conversation(prompt_token_ids=[*prompt], tools=offered(rules.tools))
+    wanted = None if rules.schema is None else structured(rules.schema)
+    form = choose_format(_tokenizer(engine))
+    return await plan_answers(engine, conversation, form, engine.compile, wanted)
 
 
 def structured(schema: Mapping[str, Any]) -> StructuredOutput:

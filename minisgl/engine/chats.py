@@ -1,20 +1,19 @@
-"""Prompts of conversations for programs, and how the answers to them are parsed."""
+"""Reads the conversations of programs: messages, tools and options in Python."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from minisgl.engine.conversation import AnswerPlan, Conversation, plan_answers, read_conversation
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, did_you_mean, one_of
-from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.text.history import ROLES, fitted_history, needs_facts
-from minisgl.text.parsing.answer import AnswerParser
+from minisgl.grammar.tool_use import offered
+from minisgl.request import SamplingParams
+from minisgl.text.history import ROLES, Message, fitted_history, needs_facts
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
-from minisgl.text.template_facts import TemplateFacts
 
 # The options of `AsyncEngine.encode_chat` that no template has to use.
 RENDERING_OPTIONS = ("add_generation_prompt", "continue_final_message", "control_tokens_in_text")
@@ -26,19 +25,6 @@ _KEYWORDS = frozenset(
     "and break continue defined elif else endfor endif endmacro endset false False for if in is "
     "loop macro namespace none None not or set true True undefined".split()
 )
-
-
-def _no_parser() -> None:
-    """The text is the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """The prompt of a request, and what its answers have in common."""
-
-    token_ids: Sequence[int]
-    parser: Callable[[], AnswerParser | None] = _no_parser  # a new one for each answer
-    gate: ReasoningGate | None = None  # lets reasoning come before what a constraint applies to
 
 
 def template_names(template: str) -> frozenset[str]:
@@ -68,46 +54,32 @@ class Chats:
                 reason = "is no sampling parameter and no variable of the chat template"
                 raise InvalidRequestError(name, reason + did_you_mean(name, allowed))
 
-    async def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        skip_special_tokens: bool,
-    ) -> Prompt:
-        """The prompt of one conversation; raises InvalidRequestError, and as `encode_chat`."""
-        engine, form = self._engine, self._form
+    async def read(
+        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
+    ) -> Conversation:
+        """The conversation as a prompt; raises InvalidRequestError, and as `encode_chat`."""
         _check_messages(messages)
-        offered = {"tools": [*map(_described, tools)]} if tools else {}
-        if tools and not (await engine.template_facts()).offers_tools:
-            raise InvalidRequestError(
-                "tools",
-                "are not supported by this model: its chat template leaves them out. Leave them "
-                "out as well.",
-            )
-        takes_facts = any(needs_facts(each["role"], each.get("tool_calls")) for each in messages)
-        facts = await engine.template_facts() if takes_facts else TemplateFacts()
-        fitted = fitted_history(messages, facts)
-        token_ids = await engine.encode_chat(fitted, **offered, **options)
-        tokenizer = engine.tokenizer
-        is_open = tokenizer is not None and form.opens_reasoning(tokenizer, token_ids)
-        is_closed = tokenizer is not None and form.closes_reasoning(tokenizer, token_ids)
-        parses_calls = bool(tools) and form.calls is not None
-        return Prompt(
-            token_ids=token_ids,
-            parser=partial(
-                form.parser,
-                in_reasoning=is_open,
-                tools=_schemas(offered["tools"]) if parses_calls else None,
-                parse_calls=parses_calls,
-                skip_special_tokens=skip_special_tokens,
-            ),
-            gate=await reasoning_gate(form, engine.encode, is_open=is_open, is_closed=is_closed),
+        return await read_conversation(
+            self._engine,
+            partial(fitted_history, messages),
+            takes_facts=any(needs_facts(each["role"], each.get("tool_calls")) for each in messages),
+            tools=offered([*map(_described, tools)]),
+            options=options,
+        )
+
+    async def plan(self, conversation: Conversation, params: SamplingParams) -> AnswerPlan:
+        """The plan of the answers with these parameters; raises as `AsyncEngine.compile`."""
+        return await plan_answers(
+            self._engine,
+            conversation,
+            self._form,
+            self._engine.compile,
+            params.structured,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_messages(messages: Sequence[Message]) -> None:
     """Raise InvalidRequestError for calls that are none, and for a role that HTTP refuses as well:
     most templates would take it for another one."""
     for index, message in enumerate(messages):
@@ -143,11 +115,3 @@ def _described(tool: Any) -> Mapping[str, Any]:
             '"parameters": ...}}.',
         )
     return {"type": "function", **tool}
-
-
-def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    functions = [tool["function"] for tool in tools]
-    return {
-        function["name"]: function.get("parameters") or {"type": "object", "properties": {}}
-        for function in functions
-    }

@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
+from minisgl.engine.conversation import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
-from minisgl.server.answers.plan import AnswerPlan, plan_chat, plan_completion, read_conversation
+from minisgl.server.answers.plan import conversation_of, plan_chat, plan_completion, style_of
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages.answer_types import TokenCount
 from minisgl.server.apis.messages.reply import MessageReply
@@ -91,7 +92,7 @@ class Routes:
     async def chat_completions(self, request: Request) -> ASGIApp:
         asked = await read_asked(self._state, request, ChatRequest)
         plan, jobs = await self._chat_jobs(asked, asked.body)
-        kind = ChatReply if plan.style is None else ParsedReply
+        kind = ChatReply if plan.form is None else ParsedReply
         return self._answer(asked, kind, jobs, plan)
 
     @while_waited_for
@@ -195,7 +196,7 @@ class Routes:
         chat = await self._translated(asked, asked.body)
         with chat.fields_named():
             chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
-            conversation = await read_conversation(
+            conversation = await conversation_of(
                 asked.engine, chat.body, self._reading, any_length=True
             )
         return json_response(TokenCount(len(conversation.prompt_token_ids)))
@@ -222,7 +223,7 @@ class Routes:
                 body.prompt, add_special_tokens=special, any_length=True
             )
         else:
-            conversation = await read_conversation(engine, body, self._reading, any_length=True)
+            conversation = await conversation_of(engine, body, self._reading, any_length=True)
             token_ids = conversation.prompt_token_ids
         answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
@@ -311,7 +312,7 @@ class Routes:
         clamp: shorten max_tokens to the room left, whatever the option says.
         """
         engine = asked.engine
-        conversation = await read_conversation(
+        conversation = await conversation_of(
             engine,
             body,
             self._reading,
@@ -323,13 +324,14 @@ class Routes:
             body,
             conversation,
             partial(engine.compile, client=asked.client),
-            self._state.config,
+            self._state.config.tool_parser,
             self._state.answer_format(),
-            self._metrics.count_tool_call,
         )
+        config, count_call = self._state.config, self._metrics.count_tool_call
+        style = style_of(plan, body, conversation, config, count_call)
         prompts = [conversation.prompt_token_ids]
         fitting = fitted_prompts(engine, body, prompts, clamp=clamp or self._clamps)
-        return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan)
+        return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan, style)
 
     def _answer(
         self,

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from minisgl.config import Capacity
+from minisgl.engine.conversation import CompiledGrammar, TemplatedEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
-from minisgl.grammar.reasoning import ReasoningGate
 from minisgl.matcher import Matcher
 from minisgl.request import EVERYONE, OutputDelta, SamplingParams, StructuredOutput, Tenant
 from minisgl.text.parsing.answer import AnswerParser
-from minisgl.text.template_facts import TemplateFacts
+from minisgl.text.parsing.selection import Vocabulary
 
 
-class ServedTokenizer(Protocol):
+class ServedTokenizer(Vocabulary, Protocol):
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int, /) -> str: ...
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
     @property
     def drops_first_space(self) -> bool: ...
-    @property
-    def chat_template_text(self) -> str: ...
-    def added_token_id(self, text: str, /) -> int | None: ...
 
 
 class SamplingDefaults(Protocol):
@@ -34,12 +29,6 @@ class SamplingDefaults(Protocol):
 class ServedStream(Protocol):
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
     def abort(self) -> None: ...
-
-
-class CompiledGrammar(Protocol):
-    @property
-    def ignored_keywords(self) -> tuple[str, ...]: ...
-    def matcher(self, reasoning: ReasoningGate | None = None) -> Matcher: ...
 
 
 class ServedVectors(Protocol):
@@ -63,7 +52,7 @@ class ServedVectors(Protocol):
     ) -> list[Score]: ...
 
 
-class ServedEngine(Protocol):
+class ServedEngine(TemplatedEngine, Protocol):
     @property
     def vectors(self) -> ServedVectors: ...
     @property
@@ -84,14 +73,6 @@ class ServedEngine(Protocol):
     async def encode(
         self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
     ) -> list[int]: ...
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        any_length: bool = False,
-        /,
-        **template_options: Any,
-    ) -> list[int]: ...
-    async def template_facts(self) -> TemplateFacts: ...
     async def compile(
         self, structured: StructuredOutput | None, client: str = ""
     ) -> CompiledGrammar: ...

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from minisgl.engine.conversation import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.matcher import Matcher
 from minisgl.request import EVERYONE, MAX_INTEGER, SamplingParams, Tenant
-from minisgl.server.answers.plan import AnswerPlan, AnswerStyle
+from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
 from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.answer import AnswerParser
@@ -87,6 +88,7 @@ def jobs_of(
     echoes: Sequence[str | None],
     tenant: Tenant,
     plan: AnswerPlan,
+    style: AnswerStyle | None = None,
 ) -> list[GenerationJob]:
     """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt."""
 
@@ -109,7 +111,7 @@ def jobs_of(
             prompt_logprobs=body.prompt_logprobs,
             matcher=plan.matcher(),
             parser=plan.parser(),
-            style=plan.style,
+            style=style,
         )
         for index, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
         for k in range(body.num_choices)

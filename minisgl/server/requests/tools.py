@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT, Tool, tool_calls
-from minisgl.request import StructuredOutput
+from minisgl.grammar.tool_grammars import Tool
+from minisgl.grammar.tool_use import ToolUse, schema_of
 from minisgl.server.requests.constraint_types import Parameters
 from minisgl.server.requests.described import NOT_GIVEN
-from minisgl.text.parsing.selection import AnswerFormat
 
 MAX_TOOLS = 1024
 MAX_SCHEMA_BYTES = 1 << 20
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
-ANYTHING = {"type": "object"}
-NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class FunctionSpec(Struct):
@@ -90,67 +86,6 @@ ToolChoice: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
-    """The tools of one request. The model may see more of them than it may call."""
-
-    tools: tuple[Tool, ...]
-    descriptions: tuple[str | None, ...]
-    callable: tuple[Tool, ...]
-    required: bool  # a call must be made
-    parallel: bool  # several may be made
-
-    def for_template(self) -> list[dict[str, Any]]:
-        """The tools as chat templates know them: all of them functions."""
-        return [
-            _for_template(tool, text)
-            for tool, text in zip(self.tools, self.descriptions, strict=True)
-        ]
-
-    @property
-    def schemas(self) -> dict[str, Any]:
-        """The schemas of the arguments, by the names of the tools."""
-        return {tool.name: _schema(tool) for tool in self.tools}
-
-    @property
-    def callable_names(self) -> tuple[str, ...]:
-        return tuple(tool.name for tool in self.callable)
-
-    @property
-    def custom_names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools if tool.custom)
-
-    def grammar(self, form: AnswerFormat, *, only_calls: bool = False) -> StructuredOutput | None:
-        """What holds the answer to these tools; None where the model is free.
-
-        only_calls: as what the answer is held to where it is calls.
-        """
-        bound = any(_is_bound(tool) for tool in self.callable)
-        restricted = bound or not self.parallel or self.callable != self.tools
-        if not (self.required or restricted or only_calls):
-            return None
-        if form.calls is None:
-            if not self.required:
-                return None
-            raise InvalidRequestError(
-                "tool_choice",
-                "cannot be enforced: the format of the model's calls is not known. Start the "
-                "server with --tool-parser.",
-            )
-        # A tool that is neither required nor strict guides the model, which is free to deviate.
-        tools = [
-            tool if self.required or _is_bound(tool) else replace(tool, parameters=ANYTHING)
-            for tool in self.callable
-        ]
-        return tool_calls(
-            tools,
-            form.calls.spelling,
-            form.marker_ids,
-            required=self.required or only_calls,
-            parallel=self.parallel,
-        )
-
-
 def tool_use(
     tools: Sequence[OfferedTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
@@ -193,7 +128,9 @@ def tool_use(
     )
     return ToolUse(
         tools=tuple(found),
-        descriptions=tuple(spec.description for spec in specs),
+        described=[
+            _for_template(tool, spec.description) for tool, spec in zip(found, specs, strict=True)
+        ],
         callable=callable,
         required=required,
         parallel=several,
@@ -245,22 +182,7 @@ def _named(tools: Sequence[Tool], choice: NamedFunction | NamedCustom, path: str
     raise InvalidRequestError(f"{path}.{kind}.name", "is the name of none of the tools.")
 
 
-def _is_bound(tool: Tool) -> bool:
-    """Whether the client relies on the form of the arguments."""
-    return tool.strict or tool.regex is not None or tool.lark is not None
-
-
-def _schema(tool: Tool) -> dict[str, Any]:
-    if tool.custom:
-        return {
-            "type": "object",
-            "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
-            "required": [CUSTOM_ARGUMENT],
-        }
-    return dict(NO_ARGUMENTS if tool.parameters is None else tool.parameters)
-
-
 def _for_template(tool: Tool, description: str | None) -> dict[str, Any]:
     said = {} if description is None else {"description": description}
-    function = {"name": tool.name, **said, "parameters": _schema(tool)}
+    function = {"name": tool.name, **said, "parameters": schema_of(tool)}
     return {"type": "function", "function": function}

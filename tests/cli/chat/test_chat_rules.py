@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine_loop import EOS, ScriptedRunner, engine_on
-from support.engine_loop import loaded as demo
+from support.answering_runner import AnsweringRunner
+from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_chat_ui import FakeChatUI
 from support.harmony_chat import gpt_oss
 from support.parsed_answers import TAGS
@@ -21,10 +21,8 @@ from support.toy_tokenizers import with_tokens
 
 from minisgl.client.errors import ServerError
 from minisgl.engine import AsyncEngine
-from minisgl.engine.startup import Loaded
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason
-from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
@@ -276,33 +274,8 @@ ANSWERS = (
 )
 
 
-class AnsweringRunner(ScriptedRunner):
-    """Answers each prompt with the next of `answers`, token by token, then EOS."""
-
-    def __init__(self, answers: Sequence[str], tokenizer: Tokenizer = TOY) -> None:
-        super().__init__(1)
-        self._tokenizer = tokenizer
-        self._answers = [[*tokenizer.encode(answer), EOS] for answer in answers]
-        self.prompts: list[str] = []
-
-    def _report(self, slot: Any, token_id: int, *into: Any) -> None:
-        prompt = slot.join.prompt_token_ids
-        place = slot.length - len(prompt)
-        if place == 0:
-            text = b"".join(map(self._tokenizer.token_bytes, prompt))
-            self.prompts.append(text.decode())
-        answer = self._answers[len(self.prompts) - 1]
-        slot.last_token = answer[min(place, len(answer) - 1)]
-        super()._report(slot, slot.last_token, *into)
-
-    def loaded(self) -> Loaded[Any]:
-        loaded = demo(self, overlap=True, tokenizer=True, num_pages=1000)
-        self.vocab_size = loaded.model.vocab_size
-        return replace(loaded, tokenizer=self._tokenizer)
-
-
 async def test_an_engine_calls_tools_in_the_format_of_its_template(tools: Path) -> None:
-    runner = AnsweringRunner(ANSWERS)
+    runner = AnsweringRunner(ANSWERS, TOY)
     async with AsyncEngine(runner.loaded()) as engine:
         done = await chat(EngineModel(engine, TOY), f"/tools {tools}", "Weather?", "18")
     second = runner.prompts[1]
@@ -319,14 +292,14 @@ async def test_a_call_whose_arguments_are_no_object_asks_for_no_result(
     tools: Path, arguments: str
 ) -> None:
     written = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}'
-    runner = AnsweringRunner([written, "Hello."])
+    runner = AnsweringRunner([written, "Hello."], TOY)
     async with AsyncEngine(runner.loaded()) as engine:
         done = await chat(EngineModel(engine, TOY), f"/tools {tools}", "Weather?", "Hi.")
     assert done.ui.written.strip() == "Hello." and "tool\n" not in runner.prompts[1]
 
 
 async def test_an_engine_thinks_before_an_answer_that_follows_a_schema() -> None:
-    runner = AnsweringRunner(['<think>\nHm, {.\n</think>\n\n{"a": [1]}', "Hello."])
+    runner = AnsweringRunner(['<think>\nHm, {.\n</think>\n\n{"a": [1]}', "Hello."], TOY)
     async with AsyncEngine(runner.loaded()) as engine:
         done = await chat(
             EngineModel(engine, TOY), '/json {"type": "object"}', "A?", "/json off", "B?"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from minisgl.errors import ContextLengthError, InvalidRequestError, TextTooLongError
-from minisgl.server.answers.plan import read_conversation
+from minisgl.server.answers.plan import conversation_of
 from minisgl.server.apis.responses.history import PlacedItem
 from minisgl.server.apis.responses.request_types import (
     CallOutput,
@@ -222,7 +222,7 @@ def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
 async def _fits(chat: TranslatedChat, engine: ServedEngine, reading: Reading) -> bool:
     body = chat.body
     try:
-        found = await read_conversation(engine, body, reading, parallel=body.parallel_tool_calls)
+        found = await conversation_of(engine, body, reading, parallel=body.parallel_tool_calls)
     except (ContextLengthError, TextTooLongError):
         return False
     room = engine.capacity.max_seq_len - len(found.prompt_token_ids)
