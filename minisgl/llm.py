@@ -228,17 +228,25 @@ class LLM:
         reasoning and the calls beside the text. Leaving the loop ends the request. Raises
         MinisglError with the first piece, or where the answer fails.
         """
-        stream = self._wait_for(
-            self._open(
-                prompt,
-                sampling_params,
-                response_format=response_format,
-                tools=tools,
-                cache_salt=cache_salt,
-                options=options,
-                template_kwargs=chat_template_kwargs,
+        items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
+        read: str | list[int] | ReadPrompt
+        if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
+            asked = self._ask(
+                sampling_params, response_format, tools, options, chat_template_kwargs
             )
-        )
+            read, params = self._wait_for(self._read(items, asked)), asked.params
+        else:
+            of_chats = (tools or None, response_format, chat_template_kwargs)
+            names = ("tools", "response_format", "chat_template_kwargs")
+            for name, value in zip(names, of_chats, strict=True):
+                if value is not None:
+                    raise InvalidRequestError(name, "is for conversations, not for prompts.")
+            check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
+            [read, *others] = _as_batch(items) or [[]]
+            if others:
+                raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
+            [params] = self._sampling(sampling_params, options, 1, "prompt")
+        stream = self._wait_for(self._submit(read, params, cache_salt))
         try:
             while (piece := self._wait_for(_next(stream))) is not None:
                 yield piece
@@ -452,33 +460,6 @@ class LLM:
             messages, asked.tools, asked.variables, skip_special_tokens=skips
         )
 
-    async def _open(
-        self,
-        prompt: Prompt | Messages,
-        sampling_params: SamplingParams | None,
-        response_format: Any,
-        tools: Sequence[Any] | None,
-        cache_salt: str | None,
-        options: Mapping[str, Any],
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> OutputStream:
-        """Submit the request of `stream`."""
-        items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
-        if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
-            asked = self._ask(sampling_params, response_format, tools, options, template_kwargs)
-            return await self._submit(await self._read(items, asked), asked.params, cache_salt)
-        of_chats = (tools or None, response_format, template_kwargs)
-        names = ("tools", "response_format", "chat_template_kwargs")
-        for name, value in zip(names, of_chats, strict=True):
-            if value is not None:
-                raise InvalidRequestError(name, "is for conversations, not for prompts.")
-        check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
-        [one, *others] = _as_batch(items) or [[]]
-        if others:
-            raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
-        [params] = self._sampling(sampling_params, options, 1, "prompt")
-        return await self._submit(one, params, cache_salt)
-
     async def _submit(
         self, prompt: str | Sequence[int] | ReadPrompt, params: SamplingParams, salt: str | None
     ) -> OutputStream:
@@ -634,17 +615,14 @@ def _structured(response_format: Any) -> StructuredOutput:
                 return StructuredOutput(json_object=True, field="response_format")
             case "json_schema", {"schema": schema}:
                 return StructuredOutput(json_schema=schema, field="response_format")
-    return StructuredOutput(json_schema=_schema_of(response_format), field="response_format")
-
-
-def _schema_of(response_format: Any) -> Any:
-    if isinstance(response_format, Mapping):
-        return response_format
-    if hasattr(response_format, "model_json_schema"):
-        return response_format.model_json_schema()
-    raise InvalidRequestError(
-        "response_format", "must be a JSON schema (a dict) or a pydantic model."
-    )
+        schema = response_format
+    elif hasattr(response_format, "model_json_schema"):
+        schema = response_format.model_json_schema()
+    else:
+        raise InvalidRequestError(
+            "response_format", "must be a JSON schema (a dict) or a pydantic model."
+        )
+    return StructuredOutput(json_schema=schema, field="response_format")
 
 
 def _abandon(reference: weakref.ref[LLM]) -> None:

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -358,90 +358,59 @@ class FinishReason(enum.Enum):
         return FinishReason.LENGTH if self is FinishReason.STOP else self
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence, from submission to its end. Created by the engine, changed by the scheduler.
 
     `token_ids` are the tokens known on the host: the prompt and the settled output, without those
     of steps in flight. Times are in seconds of `time.monotonic`, taken when the event loop
-    received a token.
+    received a token. Raises InvalidRequestError for a `cache_salt` that is empty or too long.
     """
 
-    __slots__ = (
-        "error",
-        "finish_reason",
-        "first_token_s",
-        "id",
-        "last_token_s",
-        "logprobs",
-        "matcher",
-        "max_len",
-        "max_tokens",
-        "namespace",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_disk_tokens",
-        "num_drafted_tokens",
-        "num_host_tokens",
-        "num_prompt_tokens",
-        "params",
-        "pooled",
-        "pooling",
-        "prompt_logprobs",
-        "seed",
-        "status",
-        "stop_token_ids",
-        "submitted_s",
-        "tenant",
-        "token_ids",
-    )
+    id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int  # that of `params`, or all that the context has room for
+    seed: int  # that of `params`, or a drawn one
+    eos_token_ids: InitVar[Iterable[int]] = ()
+    tenant: Tenant = EVERYONE
+    cache_salt: InitVar[str | None] = None
+    matcher: Matcher | None = None  # masks the tokens
+    pooling: Pooling | None = None  # what is computed if no token is to follow, with max_tokens 0
+    namespace: bytes = field(init=False)  # of the prefix cache
+    pooled: list[Vector] = field(init=False, default_factory=list)  # of chunks with pooled rows
+    num_prompt_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_host_tokens: int = 0  # of these, tokens that were loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those that were read from disk
+    num_drafted_tokens: int = 0  # guesses of output tokens that were verified
+    num_accepted_tokens: int = 0  # of these, those that became output tokens
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens 1, ...
+    submitted_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
-    def __init__(
+    def __post_init__(
         self,
-        id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        eos_token_ids: Iterable[int] = (),
-        tenant: Tenant = EVERYONE,
-        cache_salt: str | None = None,
-        matcher: Matcher | None = None,
-        pooling: Pooling | None = None,
+        eos_token_ids: Iterable[int],
+        cache_salt: str | None,
     ) -> None:
-        """max_tokens, seed: as in `params`, with None resolved. matcher: masks the tokens.
-        pooling: what is computed if no token is to follow, with max_tokens 0.
-
-        Raises InvalidRequestError for a `cache_salt` that is empty or too long.
-        """
-        self.id = id
-        self.tenant = tenant
-        self.namespace = cache_namespace(tenant, cache_salt)  # of the prefix cache
-        self.params = params
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.matcher = matcher
-        self.pooling = pooling
-        self.pooled: list[Vector] = []  # of each chunk that has some of the pooled rows
+        self.namespace = cache_namespace(self.tenant, cache_salt)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = self.num_prompt_tokens + max_tokens
-        self.stop_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else eos_token_ids
+        self.max_len = self.num_prompt_tokens + self.max_tokens
+        self.stop_token_ids = frozenset(self.params.stop_token_ids).union(
+            () if self.params.ignore_eos else eos_token_ids
         )
         self.token_ids = list(prompt_token_ids)
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
-        self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
-        self.num_disk_tokens = 0  # of the cached tokens, those that were read from disk
-        self.num_drafted_tokens = 0  # guesses of output tokens that were verified
-        self.num_accepted_tokens = 0  # of these, those that became output tokens
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: BaseException | None = None
-        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if requested
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if requested
-        self.submitted_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -23,7 +23,6 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
-from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
@@ -345,7 +344,7 @@ class AsyncEngine:
             num_cached_pages=kv.num_cached,
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
-            snapshots=SnapshotStats.of(kv.snapshots),
+            snapshots=kv.snapshot_stats(),
             drafts=drafts_of(self._scheduler.speculation),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),

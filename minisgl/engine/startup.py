@@ -191,7 +191,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     )
 
 
-def _cache_of(loaded: Loaded[Any]) -> KVCacheManager | RankCaches:
+def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     if config.windows is not None and capacity.num_window_pages:

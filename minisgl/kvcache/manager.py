@@ -27,7 +27,7 @@ from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.snapshots import Snapshots
+from minisgl.kvcache.snapshots import Snapshots, SnapshotStats
 from minisgl.kvcache.transits import Transits
 from minisgl.kvcache.windows import WindowPages, Windows
 
@@ -151,6 +151,10 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Number of pages that `reserve` can provide."""
         return self._device.num_free + self._cache.num_evictable
+
+    def snapshot_stats(self) -> SnapshotStats | None:
+        """None: the model keeps no states."""
+        return SnapshotStats.of(self.snapshots)
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""
