@@ -338,11 +338,7 @@ def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRul
         page_bytes / rule.load_s / 1e9,
         1e6 * compute_s,
     )
-    if not rule.pays(config.num_host_pages):
-        logger.warning(
-            "This model computes tokens faster than they are loaded: nothing will be loaded, and "
-            "--host-cache is of no use here."
-        )
+    _warn_if_useless(rule, config, "host memory", "--host-cache")
 
 
 def _tell_of_disk_cache(config: ResolvedConfig, disk: Disk) -> None:
@@ -353,9 +349,14 @@ def _tell_of_disk_cache(config: ResolvedConfig, disk: Disk) -> None:
         1e6 * load_s,
         1e6 * compute_s,
     )
-    if not disk.rule.pays(config.num_host_pages):
+    _warn_if_useless(disk.rule, config, config.disk_cache, "--disk-cache")
+
+
+def _warn_if_useless(rule: LoadRule, config: ResolvedConfig, place: str, option: str) -> None:
+    if not rule.pays(config.num_host_pages):
         logger.warning(
             "This model computes tokens faster than they are read from %s: nothing will be read, "
-            "and --disk-cache is of no use here.",
-            config.disk_cache,
+            "and %s is of no use here.",
+            place,
+            option,
         )

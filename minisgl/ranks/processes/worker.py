@@ -24,6 +24,7 @@ from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
+from minisgl.kvcache.moves import Move
 from minisgl.models.config import ModelConfig
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
@@ -33,14 +34,7 @@ from minisgl.ranks.processes.channel import (
     RankMoved,
     Ready,
 )
-from minisgl.ranks.processes.plan_codec import (
-    LISTEN,
-    MOVE,
-    SAMPLE,
-    PlanDecoder,
-    decode_listen,
-    decode_moves,
-)
+from minisgl.ranks.processes.plan_codec import LISTEN, MOVE, SAMPLE, PlanDecoder, unpacked
 from minisgl.ranks.processes.rendezvous import Rendezvous
 from minisgl.runner.load import Report, load_runner, rank_device
 from minisgl.runner.queued_step import StepHandle
@@ -161,11 +155,11 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
     deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
         if data.startswith(MOVE):
-            runner.move(decode_moves(data), moved)
+            runner.move(unpacked(data, list[Move]), moved)
             continue
         if data.startswith(LISTEN):
             with reporting:
-                end.report(_listen(runner, *decode_listen(data)))
+                end.report(_listen(runner, *unpacked(data, tuple[str, bytes])))
             continue
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
