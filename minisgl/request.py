@@ -66,15 +66,16 @@ class StructuredOutput:
         if self.json_schema is False:  # a schema that nothing satisfies
             given.insert(0, "json_schema")
         if len(given) != 1:
+            *kinds, _ = CONSTRAINTS  # the last one is made by minisgl alone
             found = f"{len(given)} were given: {', '.join(given)}" if given else "none was given"
             raise InvalidRequestError(
-                self.field or "structured", f"takes one of {', '.join(CONSTRAINTS[:-1])}; {found}."
+                self.field or "structured", f"takes one of {', '.join(kinds)}; {found}."
             )
         [kind] = given
         if not self.field:
             object.__setattr__(self, "field", f"structured.{kind}")
         value = getattr(self, kind)
-        types, said = CONSTRAINT_TYPES[kind]
+        types, said = CONSTRAINTS[kind]
         if not isinstance(value, types):
             raise InvalidRequestError(self.field, f"must be {said}.")
         if kind == "choice":
@@ -100,12 +101,8 @@ NOT_BESIDE_A_CONSTRAINT = (
     "is not allowed beside what constrains the answer (structured output, tools that are required "
     "or strict, a thinking budget), which may need other tokens."
 )
-# The fields of StructuredOutput that are constraints.
-CONSTRAINTS = (
-    *("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"),
-    "tool_calls",
-)
-CONSTRAINT_TYPES: Mapping[str, tuple[Any, str]] = {
+# The fields of StructuredOutput that are constraints: their types, and these in words.
+CONSTRAINTS: Mapping[str, tuple[Any, str]] = {
     "json_schema": (Mapping | str | bool, "a JSON schema: an object, or its JSON text"),
     "json_object": (bool, "true or false"),
     "regex": (str, "a text"),
@@ -180,10 +177,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(values))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_rules()
-
-        for parameter in SAMPLED:
-            self._check(parameter.name)
-        self._check("max_tokens")
+        for name, parameter in PARAMETERS.items():
+            parameter.check(getattr(self, name))
         if self.max_tokens is not None:
             if self.max_tokens == 0 and self.prompt_logprobs is None:
                 raise InvalidRequestError(
@@ -193,8 +188,6 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}."
                 )
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            self._check(name)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed.")
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -240,9 +233,6 @@ class SamplingParams:
             raise InvalidRequestError(
                 "bad_words", f"at most {MAX_BAD_WORDS_CHARS} characters are allowed in all."
             )
-
-    def _check(self, name: str) -> None:
-        PARAMETERS[name].check(getattr(self, name))
 
     @property
     def greedy(self) -> bool:

@@ -18,7 +18,7 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter, drafts_of
+from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
@@ -335,7 +335,7 @@ class AsyncEngine:
         await self.close()
 
     def stats(self) -> EngineStats:
-        kv = self._scheduler.kv
+        kv, speculation = self._scheduler.kv, self._scheduler.speculation
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_queued=self._scheduler.num_waiting,
@@ -345,7 +345,7 @@ class AsyncEngine:
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
             snapshots=kv.snapshot_stats(),
-            drafts=drafts_of(self._scheduler.speculation),
+            drafts=speculation and replace(speculation.counters),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

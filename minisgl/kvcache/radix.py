@@ -507,27 +507,21 @@ class RadixCache:
 
         Those that the tree has in any tier are not taken, and none if it lacks what is before them.
         """
-        refused = self._put_host(namespace, key, start, host_pages[:num_pages])
-        self._host.free([*host_pages[num_pages:], *refused])
-
-    def _put_host(
-        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
-    ) -> Sequence[int]:
-        """Returns the pages that are not taken."""
-        if not host_pages:
-            return ()
+        if not num_pages:
+            self._host.free(host_pages)
+            return
         self._clock += 1
         root = last = self._root(namespace)
-        at, end = 0, start + len(host_pages)
+        at, end = 0, start + num_pages
         for last in self._walk(root, key, 0, end):
             at += last.num_pages
-        if at < start or at == end:
-            self._let_go(last)
-            return host_pages
-        added = self._add(last, key, at, end)
-        added.host_pages = list(host_pages[at - start :])
-        self._let_go(added)
-        return host_pages[: at - start]
+        num_refused = num_pages
+        if start <= at < end:
+            last = self._add(last, key, at, end)
+            num_refused = at - start
+            last.host_pages = list(host_pages[num_refused:num_pages])
+        self._let_go(last)
+        self._host.free([*host_pages[num_pages:], *host_pages[:num_refused]])
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""

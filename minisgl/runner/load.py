@@ -127,7 +127,7 @@ def load_runner(
     config = _with_fitting_slots(config, layer_specs, device, free_at_start, pipeline)
     copy_bytes = prepare_model(config, model, layer_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
-    held_by_weights = _held_bytes(device)
+    held_by_weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
@@ -410,10 +410,6 @@ def slowest_rule(own: LoadRule, pipeline: Pipeline) -> LoadRule:
     """The rule for all ranks, each of which waits for the slowest. The last stage, which waits for
     the others, has measured what a token takes to compute. All ranks must call this together."""
     return LoadRule(*(-pipeline.host_min(-round(s / TICK_S)) * TICK_S for s in astuple(own)))
-
-
-def _held_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:

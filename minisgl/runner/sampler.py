@@ -113,14 +113,6 @@ class Sampler:
         """[num_slots + 1] int64, a view. The position of a token minus this is its output index."""
         return column_of(self.tables.records, "num_prompt_tokens")
 
-    def allocate_history(self) -> None:
-        """Allocate the token counts for penalties: 5 bytes per slot and token of the vocabulary.
-
-        The first `join` with penalties does it implicitly; capturing a step of variant FULL
-        requires it before.
-        """
-        self.tables.allocate_history()
-
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Queue the assignment of slots to requests. A slot may occur at most once."""
         if not joins:
