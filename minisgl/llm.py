@@ -137,11 +137,7 @@ class LLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
-        response_format: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: None = None,
-        cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
 
@@ -151,11 +147,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
-        response_format: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: int,
-        cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -165,11 +157,7 @@ class LLM:
         messages: Sequence[Messages],
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
-        response_format: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: None = None,
-        cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -178,11 +166,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Any] | None = None,
-        response_format: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         n: int | None = None,
-        cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
@@ -197,11 +181,13 @@ class LLM:
         `reasoning` and `tool_calls` are taken out of its `text` where the model's format is known.
         response_format: a JSON schema (a dict) or a pydantic model, which the reply follows. Its
         value is `parsed`: an instance of the model, of which pydantic raises ValidationError where
-        it checks more than a schema says; None where the reply was cut.
+        it checks more than a schema says; None where the reply was cut. cache_salt: as `generate`
+        takes it.
         """
         conversations, is_one = _as_conversations(messages)
-        asked = self._ask(sampling_params, response_format, tools, options, chat_template_kwargs)
-        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt))
+        asked = self._ask(sampling_params, options)
+        outputs = self._wait_for(self._answer(conversations, asked, n))
+        response_format = options.get("response_format")
         if hasattr(response_format, "model_validate"):
             for output in outputs:
                 if output.parsed is not None:
@@ -212,11 +198,6 @@ class LLM:
         self,
         prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        response_format: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        cache_salt: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[OutputDelta]:
         """Yield the answer to a prompt, or to a conversation as `chat` takes it, piece by piece.
@@ -231,22 +212,20 @@ class LLM:
         items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
         read: str | list[int] | ReadPrompt
         if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
-            asked = self._ask(
-                sampling_params, response_format, tools, options, chat_template_kwargs
-            )
+            asked = self._ask(sampling_params, options)
             read, params = self._wait_for(self._read(items, asked)), asked.params
         else:
-            of_chats = (tools or None, response_format, chat_template_kwargs)
-            names = ("tools", "response_format", "chat_template_kwargs")
-            for name, value in zip(names, of_chats, strict=True):
-                if value is not None:
+            sampling: dict[str, Any] = {**options}
+            sampling.pop("cache_salt", None)
+            for name in ("tools", "response_format", "chat_template_kwargs"):
+                if sampling.pop(name, None) not in (None, [], ()):
                     raise InvalidRequestError(name, "is for conversations, not for prompts.")
-            check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
+            check_names(sampling, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
             [read, *others] = _as_batch(items) or [[]]
             if others:
                 raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
-            [params] = self._sampling(sampling_params, options, 1, "prompt")
-        stream = self._wait_for(self._submit(read, params, cache_salt))
+            [params] = self._sampling(sampling_params, sampling, 1, "prompt")
+        stream = self._wait_for(self._submit(read, params, options.get("cache_salt")))
         try:
             while (piece := self._wait_for(_next(stream))) is not None:
                 yield piece
@@ -256,17 +235,12 @@ class LLM:
                 with contextlib.suppress(RuntimeError):  # the loop was closed, and the engine
                     self._loop.call_soon_threadsafe(stream.abort)
 
-    def _ask(
-        self,
-        sampling_params: SamplingParams | None,
-        response_format: Any,
-        tools: Sequence[Any] | None,
-        options: Mapping[str, Any],
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> _Asked:
+    def _ask(self, sampling_params: SamplingParams | None, options: ChatOptions) -> _Asked:
         """What the options of a conversation say. Raises InvalidRequestError."""
-        sampling = {name: options[name] for name in options if name in SAMPLING_NAMES}
-        variables = {name: options[name] for name in options if name not in SAMPLING_NAMES}
+        variables: dict[str, Any] = {**options}
+        own = ("tools", "response_format", "chat_template_kwargs", "cache_salt")
+        tools, response_format, template_kwargs, salt = (variables.pop(name, None) for name in own)
+        sampling = {name: variables.pop(name) for name in SAMPLING_NAMES & variables.keys()}
         if not isinstance(template_kwargs, Mapping | None):
             raise InvalidRequestError("chat_template_kwargs", "must be a dict of variables.")
         for name in template_kwargs or ():
@@ -285,7 +259,7 @@ class LLM:
             params = replace(params, structured=_structured(response_format))
         if tools is not None and not isinstance(tools, list | tuple):
             raise InvalidRequestError("tools", "must be a list of functions, or of OpenAI's form.")
-        return _Asked(params, tuple(tools or ()), variables)
+        return _Asked(params, tuple(tools or ()), variables, salt)
 
     def _sampling(
         self,
@@ -449,10 +423,11 @@ class LLM:
             self._waiting.discard(thread)
 
     async def _answer(
-        self, conversations: Sequence[Messages], asked: _Asked, n: int | None, salt: str | None
+        self, conversations: Sequence[Messages], asked: _Asked, n: int | None
     ) -> list[RequestOutput]:
         prompts = [await self._read(messages, asked) for messages in conversations]
-        return await self._run(prompts, [asked.params] * len(prompts), n, salt, len(prompts) > 1)
+        params, shows = [asked.params] * len(prompts), len(prompts) > 1
+        return await self._run(prompts, params, n, asked.salt, shows)
 
     async def _read(self, messages: Messages, asked: _Asked) -> ReadPrompt:
         skips = asked.params.skip_special_tokens
@@ -558,7 +533,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         parsed=_parse(text, request.params.structured),
-        reasoning=_reasoning_of(events),
+        reasoning="".join(each.text for each in events if isinstance(each, ReasoningText)) or None,
         tool_calls=_calls_of(events),
     )
 
@@ -570,10 +545,7 @@ class _Asked:
     params: SamplingParams
     tools: Sequence[Any]
     variables: Mapping[str, Any]  # of the chat template
-
-
-def _reasoning_of(events: Sequence[Event]) -> str | None:
-    return "".join(event.text for event in events if isinstance(event, ReasoningText)) or None
+    salt: str | None
 
 
 def _calls_of(events: Sequence[Event]) -> list[ToolCall]:

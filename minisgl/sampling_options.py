@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from minisgl.request import StructuredOutput
 
@@ -36,8 +36,13 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ChatOptions(SamplingOptions, total=False):
-    """Beside them, variables that many chat templates have, and how a conversation is rendered."""
+    """Beside them, what else LLM.chat and LLM.stream take, variables that many chat templates have,
+    and how a conversation is rendered."""
 
+    tools: Sequence[Any] | None
+    response_format: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
     enable_thinking: bool
     thinking: bool
     reasoning_effort: str

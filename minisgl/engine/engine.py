@@ -345,7 +345,7 @@ class AsyncEngine:
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
             snapshots=kv.snapshot_stats(),
-            drafts=speculation and replace(speculation.counters),
+            drafts=None if speculation is None else replace(speculation.counters),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

@@ -386,5 +386,5 @@ class PrefixExchange:
         self._asking.shutdown(wait=False, cancel_futures=True)
         self._transits.give_up()
         for move in self._kv.moves.under_way:
-            if move.is_between_engines:
+            if Place.ENGINE in (move.source, move.target):
                 self._kv.moves.end(move.id, 0)

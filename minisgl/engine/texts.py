@@ -130,18 +130,14 @@ class _WorkQueue:
             if self._waiting[0].future.done():  # the caller is gone
                 heapq.heappop(self._waiting)
                 continue
-            worker = self._find_worker()
-            if worker is None:
+            if self._idle:
+                worker = self._idle.pop()
+            elif len(self._busy) < self._num_threads:
+                worker = _Worker(self._make_renderer(), self._on_done)
+            else:
                 return
             self._busy[worker] = task = heapq.heappop(self._waiting)
             worker.thread.add(task)
-
-    def _find_worker(self) -> _Worker | None:
-        if self._idle:
-            return self._idle.pop()
-        if len(self._busy) < self._num_threads:
-            return _Worker(self._make_renderer(), self._on_done)
-        return None
 
     def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]

@@ -7,7 +7,7 @@ nobody reads them before the plan that awaits it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from minisgl.kvcache.copies import Load
 from minisgl.kvcache.host import UNPLANNED
@@ -25,17 +25,16 @@ class InFlight:
     step: int  # whose plan carries it; UNPLANNED before that
 
 
+@dataclass(slots=True, eq=False)
 class Loads:
-    def __init__(self, cache: RadixCache, device: PagePool, max_pages: int | None) -> None:
-        """max_pages: number of pages on their way that keep the lane busy until more can follow;
-        None: any."""
-        self.num_begun = 0  # since the start
-        self._cache = cache
-        self._device = device
-        self._max_pages = max_pages
-        self._in_flight: dict[int, InFlight] = {}
-        self._new: list[Load] = []  # for the next plan
-        self._awaits: list[int] = []  # for the next plan
+    _cache: RadixCache
+    _device: PagePool
+    # Number of pages on their way that keep the lane busy until more can follow; None: any.
+    _max_pages: int | None
+    num_begun: int = 0  # since the start
+    _in_flight: dict[int, InFlight] = field(default_factory=dict)
+    _new: list[Load] = field(default_factory=list)  # for the next plan
+    _awaits: list[int] = field(default_factory=list)  # for the next plan
 
     @property
     def in_flight(self) -> Mapping[int, InFlight]:

@@ -396,7 +396,8 @@ class KVCacheManager:
         for lease in self._leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]
-            assert shared == _path_pages(lease.node), "a lease does not share what it has locked"
+            path = [page for each in reversed([*lease.node.upwards()]) for page in each.pages]
+            assert shared == path, "a lease does not share what it has locked"
             assert not lease.num_to_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
         written_by = self._device.written_by
@@ -422,7 +423,3 @@ class KVCacheManager:
         cached = set(self._cache.pages())
         for load in self.loads.in_flight.values():
             assert cached.issuperset(load.pages), "pages in flight are not locked"
-
-
-def _path_pages(node: Node) -> list[int]:
-    return [page for each in reversed([*node.upwards()]) for page in each.pages]

@@ -8,6 +8,7 @@ opens the lease.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
 from minisgl.kvcache.snapshots import SnapshotStats
@@ -80,17 +81,8 @@ class RankCaches(KVCacheManager):
         self._num_leases[rank] += 1
         return lease
 
-    def reserve(
-        self,
-        lease: Lease,
-        num_tokens: int,
-        *,
-        num_beside: int | None = None,
-        num_granted: int = 0,
-    ) -> Sequence[int] | None:
-        return self.of(lease).reserve(
-            lease, num_tokens, num_beside=num_beside, num_granted=num_granted
-        )
+    def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
+        return self.of(lease).reserve(lease, num_tokens, **of_plan)
 
     def settled(self, step: int) -> None:
         for cache in self.of_ranks:

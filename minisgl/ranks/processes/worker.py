@@ -59,7 +59,11 @@ def run_rank(spec: RankSpec, end: RankEnd) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"rank {spec.rank}: %(message)s")
     threading.Thread(target=_beat, args=(end,), name="minisgl-heartbeat", daemon=True).start()
     try:
-        _serve(spec, end)
+        runner, pipeline = join_and_load(spec)
+        end.report(Ready())
+        _run_plans(runner, end, spec.config.pp)
+        runner.close()
+        pipeline.close()
     except EOFError:  # rank 0 has died
         os._exit(1)
     except BaseException as error:
@@ -79,14 +83,6 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
         end.report(Failed(type(error).__name__, message))
     sys.stderr.flush()
     os._exit(1)
-
-
-def _serve(spec: RankSpec, end: RankEnd) -> None:
-    runner, pipeline = join_and_load(spec)
-    end.report(Ready())
-    _run_plans(runner, end, spec.config.pp)
-    runner.close()
-    pipeline.close()
 
 
 def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Pipeline]:
