@@ -198,8 +198,10 @@ class Sampler:
         if self._triton is None:
             token_ids = self.perturbed(logits, slots, output_index, features).argmax(dim=-1)
             scores = None
-            if features.penalties:
-                self._count(slots, token_ids)
+            counts = self.tables.output_counts
+            if features.penalties and counts is not None:
+                ones = torch.ones_like(token_ids, dtype=torch.int32)
+                counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
         else:
             rows = logits, slots, output_index
             top_p, masked = "top_p" in features.filters, features.masked
@@ -284,12 +286,6 @@ class Sampler:
         seen[slot].zero_().index_fill_(0, prompt_ids, True)
         ones = torch.ones_like(output_ids, dtype=torch.int32)
         counts[slot].zero_().index_add_(0, output_ids, ones)
-
-    def _count(self, slots: Tensor, token_ids: Tensor) -> None:
-        counts = self.tables.output_counts
-        if counts is not None:
-            ones = torch.ones_like(token_ids, dtype=torch.int32)
-            counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
 
     def _edits(self, join: SlotJoin) -> list[tuple[int, float]]:
         """The (token id, bias) pairs of a request: its logit_bias, and -inf for stop tokens, which
