@@ -79,9 +79,7 @@ class Slabs:
             len(self._registered) * slab.nbytes / 1e9,
             code,
         )
-        with contextlib.suppress(RuntimeError):
-            # Takes CUDA's last error, which the next kernel would report otherwise.
-            torch.zeros(1, device="cuda")
+        _forget_error()
 
     def runs(self, host_pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """The host pages, ascending, as few tensors [n, page_bytes], each with the index of its
@@ -116,6 +114,12 @@ class Slabs:
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
+
+
+def _forget_error() -> None:
+    """Take CUDA's last error, which the next kernel would report otherwise."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _resident(shape: tuple[int, int]) -> mmap.mmap:
