@@ -282,7 +282,7 @@ class AsyncEngine:
     @property
     def stalled(self) -> str | None:
         """A description of the step that takes much longer than similar ones; None if none does."""
-        return self._steps.failures.stalled
+        return self._steps.failures.watch.stalled
 
     async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.

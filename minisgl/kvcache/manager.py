@@ -292,7 +292,7 @@ class KVCacheManager:
             pages = host.take(len(keys))
 
             def move_ended(num_pages: int) -> None:
-                disk.forget(keys[num_pages:])
+                disk.index.forget(keys[num_pages:])  # a rank does not have them
                 self._cache.put_host(namespace, key, start, pages, num_pages)
                 ended(range(start, start + num_pages))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
@@ -110,7 +111,7 @@ def _start(
     )
     if config.nnodes == 1:
         try:
-            rendezvous = FileRendezvous.create()
+            rendezvous = FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
         except OSError as obstacle:
             reason = "the temporary file through which ranks exchange addresses cannot be created"
             raise ConfigError(*_option(config), f"{reason}: {obstacle}") from obstacle
