@@ -187,7 +187,7 @@ class LLM:
         conversations, is_one = _as_conversations(messages)
         asked = self._ask(sampling_params, options)
         outputs = self._wait_for(self._answer(conversations, asked, n))
-        response_format = options.get("response_format")
+        response_format: Any = options.get("response_format")
         if hasattr(response_format, "model_validate"):
             for output in outputs:
                 if output.parsed is not None:
@@ -328,8 +328,9 @@ class LLM:
         """The scores of documents, 0 to 1, in their order; of a model with task="rerank".
 
         instruction: what to look for; None: the passages that answer a web search.
-        truncate_prompt_tokens: as in `embed`, of the whole prompt. max_tokens_per_doc: tokens to
-        which longer documents are cut. Raises MinisglError.
+        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for all that the model
+        takes; None refuses them. max_tokens_per_doc: tokens to which longer documents are cut.
+        Raises MinisglError.
         """
         pairs = [(query, document) for document in documents]
         options = RerankOptions(

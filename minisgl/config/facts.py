@@ -280,8 +280,8 @@ class ModelFacts:
         if dtype == FP8 and self.kv_scales is not None:
             scales = list(self.kv_scales)
         of_layers = tuple(
-            spec.kv(dtype, its) if isinstance(spec, AttentionSpec) else spec
-            for spec, its in zip(self.layers, scales, strict=True)
+            spec.kv(dtype, own_scales) if isinstance(spec, AttentionSpec) else spec
+            for spec, own_scales in zip(self.layers, scales, strict=True)
         )
         return of_layers + tuple(spec.kv(dtype) for spec in self.draft_layers)
 

@@ -193,7 +193,7 @@ class RadixCache:
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
         """Take the pages that the cache does not have on the device, and return the others.
 
-        `node` as for `extend`; its lock stays where it is. O(pages).
+        `node` must end where `start` begins; its lock stays where it is. O(pages).
         """
         if not self._keeps:
             return list(pages)
@@ -401,7 +401,7 @@ class RadixCache:
         """Let the next plan copy pages to host memory that `evict` would return next, until there
         are `num_pages` that were copied ahead of their eviction. They stay on the device.
 
-        max_offloads: as for `evict`.
+        max_offloads: the most pages that the next plan offloads, those of earlier calls included.
         """
         host = self._host
         while self._num_ahead < num_pages:

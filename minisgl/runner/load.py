@@ -314,8 +314,8 @@ class _Builder:
         if config.windows is not None and any(isinstance(each, HostPlanned) for each in pair):
             # They plan for one page table.
             layers = filter(config.windows.hold_all_of, shape.layers)
-            its, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
-            self._attention = replace(self._attention, windowed=its)
+            windowed, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
+            self._attention = replace(self._attention, windowed=windowed)
             self._captured_attention = replace(self._captured_attention, windowed=captured)
 
     def _make_attention(self, shape: AttentionShape) -> tuple[Attention, Attention]:

@@ -240,7 +240,7 @@ class Sampler:
     ) -> Tensor:
         """Compute the values of which the torch reference takes the argmax: [rows, vocab] float32.
 
-        Takes the arguments of `sample` and changes none. first_id: as for `perturb`. A test can
+        Takes the arguments of `sample` and changes none. first_id: of the first column. A test can
         pass the result to `kernels.sampling.reference.margin` to see how close the decision was.
         """
         logits = logits.float()
