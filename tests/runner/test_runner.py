@@ -21,10 +21,10 @@ from minisgl.config import AttentionSpec
 from minisgl.device.lanes import Lanes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError, StepError
-from minisgl.kernels.sampling.tables import SamplingTables
 from minisgl.matcher import MaskRows
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
+from minisgl.runner.capture import Capture
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.row_order import RowOrder
@@ -119,10 +119,10 @@ def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
 def test_too_little_memory_for_graphs_is_an_error_that_names_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def allocate(self: SamplingTables) -> None:
+    def extend(self: Capture, *_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(SamplingTables, "allocate_history", allocate)
+    monkeypatch.setattr(Capture, "extend", extend)
     with pytest.raises(DeviceMemoryError, match="--cuda-graph-max-bs, which at 0 needs none"):
         load_engine(case_of("llama3").folder, padded=4)
 
