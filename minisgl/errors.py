@@ -127,25 +127,18 @@ class ContextLengthError(InvalidRequestError):
     def __str__(self) -> str:
         return str(self.args[0])
 
-    def without_answer(self, prompt_field: str) -> ContextLengthError:
-        """The same error of a prompt that no answer is to follow, in the field of this name."""
+    def with_names(
+        self, *, prompt_field: str, limit_field: str | None = None
+    ) -> ContextLengthError:
+        """The same error of a caller who knows the fields by these names; without a limit, of a
+        prompt that no answer is to follow."""
         return ContextLengthError(
             self.num_prompt_tokens,
-            0,
+            0 if limit_field is None else self._max_tokens,
             self.max_seq_len,
             at_least=self._at_least,
             prompt_field=prompt_field,
-        )
-
-    def with_names(self, *, prompt_field: str, limit_field: str) -> ContextLengthError:
-        """The same error of a caller who knows the fields by these names."""
-        return ContextLengthError(
-            self.num_prompt_tokens,
-            self._max_tokens,
-            self.max_seq_len,
-            at_least=self._at_least,
-            prompt_field=prompt_field,
-            limit_field=limit_field,
+            limit_field=limit_field or "max_tokens",
         )
 
 

@@ -22,28 +22,23 @@ class Matcher(Protocol):
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by output tokens that are settled: they are never taken back."""
-        ...
 
     def fill(self, words: MaskRows) -> None:
         """Write the mask of the next token: one row of MaskRows, [words]. Releases the GIL."""
-        ...
 
     def heal(self) -> bool:
         """After an error: whether it was caused by another request, and is made good.
 
         What was accepted stays accepted; a mask has to be filled again.
         """
-        ...
 
     @property
     def error(self) -> str | None:
         """Why the matcher has failed; what it fills from then on means nothing."""
-        ...
 
     @property
     def finished(self) -> bool:
         """Whether the output is complete: nothing but EOS may follow."""
-        ...
 
 
 def mask_words(vocab_size: int) -> int:

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -66,15 +66,16 @@ class StructuredOutput:
         if self.json_schema is False:  # a schema that nothing satisfies
             given.insert(0, "json_schema")
         if len(given) != 1:
+            *kinds, _ = CONSTRAINTS  # the last one is made by minisgl alone
             found = f"{len(given)} were given: {', '.join(given)}" if given else "none was given"
             raise InvalidRequestError(
-                self.field or "structured", f"takes one of {', '.join(CONSTRAINTS[:-1])}; {found}."
+                self.field or "structured", f"takes one of {', '.join(kinds)}; {found}."
             )
         [kind] = given
         if not self.field:
             object.__setattr__(self, "field", f"structured.{kind}")
         value = getattr(self, kind)
-        types, said = CONSTRAINT_TYPES[kind]
+        types, said = CONSTRAINTS[kind]
         if not isinstance(value, types):
             raise InvalidRequestError(self.field, f"must be {said}.")
         if kind == "choice":
@@ -100,12 +101,8 @@ NOT_BESIDE_A_CONSTRAINT = (
     "is not allowed beside what constrains the answer (structured output, tools that are required "
     "or strict, a thinking budget), which may need other tokens."
 )
-# The fields of StructuredOutput that are constraints.
-CONSTRAINTS = (
-    *("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"),
-    "tool_calls",
-)
-CONSTRAINT_TYPES: Mapping[str, tuple[Any, str]] = {
+# The fields of StructuredOutput that are constraints: their types, and these in words.
+CONSTRAINTS: Mapping[str, tuple[Any, str]] = {
     "json_schema": (Mapping | str | bool, "a JSON schema: an object, or its JSON text"),
     "json_object": (bool, "true or false"),
     "regex": (str, "a text"),
@@ -180,10 +177,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(values))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_rules()
-
-        for parameter in SAMPLED:
-            self._check(parameter.name)
-        self._check("max_tokens")
+        for name, parameter in PARAMETERS.items():
+            parameter.check(getattr(self, name))
         if self.max_tokens is not None:
             if self.max_tokens == 0 and self.prompt_logprobs is None:
                 raise InvalidRequestError(
@@ -193,8 +188,6 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}."
                 )
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            self._check(name)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed.")
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -240,9 +233,6 @@ class SamplingParams:
             raise InvalidRequestError(
                 "bad_words", f"at most {MAX_BAD_WORDS_CHARS} characters are allowed in all."
             )
-
-    def _check(self, name: str) -> None:
-        PARAMETERS[name].check(getattr(self, name))
 
     @property
     def greedy(self) -> bool:
@@ -358,90 +348,59 @@ class FinishReason(enum.Enum):
         return FinishReason.LENGTH if self is FinishReason.STOP else self
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence, from submission to its end. Created by the engine, changed by the scheduler.
 
     `token_ids` are the tokens known on the host: the prompt and the settled output, without those
     of steps in flight. Times are in seconds of `time.monotonic`, taken when the event loop
-    received a token.
+    received a token. Raises InvalidRequestError for a `cache_salt` that is empty or too long.
     """
 
-    __slots__ = (
-        "error",
-        "finish_reason",
-        "first_token_s",
-        "id",
-        "last_token_s",
-        "logprobs",
-        "matcher",
-        "max_len",
-        "max_tokens",
-        "namespace",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_disk_tokens",
-        "num_drafted_tokens",
-        "num_host_tokens",
-        "num_prompt_tokens",
-        "params",
-        "pooled",
-        "pooling",
-        "prompt_logprobs",
-        "seed",
-        "status",
-        "stop_token_ids",
-        "submitted_s",
-        "tenant",
-        "token_ids",
-    )
+    id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int  # that of `params`, or all that the context has room for
+    seed: int  # that of `params`, or a drawn one
+    eos_token_ids: InitVar[Iterable[int]] = ()
+    tenant: Tenant = EVERYONE
+    cache_salt: InitVar[str | None] = None
+    matcher: Matcher | None = None  # masks the tokens
+    pooling: Pooling | None = None  # what is computed if no token is to follow, with max_tokens 0
+    namespace: bytes = field(init=False)  # of the prefix cache
+    pooled: list[Vector] = field(init=False, default_factory=list)  # of chunks with pooled rows
+    num_prompt_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_host_tokens: int = 0  # of these, tokens that were loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those that were read from disk
+    num_drafted_tokens: int = 0  # guesses of output tokens that were verified
+    num_accepted_tokens: int = 0  # of these, those that became output tokens
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens 1, ...
+    submitted_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
-    def __init__(
+    def __post_init__(
         self,
-        id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        eos_token_ids: Iterable[int] = (),
-        tenant: Tenant = EVERYONE,
-        cache_salt: str | None = None,
-        matcher: Matcher | None = None,
-        pooling: Pooling | None = None,
+        eos_token_ids: Iterable[int],
+        cache_salt: str | None,
     ) -> None:
-        """max_tokens, seed: as in `params`, with None resolved. matcher: masks the tokens.
-        pooling: what is computed if no token is to follow, with max_tokens 0.
-
-        Raises InvalidRequestError for a `cache_salt` that is empty or too long.
-        """
-        self.id = id
-        self.tenant = tenant
-        self.namespace = cache_namespace(tenant, cache_salt)  # of the prefix cache
-        self.params = params
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.matcher = matcher
-        self.pooling = pooling
-        self.pooled: list[Vector] = []  # of each chunk that has some of the pooled rows
+        self.namespace = cache_namespace(self.tenant, cache_salt)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = self.num_prompt_tokens + max_tokens
-        self.stop_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else eos_token_ids
+        self.max_len = self.num_prompt_tokens + self.max_tokens
+        self.stop_token_ids = frozenset(self.params.stop_token_ids).union(
+            () if self.params.ignore_eos else eos_token_ids
         )
         self.token_ids = list(prompt_token_ids)
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
-        self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
-        self.num_disk_tokens = 0  # of the cached tokens, those that were read from disk
-        self.num_drafted_tokens = 0  # guesses of output tokens that were verified
-        self.num_accepted_tokens = 0  # of these, those that became output tokens
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: BaseException | None = None
-        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if requested
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if requested
-        self.submitted_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
 
     @property
     def num_output_tokens(self) -> int:

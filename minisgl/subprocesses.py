@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from struct import Struct
 from typing import IO, NoReturn
@@ -21,21 +22,18 @@ MEMORY_BYTES = 1 << 30  # that a task may allocate beyond what its idle process 
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 
 
+@dataclass(eq=False)
 class Worker:
     """A process that does one task at a time, started when first needed."""
 
-    def __init__(
-        self, code: str, *, does: str, stopped: str, opening: bytes = b"", stderr: int | None = None
-    ) -> None:
-        """code: what Python executes in the process, which ends with `serve_tasks`. does: what the
-        process does, for errors; stopped: the error of a task after `close`. opening: a message
-        that is sent before the first task, unless it is empty.
-        """
-        self._code = code
-        self._does = does
-        self._stopped = stopped
-        self._opening = opening
-        self._stderr = stderr
+    code: str  # what Python executes in the process, which ends with `serve_tasks`
+    _: KW_ONLY
+    does: str  # what the process does, for errors
+    stopped: str  # the error of a task after `close`
+    opening: bytes = b""  # a message that is sent before the first task, unless it is empty
+    stderr: int | None = None
+
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = threading.Event()
@@ -46,17 +44,17 @@ class Worker:
         Raises EngineStoppedError after `close`.
         """
         if self._closed.is_set():
-            raise EngineStoppedError(self._stopped)
+            raise EngineStoppedError(self.stopped)
         if self._process is not None:
             if self._process.poll() is None:
                 return self._process
             self.wait()
         self._ready = False
         self._process = process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {self._code}"],
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {self.code}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stderr=self.stderr,
             process_group=0,  # Ctrl-C must not reach it; killed together with the one it forks
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -74,8 +72,8 @@ class Worker:
         answer = None
         with contextlib.suppress(OSError, ValueError):  # a broken pipe
             if not self._ready:
-                if self._opening:
-                    send(process.stdin, self._opening)
+                if self.opening:
+                    send(process.stdin, self.opening)
                 self._ready = receive(process.stdout) is not None
             send(process.stdin, task)
             answer = receive(process.stdout)
@@ -83,8 +81,8 @@ class Worker:
             return answer
         code = self.wait()
         if self._closed.is_set():
-            raise EngineStoppedError(self._stopped)
-        raise MinisglError(f"The process that {self._does} ended with {code}.")
+            raise EngineStoppedError(self.stopped)
+        raise MinisglError(f"The process that {self.does} ended with {code}.")
 
     def interrupt(self) -> None:
         """End the task under way as if its time were up. May be called by any thread."""

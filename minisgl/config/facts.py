@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,9 +121,9 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
     return sum(spec.bytes_per_slot for spec in layers if isinstance(spec, StateSpec))
 
 
-WINDOWS, SOFT_CAPS = "sliding windows", "soft caps"
+WINDOWS, SOFT_CAPS, SINKS = "sliding windows", "soft caps", "attention sinks"
 OTHER_VALUES, LATENTS = "values of another width", "values that are part of the keys"
-ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, "attention sinks", OTHER_VALUES, LATENTS)
+ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, SINKS, OTHER_VALUES, LATENTS)
 _UNMEASURED = 100  # added to the ranks of backends, comes after all others
 
 
@@ -149,25 +148,18 @@ class AttentionSpec:
 
     def extras(self) -> tuple[str, ...]:
         """The names of its features beyond plain causal attention, of ATTENTION_EXTRAS."""
-        other_values = self.value_dim not in (None, self.head_dim)
-        used = (
-            *(self.window is not None, self.softcap is not None, self.sinks, other_values),
-            self.v_in_k,
-        )
-        return tuple(itertools.compress(ATTENTION_EXTRAS, used))
+        used = {
+            WINDOWS: self.window is not None,
+            SOFT_CAPS: self.softcap is not None,
+            SINKS: self.sinks,
+            OTHER_VALUES: self.value_dim not in (None, self.head_dim),
+            LATENTS: self.v_in_k,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
 
     def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """The KV cache of the layer in `dtype`."""
-        if self.v_in_k:
-            return KVSpec(
-                num_kv_heads=self.num_kv_heads,
-                key_dim=self.head_dim,
-                value_dim=0,
-                dtype=dtype,
-                scales=KVScales(scales.k, scales.k),
-                shared_dim=self.value_dim or self.head_dim,
-            )
-        return KVSpec(
+        spec = KVSpec(
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.value_dim or self.head_dim,
@@ -175,6 +167,10 @@ class AttentionSpec:
             scales=scales,
             window=self.window,
         )
+        if not self.v_in_k:
+            return spec
+        scales, shared_dim = KVScales(scales.k, scales.k), spec.value_dim
+        return replace(spec, value_dim=0, scales=scales, shared_dim=shared_dim, window=None)
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
         """The attention of one of `num_ranks` ranks, which must divide the number of heads."""
@@ -284,8 +280,8 @@ class ModelFacts:
         if dtype == FP8 and self.kv_scales is not None:
             scales = list(self.kv_scales)
         of_layers = tuple(
-            spec.kv(dtype, its) if isinstance(spec, AttentionSpec) else spec
-            for spec, its in zip(self.layers, scales, strict=True)
+            spec.kv(dtype, own_scales) if isinstance(spec, AttentionSpec) else spec
+            for spec, own_scales in zip(self.layers, scales, strict=True)
         )
         return of_layers + tuple(spec.kv(dtype) for spec in self.draft_layers)
 

@@ -75,10 +75,6 @@ class WindowSizes:
         included."""
         return 1 + self.spare + num_requests * self.span
 
-    def typical_tokens(self, max_seq_len: int) -> int:
-        """The tokens of a request for which memory is divided."""
-        return min(max_seq_len, max(TYPICAL_TOKENS, TYPICAL_WINDOWS * self.window))
-
     def has(self, spec: LayerSpec) -> bool:
         """Whether a layer's KV cache has the pages of windowed layers."""
         return isinstance(spec, KVSpec) and self.hold_all_of(spec)
@@ -109,7 +105,8 @@ def divide(
     full, windowed = sizes.page_bytes(layers)
     if not windowed:
         return room // full if full else sys.maxsize, sys.maxsize
-    typical = -(-sizes.typical_tokens(max_seq_len) // sizes.page_size)
+    num_tokens = min(max_seq_len, max(TYPICAL_TOKENS, TYPICAL_WINDOWS * sizes.window))
+    typical = -(-num_tokens // sizes.page_size)
     left = room - full - (1 + sizes.spare) * windowed
     num_requests = max(1.0, left / (typical * full + sizes.span * windowed))
     num_windowed = 1 + sizes.spare + int(num_requests * sizes.span)

@@ -18,12 +18,11 @@ from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded, load, scheduler_of
-from minisgl.engine.stats import EngineStats, Meter, drafts_of
+from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
-from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
@@ -283,7 +282,7 @@ class AsyncEngine:
     @property
     def stalled(self) -> str | None:
         """A description of the step that takes much longer than similar ones; None if none does."""
-        return self._steps.failures.stalled
+        return self._steps.failures.watch.stalled
 
     async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
@@ -336,7 +335,7 @@ class AsyncEngine:
         await self.close()
 
     def stats(self) -> EngineStats:
-        kv = self._scheduler.kv
+        kv, speculation = self._scheduler.kv, self._scheduler.speculation
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_queued=self._scheduler.num_waiting,
@@ -345,8 +344,8 @@ class AsyncEngine:
             num_cached_pages=kv.num_cached,
             host=self._steps.moves.host_stats(),
             transfers=self._steps.moves.transfer_stats(),
-            snapshots=SnapshotStats.of(kv.snapshots),
-            drafts=drafts_of(self._scheduler.speculation),
+            snapshots=kv.snapshot_stats(),
+            drafts=None if speculation is None else replace(speculation.counters),
             counters=replace(self._scheduler.counters),
             totals=deepcopy(self._meter.totals),
         )

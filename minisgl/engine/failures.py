@@ -52,7 +52,7 @@ class Failures:
         self._moves = moves
         self._loop = asyncio.get_running_loop()
         first_limit_s = math.inf if self._ranks is None else FIRST_LIMIT_S
-        self._watch = StepWatch(loaded.config.step_timeout, first_limit_s=first_limit_s)
+        self.watch = StepWatch(loaded.config.step_timeout, first_limit_s=first_limit_s)
         self._looking: asyncio.TimerHandle | None = None
         self._hung: asyncio.Future[None] = self._loop.create_future()  # done: steps may hang
         if self._ranks is not None:
@@ -90,24 +90,15 @@ class Failures:
 
     # -- steps that hang, and lost ranks -----------------------------------------------------------
 
-    @property
-    def stalled(self) -> str | None:
-        """A description of the step that takes much longer than similar ones; None if none does."""
-        return self._watch.stalled
-
     def step_began(self, plan: StepPlan) -> None:
-        self._watch.began(plan)
+        self.watch.began(plan)
         if self._looking is None:
             self._looking = self._loop.call_later(LOOK_S, self._look)
-
-    def step_ended(self) -> None:
-        """Note the end of the oldest step in flight."""
-        self._watch.ended()
 
     def _look(self) -> None:
         """Check on the steps in flight. Runs every second while there are any."""
         self._looking = None
-        reason = self._watch.look(
+        reason = self.watch.look(
             time.monotonic(),
             compiles=self._runner.may_compile(),
             silence=self._ranks.silence if self._ranks is not None else {},
@@ -116,7 +107,7 @@ class Failures:
             self._ranks.give_up(EngineStoppedError(reason))
         elif reason is not None:
             self._on_hung(EngineStoppedError(reason))
-        elif self._watch.in_flight and self.failure is None:
+        elif self.watch.in_flight and self.failure is None:
             self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _on_lost(self, lost: Future[None]) -> None:

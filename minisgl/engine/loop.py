@@ -108,7 +108,7 @@ class StepLoop:
 
     def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
         """Handle the end of a step or its failure. Called once for each step, in order."""
-        self.failures.step_ended()
+        self.failures.watch.ended()
         self._step_ended.set()
         if self.failures.failure is not None or step != self._scheduler.next_to_settle:
             return  # nothing is settled any more, or an earlier step has failed

@@ -16,7 +16,6 @@ from minisgl.engine.stats import HostStats, TransferStats
 from minisgl.engine.waiting_thread import WaitingThread
 from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.kvcache.manager import KVCacheManager
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -111,7 +110,6 @@ class PageMoves:
             listening = await asyncio.to_thread(self._runner.listen, address, token)
             check_open()
             own = OwnSide(place, token, listening, fingerprint, page_bytes)
-            assert isinstance(self._kv, KVCacheManager), "there is a host cache"
             self._exchange = PrefixExchange(self._kv, own, self.start, self._launch)
         except OSError as error:
             reason = f"KV pages cannot be exchanged here: {error.strerror or error}"

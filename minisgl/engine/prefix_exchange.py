@@ -266,7 +266,8 @@ class PrefixExchange:
             began = time.perf_counter()
             transit: Transit | None = None
             try:
-                if self._is_direct(address):
+                is_mapped = time.monotonic() >= self._indirect.get(address, 0.0)
+                if self._own.listening.is_direct and is_mapped:
                     transit = self._transits.expect_on_device(
                         prefix.packed, first, num_missing, prefix.namespace
                     )
@@ -296,11 +297,6 @@ class PrefixExchange:
         want = Want(self._own.fingerprint, self._key(prefix), self._num_pages(prefix))
         with contextlib.suppress(TransferError):  # that there is no more of it
             await self._ask(address, want)
-
-    def _is_direct(self, address: str) -> bool:
-        """Whether to ask for pages on the device of an engine."""
-        is_mapped = time.monotonic() >= self._indirect.get(address, 0.0)
-        return self._own.listening.is_direct and is_mapped
 
     async def _receive(self, address: str, offer: Offer, transit: Transit) -> int:
         """Receive pages into those of `transit`; returns how many have come.
@@ -386,5 +382,5 @@ class PrefixExchange:
         self._asking.shutdown(wait=False, cancel_futures=True)
         self._transits.give_up()
         for move in self._kv.moves.under_way:
-            if move.is_between_engines:
+            if Place.ENGINE in (move.source, move.target):
                 self._kv.moves.end(move.id, 0)

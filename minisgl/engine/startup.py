@@ -122,20 +122,15 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     num_ranks = capacity.num_attending
-    own = f" ({capacity.num_tokens // num_ranks} on each of {num_ranks} ranks)"
+    own, graphs = "", ""
+    if num_ranks > 1:
+        own = f" ({capacity.num_tokens // num_ranks} on each of {num_ranks} ranks)"
+    if resolved.device != "cpu":
+        graphs = f", CUDA graphs up to batch {capacity.max_graph_batch}"
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens%s in %s, in pages of %d, "
-        "context %d%s",
-        name,
-        time.monotonic() - started,
-        resolved.dtype,
-        resolved.device,
-        capacity.num_tokens,
-        own if num_ranks > 1 else "",
-        resolved.kv_dtype,
-        capacity.page_size,
-        capacity.max_seq_len,
-        "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
+        f"Loaded {name} in {time.monotonic() - started:.1f} s: {resolved.dtype} on "
+        f"{resolved.device}, KV cache of {capacity.num_tokens} tokens{own} in {resolved.kv_dtype}, "
+        f"in pages of {capacity.page_size}, context {capacity.max_seq_len}{graphs}"
     )
     _tell_of_windows(resolved, prepared.facts, capacity)
     if prepared.facts.states:
@@ -148,9 +143,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         )
     if capacity.max_seq_len < resolved.max_seq_len:
         logger.warning(
-            "The longest sequence is capped at the KV cache: %d tokens instead of %d",
-            capacity.max_seq_len,
-            resolved.max_seq_len,
+            f"The longest sequence is capped at the KV cache: {capacity.max_seq_len} tokens "
+            f"instead of {resolved.max_seq_len}"
         )
     if resolved.num_host_pages:
         _tell_of_host_cache(resolved, prepared.facts, runner.load_rule)
@@ -191,7 +185,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     )
 
 
-def _cache_of(loaded: Loaded[Any]) -> KVCacheManager | RankCaches:
+def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     if config.windows is not None and capacity.num_window_pages:
@@ -278,50 +272,39 @@ def _tell_of_windows(config: ResolvedConfig, model: ModelFacts, capacity: Capaci
     of_all = f"{num_windows} of {len(model.layers)} layers have sliding windows"
     if config.windows is None or not capacity.num_window_pages:
         logger.info(
-            "%s: a request of %d tokens reads %.0f %% of the KV cache that it holds, since pages "
-            "behind windows are kept",
-            of_all,
-            max_seq_len,
-            100 * share,
+            f"{of_all}: a request of {max_seq_len} tokens reads {100 * share:.0f} % of the KV "
+            "cache that it holds, since pages behind windows are kept"
         )
         return
     sizes, num_pages, num_windowed = config.windows, capacity.num_pages, capacity.num_window_pages
     full, windowed = sizes.page_bytes(model.layer_specs(config.kv_dtype))
     alike = (num_pages * full + num_windowed * windowed) // (full + windowed)
     logger.info(
-        "%s, of at most %d tokens: pages behind them are freed. The KV cache of %d tokens has %d "
-        "for these layers, of which a request takes at most %d; in the same memory it would have "
-        "%d if pages were kept: %.2f times as many",
-        of_all,
-        sizes.window,
-        (num_pages - 1) * page_size,
-        (num_windowed - 1) * page_size,
-        sizes.span * page_size,
-        (alike - 1) * page_size,
-        (num_pages - 1) / max(1, alike - 1),
+        f"{of_all}, of at most {sizes.window} tokens: pages behind them are freed. The KV cache of "
+        f"{(num_pages - 1) * page_size} tokens has {(num_windowed - 1) * page_size} for these "
+        f"layers, of which a request takes at most {sizes.span * page_size}; in the same memory it "
+        f"would have {(alike - 1) * page_size} if pages were kept: "
+        f"{(num_pages - 1) / max(1, alike - 1):.2f} times as many"
     )
 
 
 def _tell_of_states(config: ResolvedConfig, model: ModelFacts, capacity: Capacity) -> None:
     """Say how many states of requests there is room for, and snapshots for the prefix cache."""
-    megabytes = slot_bytes(model.layer_specs(config.kv_dtype)) / 1e6
+    megabytes, snapshots = slot_bytes(model.layer_specs(config.kv_dtype)) / 1e6, ""
+    if capacity.num_snapshots:
+        num_snapshots = capacity.num_snapshots * capacity.num_attending
+        snapshots = (
+            f", and for {num_snapshots} snapshots, one at the end of each prompt, from which the "
+            "prefix cache goes on"
+        )
     logger.info(
-        "%d of %d layers keep a state of %.4g MB for each request: room for %d requests at once%s",
-        len(model.states),
-        len(model.layers),
-        megabytes,
-        capacity.num_slots,
-        f", and for {capacity.num_snapshots * capacity.num_attending} snapshots, one at the end of "
-        "each prompt, from which the prefix cache goes on"
-        if capacity.num_snapshots
-        else "",
+        f"{len(model.states)} of {len(model.layers)} layers keep a state of {megabytes:.4g} MB for "
+        f"each request: room for {capacity.num_slots} requests at once{snapshots}"
     )
     if capacity.num_slots < config.max_running_requests:
         logger.warning(
-            "Of %d requests at most %d run at once: the states of more would take over half of "
-            "the memory that the weights leave",
-            config.max_running_requests,
-            capacity.num_slots,
+            f"Of {config.max_running_requests} requests at most {capacity.num_slots} run at once: "
+            "the states of more would take over half of the memory that the weights leave"
         )
 
 
@@ -331,31 +314,25 @@ def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRul
     page_bytes = of_rank.kv_bytes_per_token(config.kv_dtype) * config.page_size
     load_s, compute_s = rule.load_s / config.page_size, rule.compute_s / config.page_size
     logger.info(
-        "Host cache of %d tokens: a token is loaded in %.2f us (%.1f GB/s per rank), computed in "
-        "%.2f us",
-        num_tokens,
-        1e6 * load_s,
-        page_bytes / rule.load_s / 1e9,
-        1e6 * compute_s,
+        f"Host cache of {num_tokens} tokens: a token is loaded in {1e6 * load_s:.2f} us "
+        f"({page_bytes / rule.load_s / 1e9:.1f} GB/s per rank), computed in "
+        f"{1e6 * compute_s:.2f} us"
     )
-    if not rule.pays(config.num_host_pages):
-        logger.warning(
-            "This model computes tokens faster than they are loaded: nothing will be loaded, and "
-            "--host-cache is of no use here."
-        )
+    _warn_if_useless(rule, config, "host memory", "--host-cache")
 
 
 def _tell_of_disk_cache(config: ResolvedConfig, disk: Disk) -> None:
     load_s, compute_s = disk.rule.load_s / config.page_size, disk.rule.compute_s / config.page_size
     logger.info(
-        "Disk cache in %s: a token comes from there in %.2f us and is computed in %.2f us",
-        config.disk_cache,
-        1e6 * load_s,
-        1e6 * compute_s,
+        f"Disk cache in {config.disk_cache}: a token comes from there in {1e6 * load_s:.2f} us and "
+        f"is computed in {1e6 * compute_s:.2f} us"
     )
-    if not disk.rule.pays(config.num_host_pages):
+    _warn_if_useless(disk.rule, config, config.disk_cache, "--disk-cache")
+
+
+def _warn_if_useless(rule: LoadRule, config: ResolvedConfig, place: str, option: str) -> None:
+    if not rule.pays(config.num_host_pages):
         logger.warning(
-            "This model computes tokens faster than they are read from %s: nothing will be read, "
-            "and --disk-cache is of no use here.",
-            config.disk_cache,
+            f"This model computes tokens faster than they are read from {place}: nothing will be "
+            f"read, and {option} is of no use here."
         )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.request import FinishReason, Request
-from minisgl.scheduler.runs import DraftCounters, Speculation
+from minisgl.scheduler.runs import DraftCounters
 from minisgl.scheduler.state import SchedulerCounters
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.
@@ -154,11 +154,6 @@ class HostStats:
     def usage(self) -> float:
         """The fraction of the host tier that holds pages, 0 to 1."""
         return self.num_used_pages / self.num_pages
-
-
-def drafts_of(speculation: Speculation | None) -> DraftCounters | None:
-    """The counts of drafts as they are now."""
-    return None if speculation is None else replace(speculation.counters)
 
 
 @dataclass(slots=True)

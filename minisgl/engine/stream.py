@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from minisgl.events import Event, joined
 from minisgl.request import FinishReason, OutputDelta, Request
@@ -11,27 +12,24 @@ from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
 
 
+@dataclass(eq=False, repr=False)
 class OutputStream:
     """The deltas of one request, as an async iterator with one consumer.
 
     Pending output is merged into one delta, so a slow consumer costs no more memory than the answer
-    itself. Ends with the delta that has a finish_reason, or raises the
-    request's error.
+    itself. Ends with the delta that has a finish_reason, or raises the request's error.
     """
 
-    def __init__(
-        self, request: Request, detokenizer: Detokenizer | None, abort: Callable[[Request], None]
-    ) -> None:
-        self.request = request
-        self.detokenizer = detokenizer
-        self.text: list[str] = []  # not yet delivered
-        self._num_taken = 0  # output tokens
-        self._num_prompt_taken = 0  # prompt logprobs
-        self.changed = False  # there is output that the consumer has not seen
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, if it waits for output
-        self._finished = asyncio.Event()
-        self._ended = False
-        self._abort = abort
+    request: Request
+    detokenizer: Detokenizer | None
+    _abort: Callable[[Request], None]
+    text: list[str] = field(default_factory=list)  # not yet delivered
+    changed: bool = False  # there is output that the consumer has not seen
+    _num_taken: int = 0  # output tokens
+    _num_prompt_taken: int = 0  # prompt logprobs
+    _waiting: asyncio.Future[None] | None = None  # the consumer, if it waits for output
+    _finished: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
 
     @property
     def request_id(self) -> str:

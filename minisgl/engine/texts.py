@@ -130,18 +130,14 @@ class _WorkQueue:
             if self._waiting[0].future.done():  # the caller is gone
                 heapq.heappop(self._waiting)
                 continue
-            worker = self._find_worker()
-            if worker is None:
+            if self._idle:
+                worker = self._idle.pop()
+            elif len(self._busy) < self._num_threads:
+                worker = _Worker(self._make_renderer(), self._on_done)
+            else:
                 return
             self._busy[worker] = task = heapq.heappop(self._waiting)
             worker.thread.add(task)
-
-    def _find_worker(self) -> _Worker | None:
-        if self._idle:
-            return self._idle.pop()
-        if len(self._busy) < self._num_threads:
-            return _Worker(self._make_renderer(), self._on_done)
-        return None
 
     def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
@@ -279,21 +275,7 @@ class Texts:
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool
     ) -> list[int]:
-        self._check_length(text, param, any_length)
-        encode = partial(
-            self._tokenizer.encode,
-            text,
-            add_special_tokens=add_special_tokens,
-            param=param,
-            max_tokens=None if any_length else self._max_seq_len,
-        )
-        if len(text) <= MAX_SHORT_CHARS:
-            return encode()
-        line = self._short if len(text) <= SHORT_BYTES else self._long_texts
-        return await line.run(lambda _: encode(), len(text))
-
-    def _check_length(self, text: str, param: str, any_length: bool) -> None:
-        """Check the number of characters, which is known without reading the text."""
+        # Known without reading the text.
         num_chars = self._tokenizer.num_chars(text)
         fewest = self._tokenizer.fewest_tokens(num_chars)
         if fewest > self._max_seq_len and not any_length:
@@ -306,6 +288,17 @@ class Texts:
                 f"The text has {num_chars} characters; at most {self._max_chars} are taken, which "
                 f"is more than sequences of {self._max_seq_len} tokens hold.",
             )
+        encode = partial(
+            self._tokenizer.encode,
+            text,
+            add_special_tokens=add_special_tokens,
+            param=param,
+            max_tokens=None if any_length else self._max_seq_len,
+        )
+        if len(text) <= MAX_SHORT_CHARS:
+            return encode()
+        line = self._short if len(text) <= SHORT_BYTES else self._long_texts
+        return await line.run(lambda _: encode(), len(text))
 
     @contextlib.contextmanager
     def _places(self, size: int) -> Iterator[None]:

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stream import OutputStream
@@ -118,7 +117,9 @@ class Vectors:
         Raises as `AsyncEngine.submit` and `encode` do, after aborting the others.
         """
         check_task(self.task, "embed")
-        self._check(options)
+        dimensions = options.dimensions
+        if dimensions is not None and not 1 <= dimensions <= self._width:
+            raise InvalidRequestError("dimensions", f"allowed: 1 to {self._width}.")
         before = self._prompt_text(options)
         pooling = Pooling(self._rules.rows)
         if before and self._rules.rows is PooledRows.MEAN and not self._rules.with_prompt:
@@ -131,7 +132,7 @@ class Vectors:
             await turn.share()
 
         def embedding(request: Request) -> Embedding:
-            vector = self._vector(request, options.dimensions)
+            vector = self._vector(request, dimensions)
             return Embedding(vector, request.num_prompt_tokens, request.num_cached_tokens)
 
         return await self._compute(prompts, pooling, embedding, cache_salt, tenant)
@@ -154,7 +155,8 @@ class Vectors:
         pooling = Pooling(PooledRows.LAST, token_ids=self._answers)
 
         def score(request: Request) -> Score:
-            probability = _probability(request.pooled[-1])
+            no, yes = map(float, request.pooled[-1])
+            probability = 1 / (1 + math.exp(min(no - yes, 700.0)))  # P(yes) / (P(yes) + P(no))
             return Score(probability, request.num_prompt_tokens, request.num_cached_tokens)
 
         # If so, the others find their beginning cached.
@@ -210,11 +212,6 @@ class Vectors:
         return min(len(one), len(other)) > page and one[:page] == other[:page]
 
     # -- prompts -----------------------------------------------------------------------------------
-
-    def _check(self, options: EmbedOptions) -> None:
-        dimensions = options.dimensions
-        if dimensions is not None and not 1 <= dimensions <= self._width:
-            raise InvalidRequestError("dimensions", f"allowed: 1 to {self._width}.")
 
     def _prompt_text(self, options: EmbedOptions) -> str:
         """What precedes each text."""
@@ -286,15 +283,11 @@ class Vectors:
             token_ids = token_ids[: num_head + options.max_tokens_per_doc]
         prompt = [*self._before, *token_ids]
         if cut_to is None and len(prompt) + len(self._after) > self._max_seq_len:
-            await self._check_query(head)
+            num_tokens = len(await self._encoded(head, "query", special=False))
+            size = len(self._before) + num_tokens + len(self._after)
+            if size >= self._max_seq_len:  # so that no document would fit
+                raise ContextLengthError(size, 0, self._max_seq_len, prompt_field="query")
         return self._fitted(prompt, self._after, cut_to, field)
-
-    async def _check_query(self, head: str) -> None:
-        """Raise ContextLengthError that names the query, if it leaves no room for any document."""
-        num_tokens = len(await self._encoded(head, "query", special=False))
-        size = len(self._before) + num_tokens + len(self._after)
-        if size >= self._max_seq_len:
-            raise ContextLengthError(size, 0, self._max_seq_len, prompt_field="query")
 
     async def _encoded(
         self, text: str, field: str, *, special: bool = True, cut: bool = False
@@ -303,7 +296,7 @@ class Vectors:
         try:
             return await self._encode(text, add_special_tokens=special, any_length=cut)
         except ContextLengthError as error:
-            raise error.without_answer(field) from None
+            raise error.with_names(prompt_field=field) from None
         except TextTooLongError as error:
             error.param = field
             raise
@@ -348,9 +341,3 @@ def _answers(tokenizer: Tokenizer) -> tuple[int, ...]:
         reason = "needs a tokenizer with a token for each of yes and no"
         raise ConfigError("--task", "rerank", reason)
     return tuple(each[0] for each in token_ids)
-
-
-def _probability(logits: NDArray[np.float32]) -> float:
-    """P(yes) / (P(yes) + P(no)) of logits of no and yes."""
-    no, yes = map(float, logits)
-    return 1 / (1 + math.exp(min(no - yes, 700.0)))

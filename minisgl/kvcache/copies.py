@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,7 @@ class Traffic:
     seconds: float = 0.0  # in which the lane was busy with them
 
     def since(self, before: Traffic) -> Traffic:
-        return Traffic(
-            self.num_pages - before.num_pages,
-            self.num_bytes - before.num_bytes,
-            self.seconds - before.seconds,
-        )
+        return Traffic(*map(sub, astuple(self), astuple(before)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class DiskTier:
 
     def __init__(self, disk: Disk, page_size: int, host: HostPool, moves: Moves) -> None:
         self.rule = disk.rule
-        self._index = disk.index
+        self.index = disk.index
         self._fingerprint = disk.fingerprint
         self._page_bytes = page_size * TOKEN_BYTES
         self._host = host
@@ -43,7 +43,7 @@ class DiskTier:
     def find(self, namespace: bytes, key: bytes, start: int, end: int) -> list[bytes]:
         """The keys of the pages `start` .. `end` - 1 of `key` up to the first that is not held."""
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
-        return [*takewhile(self._index.holds, keys)]
+        return [*takewhile(self.index.holds, keys)]
 
     def write(self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]) -> None:
         """Begin to write the pages of `key` from page `start` on that are not on disk, nor on their
@@ -53,7 +53,7 @@ class DiskTier:
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
         pairs = zip(keys, host_pages, strict=True)
         missing = [
-            pair for pair in pairs if not (self._index.holds(pair[0]) or host.is_frozen(pair[1]))
+            pair for pair in pairs if not (self.index.holds(pair[0]) or host.is_frozen(pair[1]))
         ]
         for first in range(0, len(missing), host.piece):
             names, pages = zip(*missing[first : first + host.piece], strict=True)
@@ -61,10 +61,6 @@ class DiskTier:
             self._moves.begin(
                 Place.HOST, Place.DISK, pages, partial(_thaw, host, pages), keys=names
             )
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Look for these pages no longer: a rank does not have them."""
-        self._index.forget(keys)
 
 
 def _thaw(host: HostPool, pages: Sequence[int], num_written: int) -> None:

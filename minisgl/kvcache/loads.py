@@ -6,8 +6,8 @@ nobody reads them before the plan that awaits it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from minisgl.kvcache.copies import Load
 from minisgl.kvcache.host import UNPLANNED
@@ -25,21 +25,16 @@ class InFlight:
     step: int  # whose plan carries it; UNPLANNED before that
 
 
+@dataclass(slots=True, eq=False)
 class Loads:
-    def __init__(self, cache: RadixCache, device: PagePool, max_pages: int | None) -> None:
-        """max_pages: number of pages on their way that keep the lane busy until more can follow;
-        None: any."""
-        self.num_begun = 0  # since the start
-        self._cache = cache
-        self._device = device
-        self._max_pages = max_pages
-        self._in_flight: dict[int, InFlight] = {}
-        self._new: list[Load] = []  # for the next plan
-        self._awaits: list[int] = []  # for the next plan
-
-    @property
-    def in_flight(self) -> Mapping[int, InFlight]:
-        return self._in_flight
+    _cache: RadixCache
+    _device: PagePool
+    # Number of pages on their way that keep the lane busy until more can follow; None: any.
+    _max_pages: int | None
+    num_begun: int = 0  # since the start
+    in_flight: dict[int, InFlight] = field(default_factory=dict)
+    _new: list[Load] = field(default_factory=list)  # for the next plan
+    _awaits: list[int] = field(default_factory=list)  # for the next plan
 
     @property
     def are_planned(self) -> bool:
@@ -51,14 +46,14 @@ class Loads:
         """Whether a load that began now would only queue up behind others."""
         if self._max_pages is None:
             return False
-        return sum(len(load.pages) for load in self._in_flight.values()) >= self._max_pages
+        return sum(len(load.pages) for load in self.in_flight.values()) >= self._max_pages
 
     def begin(self, node: Node, pages: Sequence[int]) -> int:
         """Load the end of a match, the locked `node`, into `pages` with the next plan."""
         self.num_begun += 1
         load_id = self.num_begun
         host_pages = self._cache.fill(node, pages, load_id)
-        self._in_flight[load_id] = InFlight(node, pages, UNPLANNED)
+        self.in_flight[load_id] = InFlight(node, pages, UNPLANNED)
         self._device.mark_written(pages, UNPLANNED)
         self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
         return load_id
@@ -66,7 +61,7 @@ class Loads:
     def above(self, node: Node) -> dict[int, int]:
         """The loads that write pages of the prefix up to `node`, and how many of these each."""
         found: dict[int, int] = {}
-        for each in node.upwards() if self._in_flight else ():
+        for each in node.upwards() if self.in_flight else ():
             if each.load:
                 found[each.load] = found.get(each.load, 0) + len(each.pages)
         return found
@@ -76,21 +71,21 @@ class Loads:
 
         Does nothing for a load that had landed or failed.
         """
-        found = self._in_flight.pop(load_id, None)
+        found = self.in_flight.pop(load_id, None)
         if found is not None:
             self._cache.filled(found.node)
             self._awaits.append(load_id)
 
     def await_unwanted(self, wanted: Iterable[frozenset[int]]) -> None:
         """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
-        if self._in_flight:
-            for load_id in self._in_flight.keys() - frozenset[int]().union(*wanted):
+        if self.in_flight:
+            for load_id in self.in_flight.keys() - frozenset[int]().union(*wanted):
                 self.landed(load_id)
 
     def drop_since(self, step: int) -> None:
         """Have the next plan await the loads of failed steps, so that their pages can be used
         again."""
-        for load_id, found in list(self._in_flight.items()):
+        for load_id, found in list(self.in_flight.items()):
             if found.step >= step:
                 self.landed(load_id)
         self._new = []
@@ -99,8 +94,8 @@ class Loads:
         """The loads that the plan of `step` begins, and those that it awaits."""
         taken = tuple(self._new), tuple(self._awaits)
         for load in self._new:
-            if load.id in self._in_flight:
-                self._in_flight[load.id] = replace(self._in_flight[load.id], step=step)
+            if load.id in self.in_flight:
+                self.in_flight[load.id] = replace(self.in_flight[load.id], step=step)
             self._device.mark_written(load.pages, step)
         self._new, self._awaits = [], []
         return taken

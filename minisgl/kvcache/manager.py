@@ -27,7 +27,7 @@ from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.snapshots import Snapshots
+from minisgl.kvcache.snapshots import Snapshots, SnapshotStats
 from minisgl.kvcache.transits import Transits
 from minisgl.kvcache.windows import WindowPages, Windows
 
@@ -151,6 +151,10 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Number of pages that `reserve` can provide."""
         return self._device.num_free + self._cache.num_evictable
+
+    def snapshot_stats(self) -> SnapshotStats | None:
+        """None: the model keeps no states."""
+        return SnapshotStats.of(self.snapshots)
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""
@@ -288,7 +292,7 @@ class KVCacheManager:
             pages = host.take(len(keys))
 
             def move_ended(num_pages: int) -> None:
-                disk.forget(keys[num_pages:])
+                disk.index.forget(keys[num_pages:])  # a rank does not have them
                 self._cache.put_host(namespace, key, start, pages, num_pages)
                 ended(range(start, start + num_pages))
 
@@ -392,7 +396,8 @@ class KVCacheManager:
         for lease in self._leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]
-            assert shared == _path_pages(lease.node), "a lease does not share what it has locked"
+            path = [page for each in reversed([*lease.node.upwards()]) for page in each.pages]
+            assert shared == path, "a lease does not share what it has locked"
             assert not lease.num_to_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
         written_by = self._device.written_by
@@ -418,7 +423,3 @@ class KVCacheManager:
         cached = set(self._cache.pages())
         for load in self.loads.in_flight.values():
             assert cached.issuperset(load.pages), "pages in flight are not locked"
-
-
-def _path_pages(node: Node) -> list[int]:
-    return [page for each in reversed([*node.upwards()]) for page in each.pages]

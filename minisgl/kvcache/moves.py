@@ -41,10 +41,6 @@ class Move:
     def uses_disk(self) -> bool:
         return Place.DISK in (self.source, self.target)
 
-    @property
-    def is_between_engines(self) -> bool:
-        return Place.ENGINE in (self.source, self.target)
-
 
 # Called with the id of a move and the number of pages, from its first on, that are done.
 Done = Callable[[int, int], None]

@@ -18,11 +18,9 @@ class PageIndex(Protocol):
 
     def holds(self, key: bytes) -> bool:
         """Whether a page is probably there: reading may find it gone or damaged."""
-        ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Hold these pages no longer, whatever is on disk."""
-        ...
 
 
 def page_keys(

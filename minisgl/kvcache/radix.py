@@ -193,7 +193,7 @@ class RadixCache:
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
         """Take the pages that the cache does not have on the device, and return the others.
 
-        `node` as for `extend`; its lock stays where it is. O(pages).
+        `node` must end where `start` begins; its lock stays where it is. O(pages).
         """
         if not self._keeps:
             return list(pages)
@@ -401,7 +401,7 @@ class RadixCache:
         """Let the next plan copy pages to host memory that `evict` would return next, until there
         are `num_pages` that were copied ahead of their eviction. They stay on the device.
 
-        max_offloads: as for `evict`.
+        max_offloads: the most pages that the next plan offloads, those of earlier calls included.
         """
         host = self._host
         while self._num_ahead < num_pages:
@@ -507,27 +507,21 @@ class RadixCache:
 
         Those that the tree has in any tier are not taken, and none if it lacks what is before them.
         """
-        refused = self._put_host(namespace, key, start, host_pages[:num_pages])
-        self._host.free([*host_pages[num_pages:], *refused])
-
-    def _put_host(
-        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
-    ) -> Sequence[int]:
-        """Returns the pages that are not taken."""
-        if not host_pages:
-            return ()
+        if not num_pages:
+            self._host.free(host_pages)
+            return
         self._clock += 1
         root = last = self._root(namespace)
-        at, end = 0, start + len(host_pages)
+        at, end = 0, start + num_pages
         for last in self._walk(root, key, 0, end):
             at += last.num_pages
-        if at < start or at == end:
-            self._let_go(last)
-            return host_pages
-        added = self._add(last, key, at, end)
-        added.host_pages = list(host_pages[at - start :])
-        self._let_go(added)
-        return host_pages[: at - start]
+        num_refused = num_pages
+        if start <= at < end:
+            last = self._add(last, key, at, end)
+            num_refused = at - start
+            last.host_pages = list(host_pages[num_refused:num_pages])
+        self._let_go(last)
+        self._host.free([*host_pages[num_pages:], *host_pages[:num_refused]])
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""

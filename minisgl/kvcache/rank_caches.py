@@ -7,9 +7,9 @@ opens the lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
 from minisgl.kvcache.snapshots import SnapshotStats
 
@@ -18,8 +18,9 @@ from minisgl.kvcache.snapshots import SnapshotStats
 PREFIX_WEIGHT = 2
 
 
-class RankCaches:
-    """The caches of all ranks, with the methods of one. Without a host tier, a disk and transits.
+class RankCaches(KVCacheManager):
+    """The caches of all ranks, as one that has no pages of its own. Without a host tier, a disk and
+    transits.
 
     A request goes to the rank that has its longest prefix, else to the emptiest. If the rank with
     the prefix has over PREFIX_WEIGHT times the prefix more tokens in use than the emptiest, the
@@ -30,25 +31,17 @@ class RankCaches:
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
         """caches: of the ranks, of one page size. num_slots: of each rank, which are its most open
         leases."""
+        super().__init__(num_pages=1, page_size=caches[0].page_size, cache_type="naive")
         self.of_ranks = tuple(caches)
-        self.page_size = caches[0].page_size
+        self.num_pages += sum(cache.num_pages - 1 for cache in caches)
         self.num_ranks = len(caches)
+        self.snapshots = caches[0].snapshots
         self._num_slots = num_slots
         self._num_leases = [0] * len(caches)
-        # These have nothing to do, for which there would have to be a host tier.
-        self.moves, self.loads, self.transits = caches[0].moves, caches[0].loads, caches[0].transits
-        self.has_disk = False
-        self.windows: None = None  # all layers share a page table
-        self.num_host = 0
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache of the rank that has the pages of a lease."""
         return self.of_ranks[lease.rank]
-
-    @property
-    def num_pages(self) -> int:
-        """Those of all ranks, and one scratch page."""
-        return 1 + sum(cache.num_pages - 1 for cache in self.of_ranks)
 
     @property
     def num_free(self) -> int:
@@ -63,9 +56,7 @@ class RankCaches:
         """Number of pages that `reserve` can provide to requests of all ranks."""
         return sum(cache.num_available for cache in self.of_ranks)
 
-    @property
-    def snapshots(self) -> SnapshotStats | None:
-        """None: the model keeps no states."""
+    def snapshot_stats(self) -> SnapshotStats | None:
         return SnapshotStats.of(*(cache.snapshots for cache in self.of_ranks))
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
@@ -90,45 +81,12 @@ class RankCaches:
         self._num_leases[rank] += 1
         return lease
 
-    def reserve(
-        self,
-        lease: Lease,
-        num_tokens: int,
-        *,
-        num_beside: int | None = None,
-        num_granted: int = 0,
-    ) -> Sequence[int] | None:
-        return self.of(lease).reserve(
-            lease, num_tokens, num_beside=num_beside, num_granted=num_granted
-        )
-
-    def is_loading(self, lease: Lease) -> bool:
-        """False: there is no other memory to load from."""
-        return False
-
-    def take_copies(self, step: int) -> Copies | None:
-        """None, as there is no other memory."""
-        return None
-
-    def read_disk(
-        self,
-        key: bytes,
-        num_tokens: int,
-        namespace: bytes = b"",
-        *,
-        ended: Callable[[range], None] = lambda pages: None,
-    ) -> bool:
-        """False: there is no disk."""
-        return False
+    def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
+        return self.of(lease).reserve(lease, num_tokens, **of_plan)
 
     def settled(self, step: int) -> None:
         for cache in self.of_ranks:
             cache.settled(step)
-
-    def load_always(self) -> None:
-        """Nothing is loaded."""
-
-    offload_all = store_all = load_always
 
     def take_snapshots(
         self, lease: Lease, start: int, end: int, step: int
@@ -150,6 +108,3 @@ class RankCaches:
         for cache in self.of_ranks:
             cache.audit(launched)
         assert all(0 <= num <= self._num_slots for num in self._num_leases)
-
-
-Caches = KVCacheManager | RankCaches

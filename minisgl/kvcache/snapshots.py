@@ -24,7 +24,7 @@ class SnapshotStats:
     num_cached: int
 
     @staticmethod
-    def of(*parts: Snapshots | SnapshotStats | None) -> SnapshotStats | None:
+    def of(*parts: Snapshots | None) -> SnapshotStats | None:
         """Of all parts together; None: the model keeps no states."""
         found = [part for part in parts if part is not None]
         if not found:

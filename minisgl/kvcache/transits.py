@@ -8,7 +8,7 @@ are out of the order of launches: no plan writes the ones before `drop`, or uses
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.loads import Loads
@@ -30,22 +30,14 @@ class Transit:
     failed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Transits:
-    def __init__(
-        self,
-        cache: RadixCache,
-        device: PagePool,
-        host: HostPool,
-        loads: Loads,
-        max_on_device: int,
-    ) -> None:
-        """max_on_device: number of pages that other engines may keep from requests."""
-        self._cache = cache
-        self._device = device
-        self._host = host
-        self._loads = loads
-        self._max_on_device = max_on_device
-        self._all: set[Transit] = set()
+    _cache: RadixCache
+    _device: PagePool
+    _host: HostPool
+    _loads: Loads
+    _max_on_device: int  # number of pages that other engines may keep from requests
+    _all: set[Transit] = field(default_factory=set)
 
     # -- pages that leave --------------------------------------------------------------------------
 

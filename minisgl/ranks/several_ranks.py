@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
@@ -40,7 +41,7 @@ from minisgl.ranks.processes.channel import Channel
 from minisgl.ranks.processes.fewest_pages import FewestPages
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
-from minisgl.ranks.processes.plan_codec import PlanEncoder
+from minisgl.ranks.processes.plan_codec import MOVE, SAMPLE, PlanEncoder, packed
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec, join_and_load
@@ -59,7 +60,13 @@ def load_ranks(
     Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here or nodes
     cannot join, CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
     """
-    if reason := spawn_obstacle() or _group_obstacle():
+    reason = spawn_obstacle()
+    if reason is None and dist.is_initialized():
+        reason = (
+            "this process has ranks already, of another engine or of your own; "
+            "close that engine, or use another process"
+        )
+    if reason:
         raise ConfigError(*_option(config), reason)
     report = report or (lambda phase, fraction: None)
     others, own_spec, loaded = _start(config, model_config, folder, report)
@@ -103,7 +110,11 @@ def _start(
         context, config.max_running_requests, model_config.vocab_size, config.pp
     )
     if config.nnodes == 1:
-        rendezvous = _file_rendezvous(config)
+        try:
+            rendezvous = FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
+        except OSError as obstacle:
+            reason = "the temporary file through which ranks exchange addresses cannot be created"
+            raise ConfigError(*_option(config), f"{reason}: {obstacle}") from obstacle
         spec = RankSpec(0, config, model_config, folder, rendezvous)
         on_gpu = config.device == "cuda"
         launcher, channel = Launcher(context), Channel(here, context, masks)
@@ -128,27 +139,6 @@ def _start(
 def _option(config: ResolvedConfig) -> tuple[str, int]:
     """The option that asks for several ranks, and its value."""
     return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
-
-
-def _file_rendezvous(config: ResolvedConfig) -> FileRendezvous:
-    try:
-        return FileRendezvous.create()
-    except OSError as obstacle:
-        reason = (
-            "the ranks exchange addresses through a temporary file, which cannot be created: "
-            f"{obstacle}"
-        )
-        raise ConfigError(*_option(config), reason) from obstacle
-
-
-def _group_obstacle() -> str | None:
-    """The reason why this process cannot form a group of ranks; None if it can."""
-    if dist.is_initialized():
-        return (
-            "this process has ranks already, of another engine or of your own; "
-            "close that engine, or use another process"
-        )
-    return None
 
 
 def _in_thread(
@@ -199,7 +189,7 @@ class SeveralRanks:
         return self.others.channel.masks.rows(plan)
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
-        self.others.send_sampling(StepMasks(handle.step, masks))
+        self.others.pass_on(SAMPLE, StepMasks(handle.step, masks))
         self._own.sample(handle, masks)
 
     def may_compile(self) -> bool:
@@ -219,7 +209,7 @@ class SeveralRanks:
 
     def move(self, moves: Sequence[Move], done: Done) -> None:
         self._fewest_pages.expect(moves, done)
-        self.others.send_moves(moves)
+        self.others.pass_on(packed(MOVE, list(moves)))
         self._own.move(moves, self._fewest_pages.ended)
 
     def listen(self, address: str, token: bytes) -> Listening:

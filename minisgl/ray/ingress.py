@@ -43,25 +43,20 @@ class Engines(Protocol):
 
     def ask(self, request: HTTPRequest) -> Answer:
         """Yield one engine's answer; raises EngineLostError. Closing it ends the request there."""
-        ...
 
     async def count(self) -> tuple[int, int]:
         """How many engines there should be, and how many of them take requests."""
-        ...
 
     async def metrics(self) -> Mapping[str, bytes]:
         """The pages of all engines that take requests, by their names."""
-        ...
 
     @property
     def has_prefill(self) -> bool:
         """Whether some engines compute prompts for the others."""
-        ...
 
     def ask_prefill(self, request: HTTPRequest) -> Answer:
         """As `ask`, of an engine that computes prompts; first comes an empty part, when it has the
         request."""
-        ...
 
 
 class IngressEngines:

@@ -39,7 +39,7 @@ class Capture:
         computation, steps = self._computation, list(captured)
         stage = computation.stage
         if stage.is_last and any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
-            computation.sampler.allocate_history()
+            computation.sampler.tables.allocate_history()
         stage.make_boxes(max((key.shape.num_rows for key in keys), default=0))
         for done, key in enumerate(keys):
             progress(done)

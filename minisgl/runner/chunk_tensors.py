@@ -69,13 +69,11 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
     row_starts = [*accumulate(lengths, initial=0)]
     num_chunks, num_samples = shape.num_chunks, shape.num_chunk_samples
     num_own = rows.chunk_rows[order.rank]
-    at_rows = [
-        slice(first, first + len(chunk.token_ids))
-        for chunk, first in zip(chunks, _among_chunk_rows(plan, order, rows, firsts), strict=True)
-    ]
+    num_before = [rows.run * num for num in accumulate(rows.decodes)]  # decode rows
     token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
-    for chunk, at_row in zip(chunks, at_rows, strict=True):
-        token_ids[at_row] = chunk.token_ids
+    for chunk, first in zip(chunks, firsts, strict=True):
+        at = first - num_before[order.rank_of(chunk.slot)]  # among the chunk rows of all ranks
+        token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
     parts: tuple[_Part, ...] = (
         ([token_ids], shape.num_chunk_rows, 0),
         ([slots], num_chunks, scratch_slot),
@@ -103,16 +101,6 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
         packed[at:end] = filler
         at = end
     return packed
-
-
-def _among_chunk_rows(
-    plan: StepPlan, order: RowOrder, rows: RankRows, firsts: Sequence[int]
-) -> list[int]:
-    """The first row of each chunk among the chunk rows of all ranks. firsts: the same among all
-    rows."""
-    num_before = [rows.run * num for num in accumulate(rows.decodes)]  # decode rows
-    pairs = zip(plan.chunks, firsts, strict=True)
-    return [first - num_before[order.rank_of(chunk.slot)] for chunk, first in pairs]
 
 
 def _pack_segments(

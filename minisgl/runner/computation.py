@@ -15,12 +15,11 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import snapshot_slot
-from minisgl.runner.draft_sampling import drawing
 from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import COMMON_FILTERS, SamplingFeatures
 from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
@@ -163,9 +162,16 @@ class Computation:
         self.draft(samples, sampled.token_ids, features)
 
     def draft(self, samples: SampleRows, token_ids: Tensor, features: SamplingFeatures) -> None:
-        """Let the drafter, if there is one, take note of a step and of what it has sampled."""
-        if self._drafter is not None and samples.drafting is not None:
-            self._drafter.draft(samples.drafting, token_ids, drawing(self.sampler, features))
+        """Let the drafter, if there is one, take note of a step and of what it has sampled. Drafts
+        are drawn with the noise of tokens; their logits are not penalized, biased or masked."""
+        if self._drafter is None or samples.drafting is None:
+            return
+        plain = SamplingFeatures(features.random, features.filters & COMMON_FILTERS)
+
+        def draw(logits: Tensor, slots: Tensor, output_index: Tensor) -> Tensor:
+            return self.sampler.sample(logits, slots, output_index, plain).token_ids
+
+        self._drafter.draft(samples.drafting, token_ids, draw)
 
     def draw(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> SampledRows:
         return self.sampler.sample(logits, samples.slots, samples.output_index, features)

@@ -20,28 +20,19 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     # Not every system reports how much memory is free; all report the total.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    cpu_bytes = memory_bytes()
     has_cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_cuda else None
     found = available_backends(capability, model.attention)
-    if not has_cuda:
-        return DeviceFacts(
-            has_cuda=False,
-            free_cpu_bytes=free_cpu_bytes,
-            cpu_bytes=cpu_bytes,
-            backends=found.backends,
-            missing_backends=found.missing,
-        )
     missing = dict(found.missing)
-    if "triton" not in missing and not runs_triton(torch.device("cuda")):
+    if has_cuda and "triton" not in missing and not runs_triton(torch.device("cuda")):
         missing["triton"] = "Triton does not run here; the log says why"
     return DeviceFacts(
-        has_cuda=True,
-        num_gpus=torch.cuda.device_count(),
-        gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
+        has_cuda=has_cuda,
+        num_gpus=torch.cuda.device_count() if has_cuda else 0,
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory if has_cuda else 0,
         compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
-        cpu_bytes=cpu_bytes,
+        cpu_bytes=memory_bytes(),
         backends=found.backends,
         missing_backends=missing,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from torch import Tensor
 
@@ -25,6 +27,9 @@ MIXED_BATCHES = (8, 32)
 MASKED_CHUNK_ROWS = (128, 512)
 MASKED_MIXED_BATCHES = (32,)
 MASKED_QUARTERS_FROM = 96
+
+# Of captured steps: the variant of those of unmasked decode rows alone, or what others are.
+Kind = SamplingVariant | Literal["masked", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +103,27 @@ def _keys_of_run(
     )
     keys = [GraphKey(StepShape(n), variant) for n in sizes if n <= max_batch for variant in plain]
     keys += [GraphKey(StepShape(size), SamplingVariant.FULL) for size in powers]
-    keys += [
-        GraphKey(mixed_shape(size, rows, max_snapshots))
-        for size in {*MIXED_BATCHES, max_batch}
-        for smaller, rows in pairwise((0, *CHUNK_ROWS))
-        if size <= max_batch and smaller < max_chunk_rows
-    ]
-    masked = _masked_shapes(max_batch, max_chunk_rows, max_snapshots)
-    keys += [GraphKey(shape, masked=True) for shape in masked]
+
+    def mixed(batches: Sequence[int], chunk_rows: Sequence[int]) -> list[StepShape]:
+        return [
+            mixed_shape(size, rows, max_snapshots)
+            for size in {*batches, max_batch}
+            for smaller, rows in pairwise((0, *chunk_rows))
+            if size <= max_batch and smaller < max_chunk_rows
+        ]
+
+    keys += [GraphKey(shape) for shape in mixed(MIXED_BATCHES, CHUNK_ROWS)]
+    quarters = (3 << bit for bit in range(max_batch.bit_length()))
+    masked = {*powers, *(size for size in quarters if MASKED_QUARTERS_FROM <= size <= max_batch)}
+    masked_shapes = [StepShape(size) for size in masked]
+    masked_shapes += mixed(MASKED_MIXED_BATCHES, MASKED_CHUNK_ROWS)
+    keys += [GraphKey(shape, masked=True) for shape in masked_shapes]
     return [replace(key, shape=key.shape._replace(run=run)) for key in keys]
 
 
 def mixed_shape(num_decodes: int, num_chunk_rows: int, max_snapshots: int = 0) -> StepShape:
     """The shape of a captured step with chunks, each of which may be sampled."""
     return StepShape(num_decodes, num_chunk_rows, MAX_CHUNKS, MAX_CHUNKS, max_snapshots)
-
-
-def _masked_shapes(max_batch: int, max_chunk_rows: int, max_snapshots: int) -> list[StepShape]:
-    powers = [1 << bit for bit in range(max_batch.bit_length())]
-    quarters = [3 * size // 4 for size in (*powers, 2 * powers[-1])]
-    sizes = {*powers, *(size for size in quarters if size >= MASKED_QUARTERS_FROM), max_batch}
-    return [StepShape(size) for size in sizes if size <= max_batch] + [
-        mixed_shape(size, rows, max_snapshots)
-        for size in {*MASKED_MIXED_BATCHES, max_batch}
-        for smaller, rows in pairwise((0, *MASKED_CHUNK_ROWS))
-        if size <= max_batch and smaller < max_chunk_rows
-    ]
 
 
 def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant, bool]:
@@ -140,67 +140,38 @@ class StepGraphs:
     ) -> None:
         """shape_of: of a plan, which a step must have room for."""
         self.steps = tuple(steps)
-        every = sorted(self.steps, key=lambda step: _num_rows(step.key))
-        runs = {step.key.shape.run for step in every}
-        self._of_run = {
-            run: _GraphsOfRun([step for step in every if step.key.shape.run == run], shape_of)
-            for run in runs
-        }
+        self._shape_of = shape_of
+        # In order of size, by the rows of each decoded request and the kind.
+        self._of_kind: defaultdict[tuple[int, Kind], list[CapturedStep]] = defaultdict(list)
+        for step in sorted(self.steps, key=lambda step: _num_rows(step.key)):
+            kind: Kind = step.key.variant if step.chunks is None else "mixed"
+            run = step.key.shape.run
+            self._of_kind[run, "masked" if step.key.masked else kind].append(step)
+        # A single rank captures no BASIC steps.
+        for run in {step.key.shape.run for step in self.steps}:
+            if not self._of_kind[run, SamplingVariant.BASIC]:
+                filtered = self._of_kind[run, SamplingVariant.FILTERED]
+                self._of_kind[run, SamplingVariant.BASIC] = filtered
 
     @property
     def max_batch(self) -> int:
         """The largest decode batch that is captured; 0 if none is."""
-        return self._of_run[1].max_batch if 1 in self._of_run else 0
-
-    def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
-        """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
-        graphs = self._of_run.get(plan.max_run)
-        return None if graphs is None else graphs.find(plan, variant)
-
-
-class _GraphsOfRun:
-    """The captured steps with as many rows for each decoded request."""
-
-    def __init__(
-        self, steps: Sequence[CapturedStep], shape_of: Callable[[StepPlan], StepShape]
-    ) -> None:
-        """steps: in order of size."""
-        self._shape_of = shape_of
-        self._masked = [step for step in steps if step.key.masked]
-        by_size = [step for step in steps if not step.key.masked]
-        self._mixed = [step for step in by_size if step.chunks is not None]
-        decodes = [step for step in by_size if step.chunks is None]
-        self._decodes = {
-            variant: [step for step in decodes if step.key.variant is variant]
-            for variant in SamplingVariant
-        }
-        # A single rank captures no BASIC steps.
-        self._decodes[SamplingVariant.BASIC] = (
-            self._decodes[SamplingVariant.BASIC] or self._decodes[SamplingVariant.FILTERED]
-        )
-
-    @property
-    def max_batch(self) -> int:
-        steps = self._decodes[SamplingVariant.FILTERED]
+        steps = self._of_kind.get((1, SamplingVariant.FILTERED))
         return steps[-1].key.shape.num_decodes if steps else 0
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
-        if plan.masked_slots:
-            return None if _scores(plan) else self._smallest(self._masked, plan)
-        if not plan.chunks:
+        """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
+        if not (plan.masked_slots or plan.chunks):
             num_rows = self._shape_of(plan).num_decodes
-            for step in self._decodes[variant]:
+            for step in self._of_kind.get((plan.max_run, variant), ()):
                 if step.key.shape.num_decodes >= num_rows:
                     return step
             return None
-        if variant is SamplingVariant.FULL or _scores(plan):
+        kind: Kind = "masked" if plan.masked_slots else "mixed"
+        if _scores(plan) or (kind == "mixed" and variant is SamplingVariant.FULL):
             return None
-        return self._smallest(self._mixed, plan)
-
-    def _smallest(self, steps: Iterable[CapturedStep], plan: StepPlan) -> CapturedStep | None:
-        """The first of `steps`, which are in order of size, with room for the plan."""
         shape = self._shape_of(plan)
-        for step in steps:
+        for step in self._of_kind.get((plan.max_run, kind), ()):
             if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
                 return step
         return None

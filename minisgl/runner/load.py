@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def load_runner(
     config = _with_fitting_slots(config, layer_specs, device, free_at_start, pipeline)
     copy_bytes = prepare_model(config, model, layer_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
-    held_by_weights = _held_bytes(device)
+    held_by_weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     dtype = getattr(torch, config.dtype)
     hidden_size, has_runs = model_config.hidden_size, config.max_run > 1
@@ -287,32 +287,24 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
+@dataclass
 class _Builder:
     """Makes runners of one model with different numbers of pages."""
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        facts: ModelFacts,
-        model: Decoder,
-        layer_specs: Sequence[LayerSpec],
-        network: DraftNetwork | None,
-        lanes: Lanes,
-        ranks: Communicator,
-        stage: Stage,
-    ) -> None:
-        """facts: for this rank of its stage. network: that drafts, if it is one."""
-        self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
-        self._config = config
-        self._ranks = ranks
-        self._stage = stage
-        self._facts = facts
-        self._model = model
-        self._layer_specs = layer_specs
-        self._network = network
-        self._lanes = lanes
+    config: ResolvedConfig
+    facts: ModelFacts  # for this rank of its stage
+    model: Decoder
+    layer_specs: Sequence[LayerSpec]
+    network: DraftNetwork | None  # that drafts, if it is one
+    lanes: Lanes
+    ranks: Communicator
+    stage: Stage
+    disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
+
+    def __post_init__(self) -> None:
+        config = self.config
         shape = AttentionShape(
-            layers=frozenset(self._facts.attention),
+            layers=frozenset(self.facts.attention),
             page_size=config.page_size,
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, config.kv_dtype),
@@ -322,13 +314,13 @@ class _Builder:
         if config.windows is not None and any(isinstance(each, HostPlanned) for each in pair):
             # They plan for one page table.
             layers = filter(config.windows.hold_all_of, shape.layers)
-            its, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
-            self._attention = replace(self._attention, windowed=its)
+            windowed, captured = self._make_attention(replace(shape, layers=frozenset(layers)))
+            self._attention = replace(self._attention, windowed=windowed)
             self._captured_attention = replace(self._captured_attention, windowed=captured)
 
     def _make_attention(self, shape: AttentionShape) -> tuple[Attention, Attention]:
         """That of steps, and of captured steps."""
-        config = self._config
+        config = self.config
         attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         if config.device != "cuda" or not config.cuda_graph_max_bs:
             return attention, attention
@@ -344,17 +336,17 @@ class _Builder:
     ) -> ModelRunner:
         """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
         host cache."""
-        config = self._config
+        config = self.config
         windows = config.windows if num_window_pages else None
         states = allocate_states(
-            self._layer_specs,
+            self.layer_specs,
             num_pages=num_pages,
             page_size=config.page_size,
             num_slots=config.max_running_requests // config.num_attending,
             num_snapshots=num_snapshots,
             windows=windows,
             num_window_pages=num_window_pages,
-            device=self._lanes.device,
+            device=self.lanes.device,
         )
         tiers: Tiers | None = None
         load_rule = ALWAYS
@@ -365,55 +357,51 @@ class _Builder:
             tiers = Tiers(
                 states,
                 config.num_host_pages,
-                self._lanes,
+                self.lanes,
                 store=store,
                 report=lambda fraction: report("pinning host memory", fraction),
             )
-            self._lanes.synchronize()
+            self.lanes.synchronize()
             load_rule = slowest_rule(
-                tiers.copies.measure(prefill_s * config.page_size), self._stage.pipeline
+                tiers.copies.measure(prefill_s * config.page_size), self.stage.pipeline
             )
             if store is not None:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, tiers.measure_disk(load_rule))
         capacity = Capacity.of(config, num_pages, num_snapshots, num_window_pages)
-        acceptance = self._config.draft_acceptance
+        acceptance = self.config.draft_acceptance
         make = Computation if acceptance < 0 else partial(AssumedAcceptance, acceptance)
         computation = make(
-            model=self._model,
+            model=self.model,
             states=states,
             capacity=capacity,
-            vocab_size=self._facts.vocab_size,
+            vocab_size=self.facts.vocab_size,
             attention=self._attention,
             captured_attention=self._captured_attention,
-            lanes=self._lanes,
-            ranks=self._ranks,
-            stage=self._stage,
+            lanes=self.lanes,
+            ranks=self.ranks,
+            stage=self.stage,
             max_run=config.max_run,
             drafter=self._drafter(capacity),
             window=0 if windows is None else windows.window,
         )
         runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
         # Weights, tables and pages were written on the default stream, which no lane waits for.
-        self._lanes.synchronize()
+        self.lanes.synchronize()
         return runner
 
     def _drafter(self, capacity: Capacity) -> Drafter | None:
-        if not self._config.num_drafts or not self._stage.is_last:
+        if not self.config.num_drafts or not self.stage.is_last:
             return None
-        if self._network is not None:
-            return NetworkDrafter(self._network, self._ranks.rank)
-        return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self._lanes)
+        if self.network is not None:
+            return NetworkDrafter(self.network, self.ranks.rank)
+        return NgramDrafter(capacity.num_slots, capacity.max_seq_len, self.lanes)
 
 
 def slowest_rule(own: LoadRule, pipeline: Pipeline) -> LoadRule:
     """The rule for all ranks, each of which waits for the slowest. The last stage, which waits for
     the others, has measured what a token takes to compute. All ranks must call this together."""
     return LoadRule(*(-pipeline.host_min(-round(s / TICK_S)) * TICK_S for s in astuple(own)))
-
-
-def _held_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:

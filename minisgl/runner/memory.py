@@ -55,7 +55,7 @@ def allocate_states(
                 case KVSpec():
                     windowed = windows is not None and windows.has(spec)
                     num = num_window_pages if windowed else num_pages
-                    k, v = (zeros(spec.dtype, num, page_size, *its) for its in spec.shapes)
+                    k, v = (zeros(spec.dtype, num, page_size, *shape) for shape in spec.shapes)
                     states.append(PagedKV.of(spec, k, v, windowed=windowed))
                 case StateSpec():
                     num = num_slots + 1 + num_snapshots

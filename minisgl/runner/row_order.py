@@ -76,6 +76,8 @@ class RowOrder:
         self.rank = rank
         self.num_slots, self._num_ranks = num_slots, num_ranks
         self._slots_each = num_slots // num_ranks
+        # Where layers keep the state of padded rows. The snapshots follow.
+        self.scratch_state = self._slots_each
         self._planned: tuple[int, ...] = ()  # the decode slots of the last plan,
         self._placed: tuple[int, ...] = ()  # as the table has them,
         self._decodes = (0,) * num_ranks  # and how many each rank has
@@ -179,11 +181,6 @@ class RowOrder:
         if self._num_ranks == 1:
             return plan.chunks
         return tuple(chunk for chunk in plan.chunks if self.rank_of(chunk.slot) == self.rank)
-
-    @property
-    def scratch_state(self) -> int:
-        """Where layers keep the state of padded rows. The snapshots follow."""
-        return self._slots_each
 
     def own_states(self, joins: Sequence[SlotJoin]) -> list[tuple[int, int | None]]:
         """Where layers keep the states of the requests that join, and the snapshots from which

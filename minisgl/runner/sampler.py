@@ -113,14 +113,6 @@ class Sampler:
         """[num_slots + 1] int64, a view. The position of a token minus this is its output index."""
         return column_of(self.tables.records, "num_prompt_tokens")
 
-    def allocate_history(self) -> None:
-        """Allocate the token counts for penalties: 5 bytes per slot and token of the vocabulary.
-
-        The first `join` with penalties does it implicitly; capturing a step of variant FULL
-        requires it before.
-        """
-        self.tables.allocate_history()
-
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Queue the assignment of slots to requests. A slot may occur at most once."""
         if not joins:
@@ -206,8 +198,10 @@ class Sampler:
         if self._triton is None:
             token_ids = self.perturbed(logits, slots, output_index, features).argmax(dim=-1)
             scores = None
-            if features.penalties:
-                self._count(slots, token_ids)
+            counts = self.tables.output_counts
+            if features.penalties and counts is not None:
+                ones = torch.ones_like(token_ids, dtype=torch.int32)
+                counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
         else:
             rows = logits, slots, output_index
             top_p, masked = "top_p" in features.filters, features.masked
@@ -246,7 +240,7 @@ class Sampler:
     ) -> Tensor:
         """Compute the values of which the torch reference takes the argmax: [rows, vocab] float32.
 
-        Takes the arguments of `sample` and changes none. first_id: as for `perturb`. A test can
+        Takes the arguments of `sample` and changes none. first_id: of the first column. A test can
         pass the result to `kernels.sampling.reference.margin` to see how close the decision was.
         """
         logits = logits.float()
@@ -292,12 +286,6 @@ class Sampler:
         seen[slot].zero_().index_fill_(0, prompt_ids, True)
         ones = torch.ones_like(output_ids, dtype=torch.int32)
         counts[slot].zero_().index_add_(0, output_ids, ones)
-
-    def _count(self, slots: Tensor, token_ids: Tensor) -> None:
-        counts = self.tables.output_counts
-        if counts is not None:
-            ones = torch.ones_like(token_ids, dtype=torch.int32)
-            counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
 
     def _edits(self, join: SlotJoin) -> list[tuple[int, float]]:
         """The (token id, bias) pairs of a request: its logit_bias, and -inf for stop tokens, which

@@ -141,7 +141,8 @@ class SlotTables:
         lengths_host: list[int] | None = None
         if plan is not None:
             longest = plan.longest_decode
-            width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
+            most = max([longest, *(chunk.end for chunk in plan.chunks)])
+            width = -(-most // state.page_size)
             if self.counts_lengths:
                 lengths_host = self._lengths_after(plan)[own_rows]
         rows = self._rows.part(slice(shape.num_decode_rows), width)
@@ -176,6 +177,3 @@ class SlotTables:
             shares=of_ranks.shares if of_ranks.are_divided else (),
         )
         return with_windows(batch, own, chunks, state), samples
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.state.page_size)

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice, takewhile
 
-from minisgl.kvcache.manager import Lease
-from minisgl.kvcache.rank_caches import Caches
+from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.request import RequestStatus
 from minisgl.scheduler.new_token_ratio import NewTokenRatio
 from minisgl.scheduler.queue import WaitingQueue
@@ -24,7 +23,7 @@ class Admission:
 
     def __init__(
         self,
-        kv: Caches,
+        kv: KVCacheManager,
         waiting: WaitingQueue,
         slots: Slots,
         conservativeness: float,

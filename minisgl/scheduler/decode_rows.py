@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from minisgl.kvcache.rank_caches import Caches
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.scheduler.plan import PageGrant
 from minisgl.scheduler.state import DecodeGroup, Running, StepWork
 
@@ -17,7 +17,9 @@ from minisgl.scheduler.state import DecodeGroup, Running, StepWork
 class DecodeRows:
     """Which requests the next step decodes, and which of them need a page for that."""
 
-    def __init__(self, kv: Caches, max_run: int, num_stages: int, *, look_ahead: bool) -> None:
+    def __init__(
+        self, kv: KVCacheManager, max_run: int, num_stages: int, *, look_ahead: bool
+    ) -> None:
         """max_run: maximum number of tokens of a run. num_stages: of the pipeline. look_ahead:
         whether, while stages have nothing to do, the rows of the oldest step in flight may be
         planned again."""

@@ -191,7 +191,4 @@ class WaitingQueue(Turns):
 
 
 _arrival = attrgetter("arrival")
-
-
-def _user(waiting: Waiting) -> str:
-    return waiting.request.tenant.user
+_user = attrgetter("request.tenant.user")

@@ -22,8 +22,8 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.rank_caches import Caches
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import Admission
 from minisgl.scheduler.decode_rows import DecodeRows
@@ -46,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        kv: Caches,
+        kv: KVCacheManager,
         num_slots: int,
         max_seq_len: int,
         max_prefill_length: int,

@@ -66,8 +66,8 @@ class VectorRoutes:
         try:
             found = await _scores(asked, pairs)
         except ContextLengthError as error:
-            raise error.without_answer(
-                error.param.replace("documents", "text_2").replace("query", "text_1")
+            raise error.with_names(
+                prompt_field=error.param.replace("documents", "text_2").replace("query", "text_1")
             ) from None
         answer = answer_types.ScoreList(
             id=f"score-{reply_id(asked.scope)}",

@@ -217,7 +217,7 @@ def sampling_problem(
 
     def calls(by_torch: bool) -> list[Callable[[], object]]:
         sampler = Sampler(rows, vocab_size, DEVICE, "torch" if by_torch else None)
-        sampler.allocate_history()
+        sampler.tables.allocate_history()
         stops, prompt, output = frozenset([2]), [1, 2, 3], [4, 5]
         sampler.join(
             [SlotJoin(row, params, row * 99_991, stops, prompt, output) for row in range(rows)]

@@ -180,7 +180,7 @@ async def test_a_failed_step_takes_its_deferred_successor_with_it(where: str) ->
         again = engine.submit([1, 2], params(20), matcher=FakeMatcher(RULE))
         assert await tokens_of(again) == expect([1, 2], 20, RULE)
         assert len(failed) == (where == "sample")
-        assert not engine._steps.failures._watch.in_flight
+        assert not engine._steps.failures.watch.in_flight
 
 
 @pytest.mark.parametrize("step", range(3, 15))

@@ -169,7 +169,7 @@ async def test_health_reports_a_late_step_until_it_ends(
         gated_server(step_timeout=180.0) as gated,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}") as client,
     ):
-        monkeypatch.setattr(gated.engine._steps.failures, "_watch", Hurried(180.0))
+        monkeypatch.setattr(gated.engine._steps.failures, "watch", Hurried(180.0))
         body = asking([1, 2, 3], 4, stream=False)
         headers = {"content-type": "application/json"}
         first = await client.post("/v1/completions", content=body, headers=headers)
@@ -195,7 +195,7 @@ async def test_an_engine_whose_step_does_not_end_fails_and_can_be_closed(
         engine = gated.engine
         async for _ in engine.submit([1, 2, 3], PARAMS):
             pass
-        monkeypatch.setattr(engine._steps.failures, "_watch", Fast(180.0, first_limit_s=180.0))
+        monkeypatch.setattr(engine._steps.failures, "watch", Fast(180.0, first_limit_s=180.0))
         gated.runner.close_gate()
         with pytest.raises(EngineStoppedError, match=r"Step \d+ has not ended within"):
             async for _ in engine.submit([1, 2, 3], PARAMS):

@@ -77,7 +77,7 @@ def test_a_captured_sampler_uses_the_current_parameter_tables(rows: int, full: b
     kinds = [FULL if full else PLAIN["greedy"], MIXED, PLAIN["all"], FULL if full else MIXED[::-1]]
     batch = Batch.of(kinds[0], rows, logits)
     if full:
-        batch.sampler.allocate_history()
+        batch.sampler.tables.allocate_history()
     features = ANY_FULL if full else ANY_PLAIN
     batch.sample(features)  # compiles
     torch.cuda.synchronize()

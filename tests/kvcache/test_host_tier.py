@@ -334,7 +334,7 @@ def test_namespaces_share_no_host_pages() -> None:
         lambda kv, lease: kv._host._free.append(0),
         lambda kv, lease: kv._host._free.pop(),
         lambda kv, lease: lease.node.host_pages.append(7),
-        lambda kv, lease: setattr(lease.node, "load", 0) or kv.loads._in_flight.clear(),
+        lambda kv, lease: setattr(lease.node, "load", 0) or kv.loads.in_flight.clear(),
         lambda kv, lease: setattr(lease.node, "num_resident", 1),
         lambda kv, lease: setattr(lease.node, "num_bare", 1),
         lambda kv, lease: setattr(lease.node, "is_ahead", True),

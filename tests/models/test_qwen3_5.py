@@ -138,7 +138,7 @@ def test_a_rank_keeps_the_states_of_its_own_requests() -> None:
     assert capacity.num_snapshots == 2_000_000 // (2 * slot_bytes(layers)) > 1
     num_states = 6 // 2 + 1 + capacity.num_snapshots
     assert num_bytes == 20 * page_bytes(layers, 4) + num_states * slot_bytes(layers)
-    stats = SnapshotStats.of(scheduler_of(loaded).kv.snapshots)
+    stats = scheduler_of(loaded).kv.snapshot_stats()
     assert stats == SnapshotStats(2 * capacity.num_snapshots, 0)
 
 

@@ -24,12 +24,12 @@ from minisgl.errors import DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
+from minisgl.runner.capture import Capture
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
 from minisgl.runner.row_order import RowOrder
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampled_rows import SampleRows
-from minisgl.runner.sampler import Sampler
 from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
@@ -119,10 +119,10 @@ def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
 def test_too_little_memory_for_graphs_is_an_error_that_names_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def allocate(self: Sampler) -> None:
+    def extend(self: Capture, *_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Sampler, "allocate_history", allocate)
+    monkeypatch.setattr(Capture, "extend", extend)
     with pytest.raises(DeviceMemoryError, match="--cuda-graph-max-bs, which at 0 needs none"):
         load_engine(case_of("llama3").folder, padded=4)
 

@@ -363,11 +363,11 @@ class TestHistory:
         """Its tensors then stay at the addresses that captured steps read."""
         logits, join = random_logits(1), make_join(2, self.params, outputs=[5, 5])
         early, late = make_sampler(), make_sampler()
-        early.allocate_history()
+        early.tables.allocate_history()
         counts = early.tables.output_counts
         for sampler in (early, late):
             sampler.join([join])
-        early.allocate_history()
+        early.tables.allocate_history()
         assert early.tables.output_counts is counts
         seen = [perturbed(sampler, [2], logits, [2]) for sampler in (early, late)]
         assert torch.equal(*seen)

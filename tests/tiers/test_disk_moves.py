@@ -18,7 +18,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import Copies, Load, LoadRule
 from minisgl.kvcache.moves import Move, Place
 from minisgl.ranks.processes.fewest_pages import FewestPages
-from minisgl.ranks.processes.plan_codec import MOVE, decode_moves, encode_moves
+from minisgl.ranks.processes.plan_codec import MOVE, packed, unpacked
 from minisgl.tiers.disk import disk_moves
 from minisgl.tiers.disk.page_files import PageFiles
 from minisgl.tiers.tiers import Tiers
@@ -140,8 +140,8 @@ def test_the_speed_of_the_disk_is_measured_and_leaves_no_file(
 def test_what_every_rank_has_done_counts() -> None:
     moves, ends = FewestPages(3), Ends()
     both = [Move(index, Place.DISK, Place.HOST, (0, 1, 2, 3), KEYS[:4]) for index in (1, 2)]
-    assert decode_moves(encode_moves(both)) == both
-    assert encode_moves(both).startswith(MOVE)
+    assert unpacked(packed(MOVE, both), list[Move]) == both
+    assert packed(MOVE, both).startswith(MOVE)
     moves.expect(both, lambda *end: ends.put(end))
     for move, num_pages in ((1, 4), (2, 4), (1, 2), (2, 4)):
         moves.ended(move, num_pages)

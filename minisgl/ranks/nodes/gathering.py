@@ -111,7 +111,13 @@ class _Gathering:
                 )
             with contextlib.suppress(TimeoutError):
                 connection, address = listener.accept()
-                self._admit_in_thread(connection, str(address[0]))
+                args = (connection, str(address[0]))
+                if self._pending.acquire(blocking=False):
+                    threading.Thread(
+                        target=self._admit, args=args, name="minisgl-admit", daemon=True
+                    ).start()
+                else:
+                    connection.close()
             self._drop_lost()
             with contextlib.suppress(queue.Empty):
                 self._take(*self._joining.get_nowait())
@@ -123,14 +129,6 @@ class _Gathering:
             while True:
                 link, _ = self._joining.get_nowait()
                 _refuse(link, "node 0 waits for no more nodes")
-
-    def _admit_in_thread(self, connection: socket.socket, address: str) -> None:
-        if not self._pending.acquire(blocking=False):
-            connection.close()
-            return
-        threading.Thread(
-            target=self._admit, args=(connection, address), name="minisgl-admit", daemon=True
-        ).start()
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Let a connection prove what it is, and queue it with its first message."""

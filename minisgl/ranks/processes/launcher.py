@@ -125,16 +125,11 @@ def spawn_obstacle() -> str | None:
 
 
 def run_spawned_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
-    """The main function of a spawned process."""
-    _end_with_parent(parent_pid)
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-    run_rank(spec, end)
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the thread that started it, or its process, ends."""
+    """The main function of a spawned process, which ends with the thread that has started it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the call above
         os._exit(1)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    run_rank(spec, end)

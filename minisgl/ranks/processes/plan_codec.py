@@ -9,18 +9,19 @@ turns, all this is in comparison with the plan as many steps before as there are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
-from minisgl.kvcache.moves import Move
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
-MOVE = b"\3"  # begins a message with moves
+MOVE = b"\3"  # begins a message with a list of Move
 LISTEN = b"\4"  # begins a message with an address and a token
+
+Content = TypeVar("Content")
 
 # (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
@@ -67,22 +68,14 @@ def _without_text(join: SlotJoin) -> SlotJoin:
     return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
 
 
-def encode_moves(moves: Sequence[Move]) -> bytes:
-    return MOVE + msgspec.msgpack.encode(list(moves))
+def packed(kind: bytes, content: object) -> bytes:
+    """A message of another kind than plans: MOVE or LISTEN."""
+    return kind + msgspec.msgpack.encode(content)
 
 
-def decode_moves(data: bytes) -> list[Move]:
-    """data: a message that begins with MOVE."""
-    return msgspec.msgpack.decode(data[len(MOVE) :], type=list[Move])
-
-
-def encode_listen(address: str, token: bytes) -> bytes:
-    return LISTEN + msgspec.msgpack.encode((address, token))
-
-
-def decode_listen(data: bytes) -> tuple[str, bytes]:
-    """data: a message that begins with LISTEN."""
-    return msgspec.msgpack.decode(data[len(LISTEN) :], type=tuple[str, bytes])
+def unpacked(data: bytes, content: type[Content]) -> Content:
+    """The content, of this type, of what `packed` made."""
+    return msgspec.msgpack.decode(data[1:], type=content)
 
 
 class PlanDecoder:

@@ -44,7 +44,7 @@ class RankWatch:
         self._waited_s = 0.0  # time spent waiting for that step
 
     def begin(self, now: float) -> None:
-        """Start to measure silence. now: time.monotonic, as in `look`."""
+        """Start to measure silence. now: time.monotonic."""
         self._looked_s = now
 
     def heard(self, rank: int, message: Message | None) -> None:

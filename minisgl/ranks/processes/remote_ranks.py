@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import EngineStoppedError, MinisglError
-from minisgl.kvcache.moves import Move
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Channel,
@@ -24,7 +23,7 @@ from minisgl.ranks.processes.channel import (
 )
 from minisgl.ranks.processes.launcher import Launcher
 from minisgl.ranks.processes.mask_ring import StepMasks
-from minisgl.ranks.processes.plan_codec import SAMPLE, encode_listen, encode_moves
+from minisgl.ranks.processes.plan_codec import LISTEN, packed
 from minisgl.ranks.processes.rank_watch import RankWatch, error_of
 from minisgl.ranks.processes.worker import RankSpec
 
@@ -95,21 +94,13 @@ class RemoteRanks:
     def send(self, plan: bytes, masks: StepMasks | None = None) -> None:
         """Send an encoded plan to every rank, and its masks. Raises EngineStoppedError."""
         self._watch.num_launched += 1
-        self._send(plan, masks)
-
-    def send_sampling(self, masks: StepMasks) -> None:
-        """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
-        self._send(SAMPLE, masks)
-
-    def send_moves(self, moves: Sequence[Move]) -> None:
-        """Let every rank begin moves, as `send` does."""
-        self._send(encode_moves(moves), None)
+        self.pass_on(plan, masks)
 
     def listen(self, address: str, token: bytes) -> Listening:
         """Let every rank take part in moves between engines; see Tiers. Blocks. Raises OSError, or
         the reason why the ranks are lost."""
         self._listening.clear()
-        self._send(encode_listen(address, token), None)
+        self.pass_on(packed(LISTEN, (address, token)))
         with self._changed:
             while len(self._listening) < len(self._watch.silence) and not self._ending:
                 self._changed.wait()
@@ -123,7 +114,8 @@ class RemoteRanks:
                 raise OSError(each.obstacle)
         return Listening.of(each.listening for each in found if each.listening is not None)
 
-    def _send(self, data: bytes, masks: StepMasks | None) -> None:
+    def pass_on(self, data: bytes, masks: StepMasks | None = None) -> None:
+        """Send every rank a message that is no plan, as `send` does."""
         with self._sending:
             if self._ending and not self.lost.done():
                 raise EngineStoppedError(TOLD_TO_END)

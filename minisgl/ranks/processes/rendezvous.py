@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +16,6 @@ class FileRendezvous:
     write to it."""
 
     folder: Path
-
-    @staticmethod
-    def create() -> FileRendezvous:
-        """Make a private folder for the file. Raises OSError if there is no temporary directory."""
-        return FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
 
     def store(self) -> Store:
         """Open the store that all ranks share."""

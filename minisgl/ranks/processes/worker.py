@@ -24,6 +24,7 @@ from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
+from minisgl.kvcache.moves import Move
 from minisgl.models.config import ModelConfig
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
@@ -33,14 +34,7 @@ from minisgl.ranks.processes.channel import (
     RankMoved,
     Ready,
 )
-from minisgl.ranks.processes.plan_codec import (
-    LISTEN,
-    MOVE,
-    SAMPLE,
-    PlanDecoder,
-    decode_listen,
-    decode_moves,
-)
+from minisgl.ranks.processes.plan_codec import LISTEN, MOVE, SAMPLE, PlanDecoder, unpacked
 from minisgl.ranks.processes.rendezvous import Rendezvous
 from minisgl.runner.load import Report, load_runner, rank_device
 from minisgl.runner.queued_step import StepHandle
@@ -65,7 +59,11 @@ def run_rank(spec: RankSpec, end: RankEnd) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"rank {spec.rank}: %(message)s")
     threading.Thread(target=_beat, args=(end,), name="minisgl-heartbeat", daemon=True).start()
     try:
-        _serve(spec, end)
+        runner, pipeline = join_and_load(spec)
+        end.report(Ready())
+        _run_plans(runner, end, spec.config.pp)
+        runner.close()
+        pipeline.close()
     except EOFError:  # rank 0 has died
         os._exit(1)
     except BaseException as error:
@@ -85,14 +83,6 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
         end.report(Failed(type(error).__name__, message))
     sys.stderr.flush()
     os._exit(1)
-
-
-def _serve(spec: RankSpec, end: RankEnd) -> None:
-    runner, pipeline = join_and_load(spec)
-    end.report(Ready())
-    _run_plans(runner, end, spec.config.pp)
-    runner.close()
-    pipeline.close()
 
 
 def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Pipeline]:
@@ -161,11 +151,11 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
     deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
         if data.startswith(MOVE):
-            runner.move(decode_moves(data), moved)
+            runner.move(unpacked(data, list[Move]), moved)
             continue
         if data.startswith(LISTEN):
             with reporting:
-                end.report(_listen(runner, *decode_listen(data)))
+                end.report(_listen(runner, *unpacked(data, tuple[str, bytes])))
             continue
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"

@@ -60,9 +60,23 @@ class DiskMoves:
             replace(move, pages=move.pages[at : at + size], keys=move.keys[at : at + size])
             for at in starts
         ]
-        counts = _Counts([len(part.keys) for part in parts], partial(done, move.id))
+        counts: dict[int, int] = {}  # of good pages, by part
+        lock = threading.Lock()
+
+        def ended(part: int, num_pages: int) -> None:
+            with lock:
+                counts[part] = num_pages
+                if len(counts) < len(parts):
+                    return
+            num_good = 0  # from the first of the move on
+            for index, each in enumerate(parts):
+                num_good += counts[index]
+                if counts[index] < len(each.keys):
+                    break
+            done(move.id, num_good)
+
         for index, part in enumerate(parts):
-            pool.submit(self._carry, part, after, partial(counts.ended, index))
+            pool.submit(self._carry, part, after, partial(ended, index))
 
     def _carry(self, part: Move, after: Sequence[Mark], ended: Callable[[int], None]) -> None:
         """Write or read pages. ended: gets the number of those that are good."""
@@ -117,29 +131,6 @@ class DiskMoves:
         for pool in (self._readers, self._writers):
             pool.shutdown(cancel_futures=True)
         self._store.close()
-
-
-class _Counts:
-    """How many pages of each part of a move are good. Thread-safe."""
-
-    def __init__(self, sizes: Sequence[int], done: Callable[[int], None]) -> None:
-        """done: gets the number of pages of the move, from its first on, that are good."""
-        self._sizes = sizes
-        self._done = done
-        self._counts: dict[int, int] = {}  # by part
-        self._lock = threading.Lock()
-
-    def ended(self, part: int, num_pages: int) -> None:
-        with self._lock:
-            self._counts[part] = num_pages
-            if len(self._counts) < len(self._sizes):
-                return
-        num_good = 0
-        for index, size in enumerate(self._sizes):
-            num_good += self._counts[index]
-            if self._counts[index] < size:
-                break
-        self._done(num_good)
 
 
 class TrafficMeter:

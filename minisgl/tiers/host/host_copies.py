@@ -135,7 +135,7 @@ class HostCopies:
         """num_pages: in host memory. report: gets the fraction of it that is pinned."""
         self._lanes = lanes
         self.planes = Planes.of([plane for state in distinct(states) for plane in state.planes])
-        page_bytes = self.planes.page_bytes
+        self.page_bytes = page_bytes = self.planes.page_bytes
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
@@ -151,10 +151,6 @@ class HostCopies:
         self._loading: deque[_Copied] = deque()
         self._traffic = HostTraffic()
         self._lock = threading.Lock()  # of the three before
-
-    @property
-    def page_bytes(self) -> int:
-        return self.planes.page_bytes
 
     def queue(self, copies: Copies) -> Callable[[], dict[int, CopyMark]]:
         """Queue the copies of a plan, before its step, on the compute lane.

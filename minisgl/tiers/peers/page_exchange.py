@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -42,38 +43,27 @@ MAX_ENGINES = 64  # whose speeds are kept, the least recently used first to go
 NAME_BYTES = 16
 
 
+@dataclass(eq=False)
 class PageExchange:
-    """The part of one rank. Any thread may call it."""
+    """The part of one rank, which listens at its address. Any thread may call it. Moves of pages
+    that have no carrier end at once. Raises OSError if the address cannot be had."""
 
-    def __init__(
-        self,
-        address: Address,
-        token: bytes,
-        rank: int,
-        page_bytes: int,
-        views: Callable[[Sequence[int]], list[memoryview]],
-        enter_thread: Callable[[], None],
-        host_carriers: Sequence[Carrier[memoryview]],
-        device_carriers: Sequence[Carrier[int]] = (),
-    ) -> None:
-        """Listen at `address`. rank: among the ranks of its engine. views: the memory of host
-        pages; it may block. Raises OSError.
+    _address: Address
+    _token: bytes
+    _rank: int  # among the ranks of its engine
+    _page_bytes: int
+    _views: Callable[[Sequence[int]], list[memoryview]]  # the memory of host pages; it may block
+    _enter_thread: Callable[[], None]
+    _host_carriers: Sequence[Carrier[memoryview]]
+    _device_carriers: Sequence[Carrier[int]] = ()
 
-        Moves of pages that have no carrier end at once.
-        """
-        self._token = token
-        self._rank = rank
-        self._page_bytes = page_bytes
-        self._views = views
-        self._enter_thread = enter_thread
-        self._host_carriers = host_carriers
-        self._device_carriers = device_carriers
+    def __post_init__(self) -> None:
         self._engine = secrets.token_bytes(NAME_BYTES)
         self._choice_of = lru_cache(MAX_ENGINES)(lambda engine: Choice())
         self._peers: dict[bytes, socket.socket] = {}  # that have come, by what they take
         self._changed = threading.Condition()  # of the peers
         self._closed = False
-        self._server = PageServer(address, token, self._answer)
+        self._server = PageServer(self._address, self._token, self._answer)
 
     @property
     def address(self) -> Address:

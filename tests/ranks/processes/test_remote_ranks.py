@@ -28,7 +28,7 @@ from minisgl.ranks.processes.channel import (
 )
 from minisgl.ranks.processes.launcher import ProcessState
 from minisgl.ranks.processes.mask_ring import StepMasks
-from minisgl.ranks.processes.plan_codec import LISTEN, decode_listen
+from minisgl.ranks.processes.plan_codec import LISTEN, unpacked
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec
@@ -200,7 +200,7 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
             for rank in (3, 1, 2):  # in any order
                 data = channel.ends[rank].receive()
                 assert data is not None and data.startswith(LISTEN)
-                assert decode_listen(data) == ("host:0", b"secret")
+                assert unpacked(data, tuple[str, bytes]) == ("host:0", b"secret")
                 told = RankListens(Listening((f"host:{rank}",), rank != lacks))
                 channel.ends[rank].report(told)
             found = Listening(("host:1", "host:2", "host:3"), is_direct=lacks is None)
