@@ -53,28 +53,31 @@ def _size_option(what: str, standard: int, on_cpu: int) -> Any:
     return bench_option(None, f"{what}; {standard} if not given, on a CPU {on_cpu}.")
 
 
-def _repeat_option() -> Any:
-    return bench_option(2, "Repetitions, each with fresh prompts; the figures are of the last one.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunConfig:
+    """What every run of a benchmark is told."""
 
-
-def _json_option() -> Any:
-    return bench_option(None, "File for all figures, options and requests.", names=("--json",))
-
-
-def _structured_option() -> Any:
-    return bench_option(
-        0.0,
-        "Share of the requests, 0 to 1, whose output must follow a JSON schema.",
+    seed: int = bench_option(0, "Seed of lengths, prompts and sampling.")
+    structured: float = bench_option(
+        0.0, "Share of the requests, 0 to 1, whose output must follow a JSON schema."
+    )
+    repeat: int = bench_option(
+        2, "Repetitions, each with fresh prompts; the figures are of the last one."
+    )
+    json_file: str | None = bench_option(
+        None, "File for all figures, options and requests.", names=("--json",)
     )
 
-
-def _check_share(config: BenchConfig | LatencyConfig) -> None:
-    if not 0 <= config.structured <= 1:
-        refuse(config, "structured", "allowed: 0 to 1")
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "repeat", 1)
+        if not 0 <= self.structured <= 1:
+            refuse(self, "structured", "allowed: 0 to 1")
+        _check_file(self, "json_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(_RunConfig):
     """The options as the user gave them. Raises ConfigError for an invalid value."""
 
     num_requests: int | None = _size_option(
@@ -93,20 +96,14 @@ class BenchConfig:
         "Longest output in tokens", STANDARD.output.high, STANDARD_ON_CPU.output.high
     )
     temperature: float = bench_option(0.6, "Sampling temperature; 0 is greedy.")
-    seed: int = bench_option(0, "Seed of lengths, prompts and sampling.")
-    structured: float = _structured_option()
-    repeat: int = _repeat_option()
-    json_file: str | None = _json_option()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("num_requests", "min_prompt_length", "min_output_length", "repeat"):
+        _RunConfig.__post_init__(self)
+        for name in ("num_requests", "min_prompt_length", "min_output_length"):
             check_at_least(self, name, 1)
         check_at_least(self, "max_prompt_length", self.min_prompt_length or 1)
         check_at_least(self, "max_output_length", self.min_output_length or 1)
         check_parameter(self, "temperature")
-        _check_share(self)
-        _check_file(self, "json_file")
 
     def sizes(self, device: str) -> Sizes:
         """The sizes to run on `device`, cpu or cuda."""
@@ -132,7 +129,7 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyConfig:
+class LatencyConfig(_RunConfig):
     """The options of a latency run. Raises ConfigError for an invalid value."""
 
     batch_size: tuple[str, ...] = bench_option(
@@ -150,22 +147,15 @@ class LatencyConfig:
         "Compute the prompts beforehand, to be found in the prefix cache: long contexts without "
         "their prefill.",
     )
-    seed: int = bench_option(0, "Seed of the prompts.")
-    structured: float = _structured_option()
-    repeat: int = _repeat_option()
-    json_file: str | None = _json_option()
 
     def __post_init__(self) -> None:
-        check_types(self)
+        _RunConfig.__post_init__(self)
         # The error shows the value as the user wrote it, not as a tuple.
         given = ",".join(self.batch_size)
         if any(not part.isdecimal() or int(part) < 1 for part in given.split(",")):
             raise ConfigError("--batch-size", given, "allowed: whole numbers of 1 or more")
         check_at_least(self, "input_len", 1)
         check_at_least(self, "output_len", 2)  # a single token has no time between
-        check_at_least(self, "repeat", 1)
-        _check_share(self)
-        _check_file(self, "json_file")
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

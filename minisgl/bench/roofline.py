@@ -82,18 +82,21 @@ class Work:
             for load in _decode_products(model, dtype, count, size)
         ]
         num_new = sum(map(_num_new_tokens, requests))
-        prefilling = _products(model, dtype, num_prefills, num_new, len(requests))
+        prefilling = [*_products(model, dtype, num_prefills, num_new, len(requests))]
         decode_attention = _decode_attention(requests, model, kv_dtype)
         prefill_attention = KernelWork(
             num_new * model.kv_bytes_per_token(kv_dtype) + len(requests) * _state_traffic(model),
             _prefill_pair_operations(requests, model),
         )
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
-        decode_loads = (*decoding, decode_attention)
+        decode_loads, prefill_loads = (
+            [*decoding, decode_attention],
+            [*prefilling, prefill_attention],
+        )
         return cls(
             weight_bytes=round(sum(load.num_bytes for load in products)),
             kv_bytes=round(sum(load.num_bytes for load in attention)),
-            prefill_operations=prefill_operations(requests, model),
+            prefill_operations=round(sum(load.operations for load in prefill_loads)),
             decode_operations=round(sum(load.operations for load in decode_loads)),
             seconds=sum(load.seconds(peak) for load in (*products, *attention)),
         )
@@ -131,16 +134,6 @@ class DecodeStep:
 
     def seconds(self, peak: Peak) -> float:
         return sum(load.seconds(peak) for load in (*self.products, self.attention))
-
-
-def prefill_operations(requests: Sequence[RequestRecord], model: ModelFacts) -> int:
-    """Operations of GEMMs and causal attention: no padding, no masked scores, one row of logits."""
-    operations = 0
-    weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
-    for request in requests:
-        operations += 2 * weights_of_token * _num_new_tokens(request)
-        operations += 2 * model.num_head_weights
-    return operations + _prefill_pair_operations(requests, model)
 
 
 def _decode_products(

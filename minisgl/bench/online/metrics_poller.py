@@ -17,11 +17,11 @@ from minisgl.client.errors import ServerError
 
 INTERVAL_S = 0.5
 LEVELS = ("minisgl_running_requests", "minisgl_queued_requests", "minisgl_token_usage_ratio")
-COUNTS = (
-    "minisgl_step_seconds_count",
-    "minisgl_graph_steps_total",
-    "minisgl_retractions_total",
-)
+COUNTS = {
+    "num_steps": "minisgl_step_seconds_count",
+    "num_graph_steps": "minisgl_graph_steps_total",
+    "num_retractions": "minisgl_retractions_total",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ async def poll_metrics(
         looking.cancel()
     after = await _metrics(target)
     if after is not None:
-        polled.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
+        counted = {name: int(after[of] - before[of]) for name, of in COUNTS.items()}
+        polled.counts = StepCounts(**counted)
 
 
 async def _metrics(target: Endpoint) -> dict[str, float] | None:
@@ -84,4 +85,4 @@ async def _metrics(target: Endpoint) -> dict[str, float] | None:
         }
     except (ServerError, ValueError):
         return None
-    return found if found.keys() >= {*LEVELS, *COUNTS} else None
+    return found if found.keys() >= {*LEVELS, *COUNTS.values()} else None
