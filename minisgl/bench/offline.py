@@ -14,7 +14,7 @@ from rich.console import Console
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import Figures, Limit, spreads
+from minisgl.bench.figures import Figures, Limit
 from minisgl.bench.offline_run import RunRecord, run_embeddings, run_offline
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.load_config import Point
@@ -137,10 +137,8 @@ async def _measure(
         limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config, max_concurrency)
     return run, PointResult(
         point=Point(None, None),
-        figures=figures,
         limit=limit,
         repetitions=repetitions,
-        spreads=spreads(repetitions),
         requests=run.requests,
         timeline=timeline,
     )

@@ -89,10 +89,8 @@ class Work:
             _prefill_pair_operations(requests, model),
         )
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
-        decode_loads, prefill_loads = (
-            [*decoding, decode_attention],
-            [*prefilling, prefill_attention],
-        )
+        decode_loads = (*decoding, decode_attention)
+        prefill_loads = (*prefilling, prefill_attention)
         return cls(
             weight_bytes=round(sum(load.num_bytes for load in products)),
             kv_bytes=round(sum(load.num_bytes for load in attention)),

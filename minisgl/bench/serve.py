@@ -15,7 +15,7 @@ import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import Distribution, Figures, Limit, spreads
+from minisgl.bench.figures import Distribution, Figures, Limit
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
@@ -294,10 +294,8 @@ async def _measure_point(
     _print_doubts(console, server, options, run)
     return PointResult(
         point=point,
-        figures=figures,
         limit=share_of_limit(server, point, run, figures),
         repetitions=repetitions,
-        spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
         itls_s=run.itls_s,
         failures=dict(run.failures),

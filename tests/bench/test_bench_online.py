@@ -432,10 +432,8 @@ def test_the_table_of_a_sweep_is_turned_and_split_rather_than_cut(
     found = [
         PointResult(
             point=Point(float(rate), None),
-            figures=figures(rate * 1234),
             limit=None,
-            repetitions=[],
-            spreads={},
+            repetitions=[figures(rate * 1234)],
             requests=[],
         )
         for rate in range(1, 13)
@@ -519,10 +517,8 @@ def test_a_plot_has_a_panel_for_each_metric_present(
     found = [
         PointResult(
             point=Point(float(rate), None),
-            figures=figures(rate),
             limit=None,
-            repetitions=[],
-            spreads={},
+            repetitions=[figures(rate)],
             requests=[run],
             itls_s=[0.5],
             timeline=[Sample(at_s, 3, 1, 0.25) for at_s in (0.5, 1.0, 1.5)],
