@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ class RunInfo:
     versions: dict[str, str]
     device: str
     model: str
-    backends: dict[str, str]  # of attention, by phase
     bench_options: dict[str, Any]  # as the user gave them
-    engine_options: dict[str, Any]  # with nothing left to choose
-    capacity: dict[str, int]
+    # Not known of a server at --url:
+    backends: dict[str, str] = field(default_factory=dict)  # of attention, by phase
+    engine_options: dict[str, Any] = field(default_factory=dict)  # with nothing left to choose
+    capacity: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> RunInfo:

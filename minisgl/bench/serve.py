@@ -58,7 +58,7 @@ class ServerUnderTest:
     started: StartedServer | None  # None: a server at --url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     """The options of the run."""
 
@@ -96,15 +96,7 @@ async def bench_serve(
         raise ConfigError("--endpoint", load.endpoint, allowed)
     raise_file_limit()
     console = make_console()
-    options = ServeOptions(
-        engine=engine_config,
-        bench=config,
-        workload=workload,
-        load=load,
-        report=report,
-        rows=rows,
-        conversations=conversations,
-    )
+    options = ServeOptions(engine_config, config, workload, load, report, rows, conversations)
     async with _server_under_test(console, options) as server:
         _describe_load(console, server, options)
         _check_room(console, server, options)
@@ -194,25 +186,17 @@ async def _server_under_test(
     console.print(f"{target.url}: {target.model or 'a model without a name'}")
     yield ServerUnderTest(
         target=target,
-        run_info=_remote_run_info(target),
+        run_info=RunInfo(
+            environment=Environment.found(),  # the client's
+            versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
+            device=f"server at {target.url}",
+            model=target.model or "",
+            bench_options={},
+        ),
         sizes=workload.fix(config.sizes("cuda")),
         vocab_size=load.vocab_size or model.vocab_size or MAX_TOKEN_ID + 1,
         context=model.max_model_len,
         started=None,
-    )
-
-
-def _remote_run_info(target: Endpoint) -> RunInfo:
-    """The run info for a server at --url; the environment is the client's."""
-    return RunInfo(
-        environment=Environment.found(),
-        versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
-        device=f"server at {target.url}",
-        model=target.model or "",
-        backends={},
-        bench_options={},
-        engine_options={},
-        capacity={},
     )
 
 
@@ -285,11 +269,8 @@ async def _measure_point(
         )
         figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
-        console.print(
-            f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
-            f"{figures.headline}"
-            f"{f', {figures.requests_per_s:,.2f} requests/s' if figures.num_output_tokens else ''}"
-        )
+        rate = f", {figures.requests_per_s:,.2f} requests/s" if figures.num_output_tokens else ""
+        console.print(f"repetition {title}: {figures.elapsed_s:.2f} s, {figures.headline}{rate}")
     print_spreads(console, repetitions)
     _print_doubts(console, server, options, run)
     return PointResult(
@@ -369,14 +350,8 @@ def share_of_limit(
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
-    return Limit.of(
-        record,
-        figures.elapsed_s,
-        started.model,
-        started.peak,
-        started.config,
-        point.max_concurrency,
-    )
+    model, peak, config = started.model, started.peak, started.config
+    return Limit.of(record, figures.elapsed_s, model, peak, config, point.max_concurrency)
 
 
 # -- warnings ----------------------------------------------------------------------------------
