@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 from minisgl.printable import counted
 
 bench_option = partial(option, group="Benchmark")
+T = TypeVar("T", int, float)
 REPORT_GROUP = "Report"
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Default lengths of a latency run in tokens, smaller on a CPU.
@@ -150,18 +153,14 @@ class LatencyConfig(_RunConfig):
 
     def __post_init__(self) -> None:
         _RunConfig.__post_init__(self)
-        # The error shows the value as the user wrote it, not as a tuple.
-        given = ",".join(self.batch_size)
-        if any(not part.isdecimal() or int(part) < 1 for part in given.split(",")):
-            raise ConfigError("--batch-size", given, "allowed: whole numbers of 1 or more")
+        if not self.batch_sizes:
+            raise ConfigError("--batch-size", "", "allowed: whole numbers of 1 or more")
         check_at_least(self, "input_len", 1)
         check_at_least(self, "output_len", 2)  # a single token has no time between
 
     @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes without duplicates, in the order given."""
-        parts = ",".join(self.batch_size).split(",")
-        return tuple(dict.fromkeys(int(part) for part in parts))
+    def batch_sizes(self) -> list[int]:
+        return numbers("--batch-size", self.batch_size, int)
 
     def sizes(self, batch_size: int, device: str) -> Sizes:
         """The sizes of a batch of `batch_size` requests on `device`, cpu or cuda."""
@@ -194,6 +193,25 @@ class ReportConfig:
             # Check now, not after hours of measuring.
             if importlib.util.find_spec("matplotlib") is None:
                 refuse(self, "plot_file", "matplotlib is missing; pip install matplotlib")
+
+
+def parts(values: tuple[str, ...]) -> list[str]:
+    """Split the values of an option that may be repeated and may be a list."""
+    return [part for part in ",".join(values).split(",") if part]
+
+
+def numbers(name: str, values: tuple[str, ...], kind: Callable[[str], T]) -> list[T]:
+    """The numbers without duplicates, in the order given; above 0. Raises ConfigError."""
+    found: dict[T, None] = {}
+    for part in parts(values):
+        number = None
+        with suppress(ValueError):
+            number = kind(part)
+        if number is None or not number > 0:
+            allowed = "whole numbers of 1 or more" if kind is int else "numbers above 0, or inf"
+            raise ConfigError(name, ",".join(values), f"allowed: {allowed}")
+        found[number] = None
+    return list(found)
 
 
 def _check_file(config: Any, name: str) -> None:

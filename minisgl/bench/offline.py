@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from minisgl.bench.beside import beside
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
@@ -166,9 +167,5 @@ async def poll_engine(
             now = time.perf_counter() - began
             samples.append(Sample(now, stats.num_running, stats.num_queued, stats.token_usage))
 
-    looking = asyncio.ensure_future(look())
-    try:
-        async with live(console, title, num_requests, "tokens", snapshot, POLL_S):
-            yield samples
-    finally:
-        looking.cancel()
+    async with beside(look()), live(console, title, num_requests, "tokens", snapshot, POLL_S):
+        yield samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -43,12 +43,7 @@ class Peak:
 
     def of_devices(self, count: int) -> Peak:
         """The peak of `count` such devices together."""
-        fp8 = self.fp8_operations_per_s
-        return Peak(
-            count * self.bytes_per_s,
-            count * self.operations_per_s,
-            None if fp8 is None else count * fp8,
-        )
+        return Peak(*(value and count * value for value in astuple(self)))
 
 
 def engine_peak(config: ResolvedConfig, model: ModelFacts) -> Peak | None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import minisgl
+from minisgl.bench.beside import beside
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
@@ -21,7 +22,7 @@ from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
-from minisgl.bench.online.outlook import Outlook, warned
+from minisgl.bench.online.outlook import Outlook, warn
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
@@ -265,7 +266,7 @@ async def _measure_point(
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
         run, polled, spent = await _run(
-            console, server, point, schedule, options, title, warn=not repetitions
+            console, server, point, schedule, options, title, tell=not repetitions
         )
         figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
@@ -310,9 +311,9 @@ async def _run(
     options: ServeOptions,
     title: str,
     *,
-    warn: bool,
+    tell: bool,
 ) -> tuple[OnlineRun, PollResult, Spent]:
-    """One repetition. warn: that all of them will take long, if so."""
+    """One repetition. tell: that all of them will take long, if so."""
     progress = RunProgress()
     outlook = Outlook(schedule, progress, options.workload, options.bench.repeat)
     counter = energy_counter(server.started.gpus if server.started else ())
@@ -320,7 +321,7 @@ async def _run(
     async with (
         poll_metrics(server.target) as polled,
         live(console, title, len(schedule), "events", lambda: progress),
-        warned(outlook, console.print) if warn else nullcontext(),
+        beside(warn(outlook, console.print)) if tell else nullcontext(),
     ):
         with metered(counter) as spent:
             run = await run_online(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from minisgl.bench.config import numbers, parts
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
@@ -102,12 +103,11 @@ class LoadConfig:
     @property
     def points(self) -> list[Point]:
         """The measurements, in the order given."""
-        rates = _parts(self.request_rate)
-        given = _numbers("--max-concurrency", self.max_concurrency, whole=True)
-        most: list[int | None] = [int(number) for number in given]
+        most: list[int | None] = [*numbers("--max-concurrency", self.max_concurrency, int)]
+        rates = numbers("--request-rate", self.request_rate, float) or [math.inf]
         return [
             Point(None if rate == math.inf else rate, concurrency)
-            for rate in _numbers("--request-rate", tuple(rates or ["inf"]))
+            for rate in rates
             for concurrency in (most or [None])
         ]
 
@@ -115,7 +115,7 @@ class LoadConfig:
     def limits_s(self) -> dict[str, float]:
         """The limits of goodput by name, in seconds."""
         limits: dict[str, float] = {}
-        for part in _parts(self.goodput):
+        for part in parts(self.goodput):
             name, _, value = part.partition(":")
             try:
                 limit = float(value) / 1e3
@@ -138,23 +138,3 @@ def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
     if workload.kind == "trace" and timed:
         given = ",".join(load.request_rate)
         raise ConfigError("--request-rate", given, "a trace has its own times: --trace-scale")
-
-
-def _parts(values: tuple[str, ...]) -> list[str]:
-    """Split the values of an option that may be repeated and may be a list."""
-    return [part for part in ",".join(values).split(",") if part]
-
-
-def _numbers(name: str, values: tuple[str, ...], *, whole: bool = False) -> list[float]:
-    """The numbers without duplicates, in the order given; above 0."""
-    numbers: dict[float, None] = {}
-    for part in _parts(values):
-        try:
-            number = int(part) if whole else float(part)
-        except ValueError:
-            number = -1
-        if not number > 0:
-            allowed = "whole numbers of 1 or more" if whole else "numbers above 0, or inf"
-            raise ConfigError(name, ",".join(values), f"allowed: {allowed}")
-        numbers[number] = None
-    return list(numbers)

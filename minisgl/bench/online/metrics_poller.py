@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.bench.beside import beside
 from minisgl.bench.offline_run import StepCounts
 from minisgl.bench.online.target import Endpoint
 from minisgl.client.errors import ServerError
@@ -62,11 +63,8 @@ async def poll_metrics(
                 at_s = time.perf_counter() - began
                 polled.samples.append(Sample(at_s, int(num_running), int(num_queued), token_usage))
 
-    looking = asyncio.ensure_future(look())
-    try:
+    async with beside(look()):
         yield polled
-    finally:
-        looking.cancel()
     after = await _metrics(target)
     if after is not None:
         counted = {name: int(after[of] - before[of]) for name, of in COUNTS.items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
 
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.workload.config import WorkloadConfig
@@ -102,23 +101,12 @@ class Outlook:
         return f"{', '.join(rest)} or {last}" if rest else last
 
 
-@asynccontextmanager
-async def warned(outlook: Outlook, say: Callable[[str], object]) -> AsyncIterator[None]:
-    """Say the outlook's warning once, as soon as it can tell, while the context is open."""
-
-    async def watch() -> None:
-        while (warning := outlook.look()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(INTERVAL_S)
-        if warning:
-            say(warning)
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+async def warn(outlook: Outlook, say: Callable[[str], object]) -> None:
+    """Say the outlook's warning once, as soon as it can tell."""
+    while (warning := outlook.look()) is None:  # noqa: ASYNC110
+        await asyncio.sleep(INTERVAL_S)
+    if warning:
+        say(warning)
 
 
 def _power(number: float, least: int) -> int:

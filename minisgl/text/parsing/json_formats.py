@@ -77,8 +77,7 @@ def read_xlam(calls: CallContext, opening: str) -> Reading[bool]:
         case _:
             found = False
     if found and opening == FENCE:
-        yield from reader.peek()
-        yield from reader.skip(FENCE)
+        yield from reader.skip_next(FENCE)
     return found
 
 

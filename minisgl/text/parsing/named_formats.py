@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 
+from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
 from minisgl.text.parsing.plain_values import types_of
@@ -39,8 +39,7 @@ def read_functionary_v3_1(calls: CallContext, opening: str) -> Reading[bool]:
     if not name or not (yield from reader.skip(">")) or (yield from reader.peek()) != "{":
         return False
     yield from _read_call(calls, name)
-    yield from reader.peek()
-    yield from reader.skip(END_FUNCTION)
+    yield from reader.skip_next(END_FUNCTION)
     return True
 
 
@@ -78,14 +77,12 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     is_empty = yield from reader.starts(markers[END_CALL])
     if (yield from reader.peek()) not in ("{", '"') and not is_empty:
         name = yield from reader.match(TOOL_NAME)
-        yield from reader.peek()
-        if (yield from reader.skip(FENCE)):
+        if (yield from reader.skip_next(FENCE)):
             yield from reader.skip("json")
     if not name or not (yield from _read_call(calls, name, FENCE, markers[END_CALL])):
         return False
     for closing in (FENCE, markers[END_CALL]):
-        yield from reader.peek()
-        yield from reader.skip(closing)
+        yield from reader.skip_next(closing)
     return True
 
 
@@ -98,13 +95,11 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
             return False
     yield from reader.peek()
     name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)
-    yield from reader.peek()
-    if not name or not (yield from reader.skip(markers[KIMI_ARGUMENTS])):
+    if not name or not (yield from reader.skip_next(markers[KIMI_ARGUMENTS])):
         return False
     if not (yield from _read_call(calls, name, markers[KIMI_END_CALL])):
         return False
-    yield from reader.peek()
-    yield from reader.skip(markers[KIMI_END_CALL])
+    yield from reader.skip_next(markers[KIMI_END_CALL])
     return True
 
 
@@ -129,9 +124,8 @@ def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:
     """Read the rest of the answer, which is code, as the argument of a call."""
     put = calls.emitter.arguments
     schema = calls.schema(name)
-    properties = schema.get("properties")
-    keys = [*properties] if isinstance(properties, Mapping) else []
-    key = next((key for key in keys if "string" in types_of(schema, key)), "code")
+    names = (name for name in properties_of(schema) if "string" in types_of(schema, name))
+    key = next(names, "code")
     calls.start(name)
     put(f"{{{_quoted(key)}: {_quoted(begun)[:-1]}")
     yield from calls.reader.until(ALL, lambda text: put(_quoted(text)[1:-1]))

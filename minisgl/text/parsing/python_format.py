@@ -6,9 +6,10 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME, read_xlam
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reader, Reading
@@ -56,8 +57,7 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
         is_known = name in calls.tools or opening != BRACKET
         if name and is_known and (yield from reader.starts("(")):
             source = yield from _read_parentheses(reader)
-        properties = calls.schema(name).get("properties")
-        names = [*properties] if isinstance(properties, Mapping) else []
+        names = [*properties_of(calls.schema(name))]
         arguments = None if source is None else arguments_as_json(source, names)
         if arguments is None:
             if found:
@@ -68,8 +68,7 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
         calls.emitter.end_call()
         found = True
     reader.forget()
-    yield from reader.peek()
-    yield from reader.skip(calls.markers[PYTHON_END])
+    yield from reader.skip_next(calls.markers[PYTHON_END])
     return True
 
 

@@ -131,6 +131,11 @@ class Reader:
         self.take(len(found))
         return found
 
+    def skip_next(self, *texts: str) -> Reading[str]:
+        """Read blanks, and one of `texts` if it comes after them; returns it, or ""."""
+        yield from self.peek()
+        return (yield from self.skip(*texts))
+
     def skip_all(self, text: str) -> Reading[bool]:
         """Read `text` as often as it comes next, with blanks between; returns whether it does."""
         found = False

@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
 from minisgl.text.parsing.plain_values import escaped, types_of, value_json
@@ -254,8 +255,7 @@ class _Calls:
 
     def _parameters_of(self, name: str) -> Collection[str]:
         """The names of the parameters of a function, if they are known."""
-        properties = self._calls.schema(name).get("properties")
-        return properties if isinstance(properties, Mapping) else ()
+        return properties_of(self._calls.schema(name))
 
     def _next_tag(self) -> Reading[str]:
         """Read up to the next parameter, or to what ends the call; returns its tag."""
