@@ -26,7 +26,8 @@ from minisgl.grammar.source import (
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.alternatives import alternatives, constants, properties_of, types_in
-from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS, ArgumentStyle, CallSpelling
+from minisgl.text.parsing.call_format import ArgumentStyle, CallSpelling
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS
 from minisgl.text.parsing.plain_values import types_of
 from minisgl.text.parsing.python_format import is_key
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.text.parsing.alternatives import alternatives, known_types, properties_of
+from minisgl.text.parsing.call_format import ArgumentStyle, CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import TOOL_NAME
 from minisgl.text.parsing.plain_values import escaped, value_json
@@ -289,3 +290,19 @@ def _as_json(word: str, types: frozenset[str]) -> str:
     if not word and "string" not in types:
         return "null"
     return value_json(word, types)
+
+
+GEMMA4 = CallFormat(
+    "gemma4",
+    CallSpelling(
+        head=f"{CALL}{PREFIX}",
+        middle="{",
+        tail="}" + END_CALL,
+        between="",
+        arguments=ArgumentStyle.QUOTED,
+    ),
+    markers=(CALL, END_CALL, QUOTE),
+    openings=(CALL,),
+    read=read_gemma,
+    closing=END_CALL,
+)

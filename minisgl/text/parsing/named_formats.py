@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from minisgl.text.parsing.alternatives import properties_of
+from minisgl.text.parsing.call_format import CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
 from minisgl.text.parsing.plain_values import types_of
@@ -136,3 +138,59 @@ def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+FUNCTIONARY_V3_1 = CallFormat(
+    "functionary_v3_1",
+    CallSpelling(head=FUNCTION, middle=">", tail=END_FUNCTION, between=""),
+    markers=(FUNCTION, PYTHON_TAG),
+    openings=(FUNCTION, PYTHON_TAG),
+    read=read_functionary_v3_1,
+)
+# The prompt ends with the RECIPIENT of the first part of the answer.
+FUNCTIONARY_V3_2 = CallFormat(
+    "functionary_v3_2",
+    CallSpelling(head="", middle="\n", tail="", between=RECIPIENT, text=TEXT, after_text=RECIPIENT),
+    markers=(),
+    openings=(),
+    read=read_functionary_v3_2,
+    bare=True,
+    in_text=(RECIPIENT,),
+)
+DEEPSEEK_V3 = CallFormat(
+    "deepseek_v3",
+    CallSpelling(
+        head=f"{CALL}function{SEPARATOR}",
+        middle="\n```json\n",
+        tail=f"\n```{END_CALL}",
+        between="\n",
+        begin=CALLS,
+        end=END_CALLS,
+    ),
+    markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
+    openings=(CALLS, OTHER_CALLS, CALL),
+    read=read_deepseek,
+    closing=END_CALLS,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    spelling=replace(DEEPSEEK_V3.spelling, head=CALL, middle=SEPARATOR, tail=END_CALL, between=""),
+)
+KIMI_K2 = CallFormat(
+    "kimi_k2",
+    CallSpelling(
+        head=f"{KIMI_CALL}{KIMI_FUNCTIONS}",
+        middle=KIMI_ARGUMENTS,
+        tail=KIMI_END_CALL,
+        between="",
+        begin=KIMI_CALLS,
+        end=KIMI_END_CALLS,
+        numbered=True,
+    ),
+    markers=(KIMI_CALLS, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END_CALL, KIMI_END_CALLS),
+    openings=(KIMI_CALLS, KIMI_CALL),
+    read=read_kimi,
+    closing=KIMI_END_CALLS,
+)
+FORMATS = (FUNCTIONARY_V3_1, FUNCTIONARY_V3_2, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2)

@@ -7,9 +7,11 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from minisgl.text.parsing.alternatives import properties_of
+from minisgl.text.parsing.call_format import ArgumentStyle, CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME, read_xlam
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reader, Reading
@@ -187,3 +189,32 @@ def _literal(node: ast.expr) -> Any:
 class _JSONWords(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
+
+
+PYTHONIC = CallFormat(
+    "pythonic",
+    CallSpelling(
+        head="",
+        middle="(",
+        tail=")",
+        between=", ",
+        begin="[",
+        end="]",
+        arguments=ArgumentStyle.PYTHON,
+    ),
+    markers=(PYTHON_START, PYTHON_END),
+    openings=(PYTHON_START,),
+    read=read_pythonic,
+    closing=PYTHON_END,
+    bare=True,
+    in_text=(BRACKET,),
+)
+LFM2 = CallFormat(
+    "lfm2",
+    replace(PYTHONIC.spelling, begin=f"{LFM_START}[", end=f"]{LFM_END}"),
+    markers=(LFM_START, LFM_END),
+    openings=(LFM_START,),
+    read=read_lfm2,
+    closing=LFM_END,
+)
+FORMATS = (PYTHONIC, LFM2)

@@ -71,38 +71,6 @@ class Tags:
 
 
 XML = Tags(TOOL_CALL, END_TOOL_CALL, breaks_lines=True)
-SEED = Tags("<seed:tool_call>", "</seed:tool_call>")
-MINIMAX = Tags(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    function="<invoke",
-    end_function="</invoke>",
-    before_name=' name="',
-    after_name='"',
-)
-DSML_TOKEN = "｜DSML｜"
-DSML = Tags(
-    f"<{DSML_TOKEN}function_calls>",
-    f"</{DSML_TOKEN}function_calls>",
-    function=f"<{DSML_TOKEN}invoke",
-    end_function=f"</{DSML_TOKEN}invoke>",
-    parameter=f"<{DSML_TOKEN}parameter",
-    end_parameter=f"</{DSML_TOKEN}parameter>",
-    before_name=' name="',
-    after_name='"',
-    tells_type=True,
-)
-GLM = Tags(
-    TOOL_CALL,
-    END_TOOL_CALL,
-    function="",
-    end_function="",
-    parameter="<arg_key>",
-    end_parameter="</arg_value>",
-    before_name="",
-    after_name="</arg_key>",
-    value="<arg_value>",
-)
 
 
 class _Quotes:
