@@ -119,8 +119,10 @@ def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) 
             if has_arguments or not bare:
                 start()
         elif key in ARGUMENTS and not has_arguments:
-            if bare and (yield from reader.starts("{")) and not (yield from reader.opens_object()):
-                break
+            if bare and (yield from reader.starts("{")):
+                opens = yield from reader.ahead(reader.opens_object())
+                if not opens:
+                    break
             has_arguments = True
             if name and not started:
                 start()

@@ -227,10 +227,7 @@ class _Arguments:
 
     def _ends_value(self, *, is_quoted: bool = False) -> Reading[bool]:
         """Whether what comes next may follow a value; nothing is read."""
-        self._reader.record()
-        found = yield from self._follows_value(is_quoted)
-        self._reader.unread(self._reader.recorded())
-        return found
+        return self._reader.ahead(self._follows_value(is_quoted))
 
     def _follows_value(self, is_quoted: bool) -> Reading[bool]:
         reader, depth, fits = self._reader, len(self._levels), True

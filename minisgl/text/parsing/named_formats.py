@@ -40,9 +40,7 @@ def read_functionary_v3_1(calls: CallContext, opening: str) -> Reading[bool]:
     name = yield from reader.match(TOOL_NAME)
     if not name or not (yield from reader.skip(">")) or (yield from reader.peek()) != "{":
         return False
-    yield from _read_call(calls, name)
-    yield from reader.skip_next(END_FUNCTION)
-    return True
+    return (yield from _read_call(calls, name, END_FUNCTION))
 
 
 def read_functionary_v3_2(calls: CallContext, opening: str) -> Reading[bool]:
@@ -81,11 +79,7 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
         name = yield from reader.match(TOOL_NAME)
         if (yield from reader.skip_next(FENCE)):
             yield from reader.skip("json")
-    if not name or not (yield from _read_call(calls, name, FENCE, markers[END_CALL])):
-        return False
-    for closing in (FENCE, markers[END_CALL]):
-        yield from reader.skip_next(closing)
-    return True
+    return bool(name) and (yield from _read_call(calls, name, FENCE, markers[END_CALL]))
 
 
 def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
@@ -99,15 +93,12 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
     name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)
     if not name or not (yield from reader.skip_next(markers[KIMI_ARGUMENTS])):
         return False
-    if not (yield from _read_call(calls, name, markers[KIMI_END_CALL])):
-        return False
-    yield from reader.skip_next(markers[KIMI_END_CALL])
-    return True
+    return (yield from _read_call(calls, name, markers[KIMI_END_CALL]))
 
 
 def _read_call(calls: CallContext, name: str, *closings: str) -> Reading[bool]:
     """Read the arguments of a call, which are an object, perhaps in a string, or nothing in front
-    of one of `closings`; returns whether they are."""
+    of one of `closings`, and these closings; returns whether they are."""
     reader = calls.reader
     char = yield from reader.peek()
     is_empty = bool(closings and (yield from reader.starts(*closings)))
@@ -119,6 +110,8 @@ def _read_call(calls: CallContext, name: str, *closings: str) -> Reading[bool]:
     else:
         yield from read_arguments(reader, calls.emitter.arguments)
     calls.emitter.end_call()
+    for closing in closings:
+        yield from reader.skip_next(closing)
     return True
 
 

@@ -14,7 +14,7 @@ from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.call_format import ArgumentStyle, CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME, read_xlam
-from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reader, Reading
+from minisgl.text.parsing.reader import Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -76,12 +76,14 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
 
 def read_lfm2(calls: CallContext, opening: str) -> Reading[bool]:
     """Read a list of Python calls, or JSON, which a prompt may ask for."""
-    reader = calls.reader
-    begun = reader.take(1) if (yield from reader.peek()) == "[" else ""
-    begun += yield from reader.match(BLANK_RUN)
-    is_json = yield from reader.starts("{")
-    reader.unread(begun)
+    yield from calls.reader.peek()
+    is_json = yield from calls.reader.ahead(_opens_json(calls.reader))
     return (yield from (read_xlam if is_json else read_pythonic)(calls, opening))
+
+
+def _opens_json(reader: Reader) -> Reading[bool]:
+    yield from reader.skip("[")
+    return (yield from reader.peek()) == "{"
 
 
 def _read_parentheses(reader: Reader) -> Reading[str | None]:
