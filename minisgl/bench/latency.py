@@ -17,7 +17,7 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.tables import PointResult, has_drafts, print_spreads, run_tables
 from minisgl.bench.roofline import DecodeStep
-from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
 from minisgl.bench.workload.requests import make_workload
 from minisgl.bench.workload.structured import describe_share
 from minisgl.config import Capacity, EngineConfig
@@ -57,13 +57,10 @@ async def bench_latency(
 ) -> int:
     """Load the model, measure, and print the results. Returns the exit code."""
     console = make_console()
-    engine = await start_bench_engine(console, engine_config)
-    async with engine:
+    async with bench_engine(console, engine_config) as engine:
         sizes = [config.sizes(size, engine.config.device) for size in config.batch_sizes]
         for batch in sizes:
             check_room(batch, engine.capacity)
-        for line in describe(engine):
-            console.print(line)
         console.print(
             f"{sizes[0].prompt} tokens in, {sizes[0].output} out, greedy, EOS ignored, seed "
             f"{config.seed}, a batch submitted at once, repetition {config.repeat} of "

@@ -25,7 +25,7 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
-from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
@@ -60,11 +60,8 @@ async def bench_offline(
     check_lengths(config, workload)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     console = make_console()
-    engine = await start_bench_engine(console, engine_for(workload, engine_config))
-    async with engine:
+    async with bench_engine(console, engine_for(workload, engine_config)) as engine:
         sizes = workload.fix(config.sizes(engine.config.device))
-        for line in describe(engine):
-            console.print(line)
         sampling = f"temperature {config.temperature:g}, seed {config.seed}, EOS ignored"
         if workload.kind == "embed":
             sampling = f"seed {config.seed}"

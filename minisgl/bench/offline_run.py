@@ -130,15 +130,6 @@ async def run_embeddings(
     return await _run(engine, [partial(embedded, job) for job in jobs], max_concurrency)
 
 
-async def token_times(stream: OutputStream) -> list[float]:
-    """Consume a stream. Returns when each delta with a token arrived, by time.perf_counter."""
-    times: list[float] = []
-    async for delta in stream:
-        if delta.token_ids:
-            times.append(time.perf_counter())
-    return times
-
-
 def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
     """The seconds between consecutive times that are both within `start` and `end`."""
     return [after - before for before, after in pairwise(times) if start <= before and after <= end]
@@ -225,5 +216,5 @@ async def _wait(stream: OutputStream) -> tuple[float, float]:
 
 
 async def _stream(stream: OutputStream) -> tuple[float, float]:
-    times = await token_times(stream)
+    times = [time.perf_counter() async for delta in stream if delta.token_ids]
     return times[0], times[-1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,12 +22,17 @@ from minisgl.progress import LoadProgress
 from minisgl.runner.facts import device_name
 
 
-async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEngine:
-    """Start an engine with an unbounded queue, showing its progress. Raises MinisglError."""
+@asynccontextmanager
+async def bench_engine(console: Console, config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    """An engine with an unbounded queue; shows its progress and describes it. Raises
+    MinisglError."""
+    config = replace(config, max_queued_requests=UNBOUNDED_QUEUE)
     with LoadProgress(console) as progress:
-        return await AsyncEngine.start(
-            replace(config, max_queued_requests=UNBOUNDED_QUEUE), progress
-        )
+        engine = await AsyncEngine.start(config, progress)
+    async with engine:
+        for line in describe(engine):
+            console.print(line)
+        yield engine
 
 
 def freeze_memory() -> None:

@@ -78,13 +78,8 @@ def _knows_every_character(backend: tokenizers.Tokenizer) -> bool:
         return False
     if model.byte_fallback:
         names = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
-    elif _spells_bytes(backend):
+    elif "ByteLevel" in (each["type"] for each in steps_of(backend.pre_tokenizer, "pretokenizers")):
         names = pre_tokenizers.ByteLevel.alphabet()
     else:
         return False
     return all(model.token_to_id(name) is not None for name in names)
-
-
-def _spells_bytes(backend: tokenizers.Tokenizer) -> bool:
-    steps = steps_of(backend.pre_tokenizer, "pretokenizers")
-    return any(step["type"] == "ByteLevel" for step in steps)

@@ -29,7 +29,7 @@ from script_runner import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.figures import Figures
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import bench_engine, freeze_memory
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.kvcache.copies import HostTraffic, Traffic
@@ -137,9 +137,7 @@ async def measure_engine(
         page_size=page_size,
         num_pages=arguments.num_pages or pages_for(arguments, page_size),
     )
-    async with await start_bench_engine(console, config) as engine:
-        for line in describe(engine):
-            console.print(line)
+    async with bench_engine(console, config) as engine:
         work = Conversations(engine, arguments)
         freeze_memory()
         # Without a host cache all rounds are alike. These conversations come last in the next one,

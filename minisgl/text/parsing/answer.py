@@ -122,7 +122,7 @@ class AnswerParser:
         """
         self._reader.end(natural)
         if self._only_calls and not natural:
-            self._emitter.mute_content()
+            self._emitter.is_muted = True
         self._advance(rest)
         return self._emitter.take()
 

@@ -131,7 +131,7 @@ def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) 
             if not started:
                 yield from calls.pass_over()
             break
-        elif not (yield from reader.value(_ignore)):
+        elif not (yield from reader.value(lambda _: None)):
             break
     if complete and name and not started and name in calls.tools:
         start()
@@ -165,7 +165,3 @@ def plain_arguments(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return "{}" if value is None else text
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -151,17 +151,13 @@ def _with_python_names(source: str) -> tuple[str, dict[str, str]]:
 
     def renamed(found: re.Match[str]) -> str:
         if not found["key"]:
-            return ESCAPE_OR_BREAK.sub(_in_one_line, found[0])
+            # Some models break lines in any string.
+            return ESCAPE_OR_BREAK.sub(lambda each: "\\n" if each[0] == "\n" else each[0], found[0])
         name = f"key_{len(keys)}"
         keys[name] = found["key"]
         return f"{found['before']}{name}="
 
     return KEY_OR_STRING.sub(renamed, source), keys
-
-
-def _in_one_line(found: re.Match[str]) -> str:
-    """A line break in a string as an escape: some models break lines in any string."""
-    return "\\n" if found[0] == "\n" else found[0]
 
 
 def _as_json(value: object) -> str:

@@ -137,9 +137,8 @@ class AnswerFormat:
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
-        `in_reasoning`, `in_text`: see `opens_reasoning`, `opens_text`. `tools`: the JSON Schemas
-        of the arguments by name. `only_calls`: nothing else is written, apart from reasoning.
-        `held_to`: the tools that a grammar holds calls to.
+        `in_reasoning`, `in_text`: see `opens_reasoning`, `opens_text`; the others: see
+        AnswerParser.
         """
         calls = self.calls if parse_calls else None
         if calls is None and self.reasoning is None and not self.text_opening:
