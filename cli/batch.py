@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minisgl.client.keys import find_key
+from minisgl.client.remote import RemoteConfig
 from minisgl.config import EngineConfig, check_at_least, option, refuse_engine_options
 from minisgl.errors import ConfigError
 from minisgl.printable import counted, printable
 
 from .logs import set_up_logging
 from .options import takes_options
-from .remote import RemoteConfig
 
 if TYPE_CHECKING:  # which --help does without
     from .batch_file import BatchRequest

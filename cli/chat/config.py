@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from minisgl.client.remote import RemoteConfig
 from minisgl.config import check_at_least, check_parameter, option
-
-from ..remote import RemoteConfig
 
 chat_option = partial(option, group="Chat")
 

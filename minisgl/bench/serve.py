@@ -162,7 +162,7 @@ async def _server_under_test(
         temperature=config.temperature,
         ignore_eos=not load.stop_at_eos,
     )
-    if load.url is None:
+    if not load.url:
         async with own_server(engine_for(workload, options.engine)) as (url, started):
             for line in started.description:
                 console.print(line)

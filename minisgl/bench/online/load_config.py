@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from minisgl.bench.config import numbers, parts
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.client.address import check_address
-from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.client.remote import RemoteConfig
+from minisgl.config import check_at_least, option
 from minisgl.errors import ConfigError, one_of
 
 ENDPOINTS = ("auto", "completions", "chat")
@@ -39,18 +38,9 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadConfig:
+class LoadConfig(RemoteConfig):
     """The server and the load. Raises ConfigError for an invalid value."""
 
-    url: str | None = load_option(
-        None,
-        "Server of the OpenAI API to measure, such as http://HOST:8000/v1; --model is then the "
-        "name in requests. Without it a server is started.",
-    )
-    api_key: str | None = load_option(
-        None, "Key for --url; MINISGL_API_KEY if not given.", secret=True
-    )
-    api_key_file: str | None = load_option(None, "File with that key.")
     endpoint: str = load_option(
         "auto",
         "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",
@@ -78,17 +68,12 @@ class LoadConfig:
     request_timeout: float = load_option(600.0, "Seconds after which a request counts as failed.")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.url is not None:
-            check_address(self.url)
-        check_key_options(self)
+        RemoteConfig.__post_init__(self)
         for name in ("api_key", "api_key_file", "vocab_size"):
-            if self.url is None and getattr(self, name) is not None:
-                shown = "(not shown)" if name == "api_key" else getattr(self, name)
+            if not self.url and (given := getattr(self, name)):
+                shown = "(not shown)" if name == "api_key" else given
                 raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
         check_at_least(self, "vocab_size", 1)
-        if not self.request_timeout > 0:
-            refuse(self, "request_timeout", "allowed: a number above 0")
         points = self.points  # which looks at every value
         if (
             len({point.request_rate for point in points})

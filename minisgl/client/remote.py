@@ -19,7 +19,7 @@ class RemoteConfig:
     url: str = remote_option(
         "",
         "An OpenAI-compatible server to ask, such as http://127.0.0.1:1919, instead of an engine "
-        "of its own; in a chat --model then names one of its models.",
+        "of its own; in a chat or a benchmark --model then names one of its models.",
     )
     api_key: str = remote_option(
         "", "Key for the server at --url; MINISGL_API_KEY if not given.", secret=True
