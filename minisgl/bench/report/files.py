@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.bench.config import ReportConfig
-from minisgl.bench.report.output import flat
+from minisgl.bench.report.output import write_csv
 from minisgl.bench.report.tables import PointResult
 from minisgl.bench.run_info import RunInfo
 
@@ -35,12 +34,7 @@ def write_files(
         content = json.dumps(told | dict(results), indent=1, default=asdict)
         Path(json_file).write_text(content + "\n")
     if report.csv_file is not None:
-        lines = [dict(label) | flat(asdict(result.figures)) for label, result in rows]
-        columns = dict.fromkeys(name for line in lines for name in line)
-        with Path(report.csv_file).open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*columns], restval="")  # empty: unknown
-            writer.writeheader()
-            writer.writerows(lines)
+        write_csv(Path(report.csv_file), [(label, result.figures) for label, result in rows])
     if report.plot_file is not None:
         from minisgl.bench.report.plot import plot_points
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -36,3 +39,13 @@ def flat(figures: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def write_csv(path: Path, rows: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
+    """Write a row for each measurement: its label and its Figures. Empty cells are unknown."""
+    lines = [dict(label) | flat(asdict(figures)) for label, figures in rows]
+    columns = dict.fromkeys(name for line in lines for name, value in line.items())
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*columns], restval="")
+        writer.writeheader()
+        writer.writerows(lines)
