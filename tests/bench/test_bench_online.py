@@ -781,10 +781,10 @@ async def test_requests_stay_within_the_context_that_a_server_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [(None, "Give it a key with --api-key"), ("wrong", "It does not take the key")]
+    ("key", "said"), [("", "Give it a key with --api-key"), ("wrong", "It does not take the key")]
 )
 async def test_a_missing_key_is_reported_before_the_run(
-    key: str | None, said: str, capsys: pytest.CaptureFixture[str]
+    key: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with fake_server(key="right") as fake:
         with pytest.raises(ServerError, match=rf"/v1 answers 401: no key\. {said}"):
