@@ -9,22 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minisgl.client.address import check_address
-from minisgl.client.keys import check_key_options, find_key
-from minisgl.config import (
-    EngineConfig,
-    check_at_least,
-    check_types,
-    option,
-    refuse,
-    refuse_engine_options,
-)
+from minisgl.client.keys import find_key
+from minisgl.client.remote import RemoteConfig
+from minisgl.config import EngineConfig, check_at_least, option, refuse_engine_options
 from minisgl.errors import ConfigError
 from minisgl.printable import counted, printable
 
@@ -35,35 +27,16 @@ if TYPE_CHECKING:  # which --help does without
     from .batch_file import BatchRequest
     from .batch_post import Post
 
-batch_option = partial(option, group="Batch")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(RemoteConfig):
     """The options as the user gave them. Raises ConfigError for an invalid value."""
 
-    url: str = batch_option(
-        "",
-        "An OpenAI-compatible server to ask, such as http://127.0.0.1:1919, instead of an engine "
-        "of its own.",
-    )
-    api_key: str = batch_option(
-        "", "Key for the server at --url; MINISGL_API_KEY if not given.", secret=True
-    )
-    api_key_file: str = batch_option("", "File with that key.")
-    max_concurrency: int = batch_option(256, "Requests at once at most.")
-    request_timeout: float = batch_option(
-        3600.0, "Seconds that an answer of the server at --url may take."
-    )
+    max_concurrency: int = option(256, "Requests at once at most.", group="Batch")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.url:
-            check_address(self.url)
-        check_key_options(self)
+        RemoteConfig.__post_init__(self)
         check_at_least(self, "max_concurrency", 1)
-        if not self.request_timeout > 0:
-            refuse(self, "request_timeout", "allowed: a number above 0")
 
 
 @takes_options

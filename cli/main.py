@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -20,6 +19,7 @@ from minisgl.printable import printable
 from .batch import batch
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
+from .chat.text_format import did_you_mean
 from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .verify import verify
@@ -59,9 +59,8 @@ class Commands(TyperGroup):
 
 def _unknown(said: str, names: Sequence[str]) -> str:
     """The message for a command that does not exist: the closest one, and all that there are."""
-    meant = FAMILIAR.get(said) or next(iter(get_close_matches(said, names, n=1)), None)
-    hint = f" Did you mean {meant}?" if meant else ""
-    return f"There is no command {said}.{hint} {one_of(names).capitalize()}"
+    hint = did_you_mean(said, names, FAMILIAR)
+    return f"There is no command {said}. {hint}{one_of(names).capitalize()}"
 
 
 app = typer.Typer(

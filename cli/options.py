@@ -77,12 +77,8 @@ def _rank(group: str) -> int:
 def _build(config: Any, values: dict[str, Any]) -> Any:
     given = {spec.name: values[spec.name] for spec in fields(config)}
     # Typer collects a repeatable option in a list; the dataclasses are immutable.
-    return config(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in given.items()
-        }
-    )
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return config(**given | lists)
 
 
 def _parameters(config: Any) -> list[inspect.Parameter]:

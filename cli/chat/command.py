@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Annotated
 
@@ -47,7 +47,16 @@ def chat(
     set_up_logging(default="WARNING")
     from .repl import COMMANDS
 
-    ui = _open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
+    ui: ChatUI
+    show_thinking = chat.thinking == "show"
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from .ui.terminal import Terminal
+
+        ui = Terminal(COMMANDS, show_thinking=show_thinking, plain=chat.plain)
+    else:
+        from .ui.pipe import Pipe
+
+        ui = Pipe(show_thinking=show_thinking)
     with ExitStack() as leaving:
         leaving.enter_context(ui.talking())
         if not chat.url:
@@ -57,20 +66,6 @@ def chat(
         num_failed = asyncio.run(_talk(chat, engine, ui, leaving, question))
     # In a conversation a person has seen the error; a program checks the exit code.
     return 1 if num_failed and (question is not None or not ui.interactive) else 0
-
-
-def _open_ui(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> ChatUI:
-    """The terminal, or a `Pipe` if standard input or output is not one.
-
-    `commands`: what each command does, by its name, for completion.
-    """
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        from .ui.terminal import Terminal
-
-        return Terminal(commands, show_thinking=show_thinking, plain=plain)
-    from .ui.pipe import Pipe
-
-    return Pipe(show_thinking=show_thinking)
 
 
 async def _talk(

@@ -67,8 +67,7 @@ async def run_command(session: Session, name: str, rest: str) -> NextAction:
     try:
         command = TABLE.get(name)
         if command is None:
-            same = FAMILIAR.get(name)
-            hint = f"Did you mean {same}? " if same else did_you_mean(name, list(TABLE))
+            hint = did_you_mean(name, list(TABLE), FAMILIAR)
             raise CommandError(
                 f"There is no command {shortened(name, NUM_QUOTED_CHARS)}. {hint}/help lists the "
                 'commands; between """ and """ it is a question.'

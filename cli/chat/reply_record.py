@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minisgl.printable import counted
 from minisgl.request import FinishReason
@@ -30,23 +30,13 @@ class Shown:
 
 
 @dataclass(slots=True)
-class ToolCall:
-    """A call of a tool, as far as it has come."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str = ""  # JSON
-
-
-@dataclass(slots=True)
 class ReplyRecord:
     """Collects deltas and their times, in seconds by time.perf_counter."""
 
     asked_at: float
     text: str = ""  # as generated, with its thinking unless that came separately
     thinking: str = ""  # that came separately
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -81,10 +71,10 @@ class ReplyRecord:
         if last is None or piece.index != last.index or piece.id not in ("", last.id):
             shown = f"{END_OF_CALL if last else ''}{piece.name}("
             call_id = piece.id or f"call_{secrets.token_hex(12)}"
-            self.calls.append(ToolCall(piece.index, call_id, piece.name))
+            self.calls.append(replace(piece, id=call_id))
         else:
             shown = ""
-        self.calls[-1].arguments += piece.arguments
+            self.calls[-1] = replace(last, arguments=last.arguments + piece.arguments)
         return shown + piece.arguments
 
     def flush(self) -> Shown:

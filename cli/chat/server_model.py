@@ -128,7 +128,8 @@ class ServerModel:
             async for data in stream.data():
                 chunk = self._read(data)
                 if chunk.error is not None:
-                    raise self._error_of(chunk.error)
+                    said = Refusal.read(msgspec.json.encode({"error": chunk.error}), self._api_key)
+                    raise _too_long(said) or ServerError(f"{self._base_url}: {said.message}")
                 delta = _delta(chunk)
                 finished = finished or delta.finish_reason is not None
                 yield delta
@@ -140,11 +141,6 @@ class ServerModel:
             return msgspec.json.decode(data, type=StreamChunk)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise not_openai(self._base_url, error) from error
-
-    def _error_of(self, error: Any) -> MinisglError:
-        """The exception for an error event in the middle of a stream."""
-        said = Refusal.read(msgspec.json.encode({"error": error}), self._api_key)
-        return _too_long(said) or ServerError(f"{self._base_url}: {said.message}")
 
 
 def _delta(chunk: StreamChunk) -> ReplyDelta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 QUOTES = '"""'
@@ -60,7 +60,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A sentence with the nearest name and a trailing blank, or an empty text."""
-    near = get_close_matches(name, names, n=1)
+def did_you_mean(name: str, names: Sequence[str], familiar: Mapping[str, str] = {}) -> str:
+    """A sentence with the nearest name and a trailing blank, or an empty text.
+
+    familiar: names that other programs have, and what they are here.
+    """
+    near = [familiar[name]] if name in familiar else get_close_matches(name, names, n=1)
     return f"Did you mean {near[0]}? " if near else ""

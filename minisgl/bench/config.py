@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minisgl.config import check_at_least, check_parameter, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 from minisgl.printable import counted
 
 bench_option = partial(option, group="Benchmark")
+T = TypeVar("T", int, float)
 REPORT_GROUP = "Report"
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Default lengths of a latency run in tokens, smaller on a CPU.
@@ -53,28 +56,31 @@ def _size_option(what: str, standard: int, on_cpu: int) -> Any:
     return bench_option(None, f"{what}; {standard} if not given, on a CPU {on_cpu}.")
 
 
-def _repeat_option() -> Any:
-    return bench_option(2, "Repetitions, each with fresh prompts; the figures are of the last one.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunConfig:
+    """What every run of a benchmark is told."""
 
-
-def _json_option() -> Any:
-    return bench_option(None, "File for all figures, options and requests.", names=("--json",))
-
-
-def _structured_option() -> Any:
-    return bench_option(
-        0.0,
-        "Share of the requests, 0 to 1, whose output must follow a JSON schema.",
+    seed: int = bench_option(0, "Seed of lengths, prompts and sampling.")
+    structured: float = bench_option(
+        0.0, "Share of the requests, 0 to 1, whose output must follow a JSON schema."
+    )
+    repeat: int = bench_option(
+        2, "Repetitions, each with fresh prompts; the figures are of the last one."
+    )
+    json_file: str | None = bench_option(
+        None, "File for all figures, options and requests.", names=("--json",)
     )
 
-
-def _check_share(config: BenchConfig | LatencyConfig) -> None:
-    if not 0 <= config.structured <= 1:
-        refuse(config, "structured", "allowed: 0 to 1")
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "repeat", 1)
+        if not 0 <= self.structured <= 1:
+            refuse(self, "structured", "allowed: 0 to 1")
+        _check_file(self, "json_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(_RunConfig):
     """The options as the user gave them. Raises ConfigError for an invalid value."""
 
     num_requests: int | None = _size_option(
@@ -93,20 +99,14 @@ class BenchConfig:
         "Longest output in tokens", STANDARD.output.high, STANDARD_ON_CPU.output.high
     )
     temperature: float = bench_option(0.6, "Sampling temperature; 0 is greedy.")
-    seed: int = bench_option(0, "Seed of lengths, prompts and sampling.")
-    structured: float = _structured_option()
-    repeat: int = _repeat_option()
-    json_file: str | None = _json_option()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("num_requests", "min_prompt_length", "min_output_length", "repeat"):
+        _RunConfig.__post_init__(self)
+        for name in ("num_requests", "min_prompt_length", "min_output_length"):
             check_at_least(self, name, 1)
         check_at_least(self, "max_prompt_length", self.min_prompt_length or 1)
         check_at_least(self, "max_output_length", self.min_output_length or 1)
         check_parameter(self, "temperature")
-        _check_share(self)
-        _check_file(self, "json_file")
 
     def sizes(self, device: str) -> Sizes:
         """The sizes to run on `device`, cpu or cuda."""
@@ -132,7 +132,7 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyConfig:
+class LatencyConfig(_RunConfig):
     """The options of a latency run. Raises ConfigError for an invalid value."""
 
     batch_size: tuple[str, ...] = bench_option(
@@ -150,28 +150,17 @@ class LatencyConfig:
         "Compute the prompts beforehand, to be found in the prefix cache: long contexts without "
         "their prefill.",
     )
-    seed: int = bench_option(0, "Seed of the prompts.")
-    structured: float = _structured_option()
-    repeat: int = _repeat_option()
-    json_file: str | None = _json_option()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        # The error shows the value as the user wrote it, not as a tuple.
-        given = ",".join(self.batch_size)
-        if any(not part.isdecimal() or int(part) < 1 for part in given.split(",")):
-            raise ConfigError("--batch-size", given, "allowed: whole numbers of 1 or more")
+        _RunConfig.__post_init__(self)
+        if not self.batch_sizes:
+            raise ConfigError("--batch-size", "", "allowed: whole numbers of 1 or more")
         check_at_least(self, "input_len", 1)
         check_at_least(self, "output_len", 2)  # a single token has no time between
-        check_at_least(self, "repeat", 1)
-        _check_share(self)
-        _check_file(self, "json_file")
 
     @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes without duplicates, in the order given."""
-        parts = ",".join(self.batch_size).split(",")
-        return tuple(dict.fromkeys(int(part) for part in parts))
+    def batch_sizes(self) -> list[int]:
+        return numbers("--batch-size", self.batch_size, int)
 
     def sizes(self, batch_size: int, device: str) -> Sizes:
         """The sizes of a batch of `batch_size` requests on `device`, cpu or cuda."""
@@ -204,6 +193,25 @@ class ReportConfig:
             # Check now, not after hours of measuring.
             if importlib.util.find_spec("matplotlib") is None:
                 refuse(self, "plot_file", "matplotlib is missing; pip install matplotlib")
+
+
+def parts(values: tuple[str, ...]) -> list[str]:
+    """Split the values of an option that may be repeated and may be a list."""
+    return [part for part in ",".join(values).split(",") if part]
+
+
+def numbers(name: str, values: tuple[str, ...], kind: Callable[[str], T]) -> list[T]:
+    """The numbers without duplicates, in the order given; above 0. Raises ConfigError."""
+    found: dict[T, None] = {}
+    for part in parts(values):
+        number = None
+        with suppress(ValueError):
+            number = kind(part)
+        if number is None or not number > 0:
+            allowed = "whole numbers of 1 or more" if kind is int else "numbers above 0, or inf"
+            raise ConfigError(name, ",".join(values), f"allowed: {allowed}")
+        found[number] = None
+    return list(found)
 
 
 def _check_file(config: Any, name: str) -> None:

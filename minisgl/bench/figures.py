@@ -85,7 +85,7 @@ class Figures:
 
     @classmethod
     def of(cls, run: RunRecord) -> Figures:
-        return cls.of_requests(run.requests, run.elapsed_s, run.counts)
+        return cls.of_requests(run.requests, run.elapsed_s, run)
 
     @classmethod
     def of_requests(

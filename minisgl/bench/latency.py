@@ -15,17 +15,9 @@ from minisgl.bench.online.load_config import Point
 from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
-from minisgl.bench.report.tables import (
-    DRAFT_HEADINGS,
-    PointResult,
-    draft_cells,
-    energy_cells,
-    fitting_tables,
-    has_drafts,
-    print_spreads,
-)
+from minisgl.bench.report.tables import PointResult, has_drafts, print_spreads, run_tables
 from minisgl.bench.roofline import DecodeStep
-from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
 from minisgl.bench.workload.requests import make_workload
 from minisgl.bench.workload.structured import describe_share
 from minisgl.config import Capacity, EngineConfig
@@ -48,10 +40,8 @@ class BatchRecord:
     def result(self) -> PointResult:
         return PointResult(
             point=Point(None, self.sizes.num_requests),
-            figures=self.figures,
             limit=None,
             repetitions=self.repetitions,
-            spreads=spreads(self.repetitions),
             requests=self.run.requests,
         )
 
@@ -67,13 +57,10 @@ async def bench_latency(
 ) -> int:
     """Load the model, measure, and print the results. Returns the exit code."""
     console = make_console()
-    engine = await start_bench_engine(console, engine_config)
-    async with engine:
+    async with bench_engine(console, engine_config) as engine:
         sizes = [config.sizes(size, engine.config.device) for size in config.batch_sizes]
         for batch in sizes:
             check_room(batch, engine.capacity)
-        for line in describe(engine):
-            console.print(line)
         console.print(
             f"{sizes[0].prompt} tokens in, {sizes[0].output} out, greedy, EOS ignored, seed "
             f"{config.seed}, a batch submitted at once, repetition {config.repeat} of "
@@ -143,44 +130,33 @@ async def _measure(
 
 
 def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak | None) -> None:
-    headings = ["batch", "TPOT ms", "TTFT ms", "output tok/s"]
-    if peak is not None:
-        headings += ["limit ms", "of the limit"]
-    with_energy = any(record.figures.energy for record in records)
-    if with_energy:
-        headings += ["watts", "joules/token"]
-    with_drafts = has_drafts([record.figures for record in records])
-    if with_drafts:
-        headings += DRAFT_HEADINGS
     rows = []
     for record in records:
         figures = record.figures
-        cells = [
-            f"{record.sizes.num_requests}",
-            f"{record.tpot_s * 1e3:,.3f}",
-            f"{figures.ttft_s.p50 * 1e3:,.1f}",
-            f"{figures.output_tokens_per_s:,.1f}",
-        ]
+        row = {
+            "batch": f"{record.sizes.num_requests}",
+            "TPOT ms": f"{record.tpot_s * 1e3:,.3f}",
+            "TTFT ms": f"{figures.ttft_s.p50 * 1e3:,.1f}",
+            "output tok/s": f"{figures.output_tokens_per_s:,.1f}",
+        }
         if record.limit_s is not None:
-            cells += [f"{record.limit_s * 1e3:,.3f}", f"{record.limit_s / record.tpot_s:.1%}"]
-        if with_energy:
-            cells += energy_cells(figures.energy)
-        if with_drafts:
-            cells += draft_cells(figures)
-        rows.append(cells)
-    for table in fitting_tables(headings, rows, console.width):
+            row["limit ms"] = f"{record.limit_s * 1e3:,.3f}"
+            row["of the limit"] = f"{record.limit_s / record.tpot_s:.1%}"
+        rows.append(row)
+    all_figures = [record.figures for record in records]
+    for table in run_tables(rows, all_figures, console.width):
         console.print(table)
     console.print(
         "TPOT: (last token - first token) / (tokens - 1); TTFT: first token - submission; medians "
         "over the requests of a batch. output tok/s: of the whole run, prefill included."
     )
-    if with_energy:
+    if any(figures.energy for figures in all_figures):
         console.print("watts: the mean power of the GPUs over the whole run.")
     for record in records:
         if spreads(record.repetitions):
             console.print(f"batch {record.sizes.num_requests}: ", end="")
             print_spreads(console, record.repetitions)
-    if with_drafts:
+    if has_drafts(all_figures):
         console.print(
             "tokens/step: of a request in a step that samples one; drafts that are accepted add to "
             "it. The limit is that of one token a step."

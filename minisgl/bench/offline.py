@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from minisgl.bench.beside import beside
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import Figures, Limit, spreads
+from minisgl.bench.figures import Figures, Limit
 from minisgl.bench.offline_run import RunRecord, run_embeddings, run_offline
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.load_config import Point
@@ -24,7 +25,7 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
-from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
@@ -59,11 +60,8 @@ async def bench_offline(
     check_lengths(config, workload)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     console = make_console()
-    engine = await start_bench_engine(console, engine_for(workload, engine_config))
-    async with engine:
+    async with bench_engine(console, engine_for(workload, engine_config)) as engine:
         sizes = workload.fix(config.sizes(engine.config.device))
-        for line in describe(engine):
-            console.print(line)
         sampling = f"temperature {config.temperature:g}, seed {config.seed}, EOS ignored"
         if workload.kind == "embed":
             sampling = f"seed {config.seed}"
@@ -137,10 +135,8 @@ async def _measure(
         limit = Limit.of(run, figures.elapsed_s, engine.model, peak, engine.config, max_concurrency)
     return run, PointResult(
         point=Point(None, None),
-        figures=figures,
         limit=limit,
         repetitions=repetitions,
-        spreads=spreads(repetitions),
         requests=run.requests,
         timeline=timeline,
     )
@@ -168,9 +164,5 @@ async def poll_engine(
             now = time.perf_counter() - began
             samples.append(Sample(now, stats.num_running, stats.num_queued, stats.token_usage))
 
-    looking = asyncio.ensure_future(look())
-    try:
-        async with live(console, title, num_requests, "tokens", snapshot, POLL_S):
-            yield samples
-    finally:
-        looking.cancel()
+    async with beside(look()), live(console, title, num_requests, "tokens", snapshot, POLL_S):
+        yield samples

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -50,12 +51,12 @@ class RequestRecord:
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
     """The steps of an engine during a run."""
 
     num_steps: int
-    num_graph_steps: int  # of these, those that ran as a CUDA graph
+    num_graph_steps: int = 0  # of these, those that ran as a CUDA graph
     num_retractions: int
 
     @property
@@ -65,17 +66,10 @@ class StepCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
-    """All requests of a run, in the order of their submission."""
+class RunRecord(StepCounts):
+    """A run: its steps, and all requests in the order of their submission."""
 
     requests: list[RequestRecord]
-    num_steps: int
-    num_retractions: int
-    num_graph_steps: int = 0  # of the steps, those that ran as a CUDA graph
-
-    @property
-    def counts(self) -> StepCounts:
-        return StepCounts(self.num_steps, self.num_graph_steps, self.num_retractions)
 
     @property
     def elapsed_s(self) -> float:
@@ -86,6 +80,8 @@ class RunRecord:
 # Waits for the end of a request, in one way or another. Returns when its first and its last token
 # arrived, by time.perf_counter.
 Consumer = Callable[[OutputStream], Awaitable[tuple[float, float]]]
+# Makes one request, given when the run started.
+Ask = Callable[[float], Awaitable[RequestRecord]]
 
 
 async def run_offline(
@@ -101,12 +97,12 @@ async def run_offline(
     every step. The engine must have no other work. Raises the first error of a request, and
     ends the others.
     """
-    return await _run(engine, jobs, temperature, _wait, max_concurrency)
+    return await _generate(engine, jobs, temperature, _wait, max_concurrency)
 
 
 async def run_streaming(engine: AsyncEngine, jobs: Sequence[ScheduledRequest]) -> RunRecord:
     """Like `run_offline`, but take every token as it arrives, like a streaming client."""
-    return await _run(engine, jobs, 0.0, _stream)
+    return await _generate(engine, jobs, 0.0, _stream)
 
 
 async def run_embeddings(
@@ -117,14 +113,11 @@ async def run_embeddings(
 
     The end of a request is its vector, and it has no tokens. The engine must have no other work.
     """
-    before, room = engine.stats(), _room(max_concurrency)
-    started = time.perf_counter()
 
-    async def embedded(job: ScheduledRequest) -> RequestRecord:
-        async with room:
-            submitted_s = time.perf_counter() - started
-            [found] = await engine.vectors.embed([job.prompt])
-            ended_s = time.perf_counter() - started
+    async def embedded(job: ScheduledRequest, started: float) -> RequestRecord:
+        submitted_s = time.perf_counter() - started
+        [found] = await engine.vectors.embed([job.prompt])
+        ended_s = time.perf_counter() - started
         return RequestRecord(
             submitted_s=submitted_s,
             first_token_s=ended_s,
@@ -134,23 +127,7 @@ async def run_embeddings(
             num_output_tokens=0,
         )
 
-    tasks = [asyncio.ensure_future(embedded(job)) for job in jobs]
-    records = await _all_of(tasks)
-    counters = engine.stats().counters
-    return RunRecord(
-        records,
-        num_steps=counters.num_steps - before.counters.num_steps,
-        num_retractions=counters.num_retractions - before.counters.num_retractions,
-    )
-
-
-async def token_times(stream: OutputStream) -> list[float]:
-    """Consume a stream. Returns when each delta with a token arrived, by time.perf_counter."""
-    times: list[float] = []
-    async for delta in stream:
-        if delta.token_ids:
-            times.append(time.perf_counter())
-    return times
+    return await _run(engine, [partial(embedded, job) for job in jobs], max_concurrency)
 
 
 def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
@@ -158,28 +135,23 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
     return [after - before for before, after in pairwise(times) if start <= before and after <= end]
 
 
-async def _run(
+async def _generate(
     engine: AsyncEngine,
     jobs: Sequence[ScheduledRequest],
     temperature: float,
     consume: Consumer,
     max_concurrency: int | None = None,
 ) -> RunRecord:
-    room = _room(max_concurrency)
-    prepared = [(job.params(temperature), await _matcher(engine, job)) for job in jobs]
-    before = engine.stats()
-    started = time.perf_counter()
 
     async def answered(
-        job: ScheduledRequest, params: SamplingParams, matcher: Matcher | None
+        job: ScheduledRequest, params: SamplingParams, matcher: Matcher | None, started: float
     ) -> RequestRecord:
-        async with room:
-            submitted = time.perf_counter()
-            stream = engine.submit(job.prompt, params, matcher=matcher)
-            try:
-                first, last = await consume(stream)
-            finally:
-                stream.abort()
+        submitted = time.perf_counter()
+        stream = engine.submit(job.prompt, params, matcher=matcher)
+        try:
+            first, last = await consume(stream)
+        finally:
+            stream.abort()
         request = stream.request
         return RequestRecord(
             submitted_s=submitted - started,
@@ -195,11 +167,32 @@ async def _run(
             structured=job.structured,
         )
 
-    tasks = [
-        asyncio.ensure_future(answered(job, params, matcher))
-        for job, (params, matcher) in zip(jobs, prepared, strict=True)
+    asks = [
+        partial(answered, job, job.params(temperature), await _matcher(engine, job)) for job in jobs
     ]
-    records = await _all_of(tasks)
+    return await _run(engine, asks, max_concurrency)
+
+
+async def _run(engine: AsyncEngine, asks: Sequence[Ask], max_concurrency: int | None) -> RunRecord:
+    """Ask all at once, or `max_concurrency` at a time. Raises the first error of one, when the
+    others have ended too."""
+    room: AbstractAsyncContextManager[Any] = (
+        nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    )
+    before = engine.stats()
+    started = time.perf_counter()
+
+    async def in_turn(ask: Ask) -> RequestRecord:
+        async with room:
+            return await ask(started)
+
+    tasks = [asyncio.ensure_future(in_turn(ask)) for ask in asks]
+    try:
+        records = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     after = engine.stats()
     return RunRecord(
         records,
@@ -207,20 +200,6 @@ async def _run(
         num_retractions=after.counters.num_retractions - before.counters.num_retractions,
         num_graph_steps=after.totals.num_graph_steps - before.totals.num_graph_steps,
     )
-
-
-def _room(max_concurrency: int | None) -> AbstractAsyncContextManager[Any]:
-    return nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-
-
-async def _all_of(tasks: Sequence[asyncio.Task[RequestRecord]]) -> list[RequestRecord]:
-    """What all tasks return. Raises the first error of one, when the others have ended too."""
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _matcher(engine: AsyncEngine, job: ScheduledRequest) -> Matcher | None:
@@ -237,5 +216,5 @@ async def _wait(stream: OutputStream) -> tuple[float, float]:
 
 
 async def _stream(stream: OutputStream) -> tuple[float, float]:
-    times = await token_times(stream)
+    times = [time.perf_counter() async for delta in stream if delta.token_ids]
     return times[0], times[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -43,12 +43,7 @@ class Peak:
 
     def of_devices(self, count: int) -> Peak:
         """The peak of `count` such devices together."""
-        fp8 = self.fp8_operations_per_s
-        return Peak(
-            count * self.bytes_per_s,
-            count * self.operations_per_s,
-            None if fp8 is None else count * fp8,
-        )
+        return Peak(*(value and count * value for value in astuple(self)))
 
 
 def engine_peak(config: ResolvedConfig, model: ModelFacts) -> Peak | None:
@@ -77,7 +72,8 @@ def measure_peak(
     in_fp8: multiply float8 matrices, too.
     """
     bytes_per_s = _copied_bytes_per_s(device, copied_bytes)
-    operations_per_s = measure_operations_per_s(device, dtype, matrix_size)
+    matrix = torch.randn(matrix_size, matrix_size, device=device).to(dtype)
+    operations_per_s = 2 * matrix_size**3 / _seconds(lambda: matrix @ matrix, device)
     fp8_operations_per_s = measure_fp8_operations_per_s(device, matrix_size) if in_fp8 else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -88,11 +84,6 @@ def _copied_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
-
-
-def measure_operations_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
 
 
 def measure_fp8_operations_per_s(device: torch.device, size: int) -> float:

@@ -81,19 +81,24 @@ class Work:
             for size, count in batches.items()
             for load in _decode_products(model, dtype, count, size)
         ]
-        num_new = sum(map(_num_new_tokens, requests))
-        prefilling = _products(model, dtype, num_prefills, num_new, len(requests))
+        num_new = sum(each.num_prompt_tokens - each.num_cached_tokens for each in requests)
+        prefilling = [*_products(model, dtype, num_prefills, num_new, len(requests))]
         decode_attention = _decode_attention(requests, model, kv_dtype)
         prefill_attention = KernelWork(
             num_new * model.kv_bytes_per_token(kv_dtype) + len(requests) * _state_traffic(model),
-            _prefill_pair_operations(requests, model),
+            sum(
+                _num_seen(each.num_cached_tokens, each.num_prompt_tokens, window) * operations
+                for window, operations in _operations_per_pair(model).items()
+                for each in requests
+            ),
         )
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
         decode_loads = (*decoding, decode_attention)
+        prefill_loads = (*prefilling, prefill_attention)
         return cls(
             weight_bytes=round(sum(load.num_bytes for load in products)),
             kv_bytes=round(sum(load.num_bytes for load in attention)),
-            prefill_operations=prefill_operations(requests, model),
+            prefill_operations=round(sum(load.operations for load in prefill_loads)),
             decode_operations=round(sum(load.operations for load in decode_loads)),
             seconds=sum(load.seconds(peak) for load in (*products, *attention)),
         )
@@ -133,16 +138,6 @@ class DecodeStep:
         return sum(load.seconds(peak) for load in (*self.products, self.attention))
 
 
-def prefill_operations(requests: Sequence[RequestRecord], model: ModelFacts) -> int:
-    """Operations of GEMMs and causal attention: no padding, no masked scores, one row of logits."""
-    operations = 0
-    weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
-    for request in requests:
-        operations += 2 * weights_of_token * _num_new_tokens(request)
-        operations += 2 * model.num_head_weights
-    return operations + _prefill_pair_operations(requests, model)
-
-
 def _decode_products(
     model: ModelFacts, dtype: str, num_steps: int, batch_size: int
 ) -> tuple[KernelWork, ...]:
@@ -174,13 +169,8 @@ def _products(
     if (experts := model.experts) is not None:
         num_read = num_steps * experts_read * experts.num_layers * experts.num_experts
         num_bytes = num_read * experts.weight_bytes(dtype)
-        yield KernelWork(num_bytes, 2 * _expert_weights_of_row(model) * num_rows, in_layers=True)
-
-
-def _expert_weights_of_row(model: ModelFacts) -> int:
-    """Number of weights of the experts that one row chooses."""
-    experts = model.experts
-    return 0 if experts is None else experts.num_layers * experts.num_chosen * experts.num_weights
+        weights_of_row = experts.num_layers * experts.num_chosen * experts.num_weights
+        yield KernelWork(num_bytes, 2 * weights_of_row * num_rows, in_layers=True)
 
 
 def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list[int]:
@@ -195,19 +185,6 @@ def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list
     return list(accumulate(changes[step] for step in range(max(free))))
 
 
-def _num_new_tokens(request: RequestRecord) -> int:
-    """Number of prompt tokens that are computed."""
-    return request.num_prompt_tokens - request.num_cached_tokens
-
-
-def _prefill_pair_operations(requests: Sequence[RequestRecord], model: ModelFacts) -> int:
-    return sum(
-        _num_prefill_pairs(request, window) * operations
-        for window, operations in _operations_per_pair(model).items()
-        for request in requests
-    )
-
-
 def _decode_attention(
     requests: Sequence[RequestRecord], model: ModelFacts, kv_dtype: str
 ) -> KernelWork:
@@ -216,7 +193,10 @@ def _decode_attention(
     stored, computed = _bytes_per_token(model, kv_dtype), _operations_per_pair(model)
     num_bytes, operations = num_decoded * _state_traffic(model), 0
     for window in stored:
-        num_read = sum(_num_decode_reads(request, window) for request in requests)
+        num_read = sum(  # each decoded token reads what is before it, and its own
+            _num_seen(prompt := each.num_prompt_tokens, prompt + each.num_output_tokens - 1, window)
+            for each in requests
+        )
         num_bytes += (num_read + num_decoded) * stored[window]
         operations += num_read * computed[window]
     return KernelWork(num_bytes, operations)
@@ -225,18 +205,6 @@ def _decode_attention(
 def _state_traffic(model: ModelFacts) -> int:
     """Bytes to read and write the state of a request once."""
     return 2 * slot_bytes(model.states)
-
-
-def _num_prefill_pairs(request: RequestRecord, window: int | None) -> int:
-    """Number of pairs of a computed prompt token and one that it attends to in a layer."""
-    return _num_seen(request.num_cached_tokens, request.num_prompt_tokens, window)
-
-
-def _num_decode_reads(request: RequestRecord, window: int | None) -> int:
-    """Number of tokens whose keys and values decoding reads in a layer, including each token's
-    own."""
-    prompt = request.num_prompt_tokens
-    return _num_seen(prompt, prompt + request.num_output_tokens - 1, window)
 
 
 def _num_seen(start: int, end: int, window: int | None) -> int:

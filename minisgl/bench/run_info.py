@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ from minisgl.progress import LoadProgress
 from minisgl.runner.facts import device_name
 
 
-async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEngine:
-    """Start an engine with an unbounded queue, showing its progress. Raises MinisglError."""
+@asynccontextmanager
+async def bench_engine(console: Console, config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    """An engine with an unbounded queue; shows its progress and describes it. Raises
+    MinisglError."""
+    config = replace(config, max_queued_requests=UNBOUNDED_QUEUE)
     with LoadProgress(console) as progress:
-        return await AsyncEngine.start(
-            replace(config, max_queued_requests=UNBOUNDED_QUEUE), progress
-        )
+        engine = await AsyncEngine.start(config, progress)
+    async with engine:
+        for line in describe(engine):
+            console.print(line)
+        yield engine
 
 
 def freeze_memory() -> None:
@@ -43,10 +49,11 @@ class RunInfo:
     versions: dict[str, str]
     device: str
     model: str
-    backends: dict[str, str]  # of attention, by phase
     bench_options: dict[str, Any]  # as the user gave them
-    engine_options: dict[str, Any]  # with nothing left to choose
-    capacity: dict[str, int]
+    # Not known of a server at --url:
+    backends: dict[str, str] = field(default_factory=dict)  # of attention, by phase
+    engine_options: dict[str, Any] = field(default_factory=dict)  # with nothing left to choose
+    capacity: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> RunInfo:

@@ -12,16 +12,17 @@ from typing import Any
 from rich.console import Console
 
 import minisgl
+from minisgl.bench.beside import beside
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
-from minisgl.bench.figures import Distribution, Figures, Limit, spreads
+from minisgl.bench.figures import Distribution, Figures, Limit
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
 from minisgl.bench.online.load_config import LoadConfig, Point, check_load
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
-from minisgl.bench.online.outlook import Outlook, warned
+from minisgl.bench.online.outlook import Outlook, warn
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, run_online
 from minisgl.bench.online.server import StartedServer, own_server
 from minisgl.bench.online.target import Endpoint, served_model
@@ -58,7 +59,7 @@ class ServerUnderTest:
     started: StartedServer | None  # None: a server at --url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
     """The options of the run."""
 
@@ -96,15 +97,7 @@ async def bench_serve(
         raise ConfigError("--endpoint", load.endpoint, allowed)
     raise_file_limit()
     console = make_console()
-    options = ServeOptions(
-        engine=engine_config,
-        bench=config,
-        workload=workload,
-        load=load,
-        report=report,
-        rows=rows,
-        conversations=conversations,
-    )
+    options = ServeOptions(engine_config, config, workload, load, report, rows, conversations)
     async with _server_under_test(console, options) as server:
         _describe_load(console, server, options)
         _check_room(console, server, options)
@@ -169,7 +162,7 @@ async def _server_under_test(
         temperature=config.temperature,
         ignore_eos=not load.stop_at_eos,
     )
-    if load.url is None:
+    if not load.url:
         async with own_server(engine_for(workload, options.engine)) as (url, started):
             for line in started.description:
                 console.print(line)
@@ -194,25 +187,17 @@ async def _server_under_test(
     console.print(f"{target.url}: {target.model or 'a model without a name'}")
     yield ServerUnderTest(
         target=target,
-        run_info=_remote_run_info(target),
+        run_info=RunInfo(
+            environment=Environment.found(),  # the client's
+            versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
+            device=f"server at {target.url}",
+            model=target.model or "",
+            bench_options={},
+        ),
         sizes=workload.fix(config.sizes("cuda")),
         vocab_size=load.vocab_size or model.vocab_size or MAX_TOKEN_ID + 1,
         context=model.max_model_len,
         started=None,
-    )
-
-
-def _remote_run_info(target: Endpoint) -> RunInfo:
-    """The run info for a server at --url; the environment is the client's."""
-    return RunInfo(
-        environment=Environment.found(),
-        versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
-        device=f"server at {target.url}",
-        model=target.model or "",
-        backends={},
-        bench_options={},
-        engine_options={},
-        capacity={},
     )
 
 
@@ -281,23 +266,18 @@ async def _measure_point(
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
         run, polled, spent = await _run(
-            console, server, point, schedule, options, title, warn=not repetitions
+            console, server, point, schedule, options, title, tell=not repetitions
         )
         figures = run.figures(polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
-        console.print(
-            f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
-            f"{figures.headline}"
-            f"{f', {figures.requests_per_s:,.2f} requests/s' if figures.num_output_tokens else ''}"
-        )
+        rate = f", {figures.requests_per_s:,.2f} requests/s" if figures.num_output_tokens else ""
+        console.print(f"repetition {title}: {figures.elapsed_s:.2f} s, {figures.headline}{rate}")
     print_spreads(console, repetitions)
     _print_doubts(console, server, options, run)
     return PointResult(
         point=point,
-        figures=figures,
         limit=share_of_limit(server, point, run, figures),
         repetitions=repetitions,
-        spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
         itls_s=run.itls_s,
         failures=dict(run.failures),
@@ -331,9 +311,9 @@ async def _run(
     options: ServeOptions,
     title: str,
     *,
-    warn: bool,
+    tell: bool,
 ) -> tuple[OnlineRun, PollResult, Spent]:
-    """One repetition. warn: that all of them will take long, if so."""
+    """One repetition. tell: that all of them will take long, if so."""
     progress = RunProgress()
     outlook = Outlook(schedule, progress, options.workload, options.bench.repeat)
     counter = energy_counter(server.started.gpus if server.started else ())
@@ -341,7 +321,7 @@ async def _run(
     async with (
         poll_metrics(server.target) as polled,
         live(console, title, len(schedule), "events", lambda: progress),
-        warned(outlook, console.print) if warn else nullcontext(),
+        beside(warn(outlook, console.print)) if tell else nullcontext(),
     ):
         with metered(counter) as spent:
             run = await run_online(
@@ -371,14 +351,8 @@ def share_of_limit(
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
-    return Limit.of(
-        record,
-        figures.elapsed_s,
-        started.model,
-        started.peak,
-        started.config,
-        point.max_concurrency,
-    )
+    model, peak, config = started.model, started.peak, started.config
+    return Limit.of(record, figures.elapsed_s, model, peak, config, point.max_concurrency)
 
 
 # -- warnings ----------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
         reason = matcher.get_error()
         if source.kind == "json_schema":
             return Checked(reason=explain(reason, source.schema, source.strict))
-        return Checked(reason=f"{tidy(reason, _as_written(source, text))}.")
+        is_as_written = source.kind == "grammar" and text.startswith(source.text)
+        return Checked(reason=f"{tidy(reason, source.text if is_as_written else '')}.")
     if source.whitespace not in ("", WHITESPACE) and _matches_more(tokenizer, source.whitespace):
         return Checked(reason=NOT_BLANK)
     if reason := walk(matcher, outline):
@@ -151,11 +152,6 @@ def allocated_bytes() -> int | None:
     mallinfo.restype = _Allocations
     found = mallinfo()
     return int(found.uordblks + found.hblkhd)
-
-
-def _as_written(source: Source, text: str) -> str:
-    """A grammar that was not converted before it was compiled."""
-    return source.text if source.kind == "grammar" and text.startswith(source.text) else ""
 
 
 def _matches_more(tokenizer: LLTokenizer, pattern: str) -> bool:

@@ -67,10 +67,8 @@ class _Entry:
 
     @property
     def is_broken(self) -> bool:
-        if not self.future.done() or self.future.cancelled() or self.future.exception():
-            return False
-        result = self.future.result()
-        return isinstance(result, Compiled) and result.is_broken
+        done = self.future.done() and not self.future.cancelled() and not self.future.exception()
+        return done and isinstance(found := self.future.result(), Compiled) and found.is_broken
 
 
 class Grammars:

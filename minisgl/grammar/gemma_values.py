@@ -18,6 +18,7 @@ from minisgl.grammar.source import inline_schema, literal, schema_options
 from minisgl.text.parsing.alternatives import (
     alternatives,
     constants,
+    properties_of,
     types_in,
     types_of_constant,
 )
@@ -111,8 +112,7 @@ class GemmaValues:
         return f"{item} {more}" if least else f"({item} {more})?"
 
     def _members(self, schema: Mapping[str, Any], place: str) -> str:
-        properties, required = schema.get("properties"), schema.get("required")
-        properties = properties if isinstance(properties, Mapping) else {}
+        properties, required = properties_of(schema), schema.get("required")
         required = required if isinstance(required, list) else []
         others = schema.get("additionalProperties", not properties)
         properties = {**{key: {} for key in required if isinstance(key, str)}, **properties}

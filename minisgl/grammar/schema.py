@@ -29,7 +29,8 @@ UNKNOWN_TOKEN = re.compile(r"Token range end too large: (\d+)")
 UNREADABLE = "a text or a regex that has no end, or a character that means nothing there"
 
 Schema = dict[str, Any]
-Test = Callable[[Schema], str | None]  # the keyword at fault, if it is this schema
+# Given what a message has said and a schema: the keyword at fault, if it is in this schema.
+Test = Callable[[re.Match[str], Schema], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class _Complaint:
     """A kind of message, and the keyword that it is about."""
 
     pattern: re.Pattern[str]
-    find: Callable[[re.Match[str]], Test]
+    find: Test
     ignorable: bool = False  # without strict
 
 
@@ -56,9 +57,8 @@ def explain(message: str, schema: object, strict: bool) -> str:
         found = complaint.pattern.search(message)
         if found is None:
             continue
-        test = complaint.find(found)
         for place, part in _parts(schema, ""):
-            if keyword := test(part):
+            if keyword := complaint.find(found, part):
                 if complaint.ignorable and strict:
                     reason = (
                         "it is not supported, so it cannot be enforced; leave it out, or do "
@@ -152,38 +152,34 @@ def escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _has_all(found: re.Match[str]) -> Test:
+def _has_all(found: re.Match[str], part: Schema) -> str | None:
     keywords: list[str] = json.loads(found[1])
-    return lambda part: keywords[0] if all(keyword in part for keyword in keywords) else None
+    return keywords[0] if all(keyword in part for keyword in keywords) else None
 
 
-def _has(keyword: str) -> Callable[[re.Match[str]], Test]:
-    return lambda _: lambda part: keyword if keyword in part else None
+def _named(found: re.Match[str], part: Schema) -> str | None:
+    return found[1] if found[1] in part else None
 
 
-def _named(found: re.Match[str]) -> Test:
-    return _has(found[1])(found)
+def _has(keyword: str) -> Test:
+    return lambda _, part: keyword if keyword in part else None
 
 
-def _has_value(keyword: str, prefix: str = "") -> Callable[[re.Match[str]], Test]:
-    return lambda found: lambda part: keyword if part.get(keyword) == prefix + found[1] else None
+def _has_value(keyword: str, prefix: str = "") -> Test:
+    return lambda found, part: keyword if part.get(keyword) == prefix + found[1] else None
 
 
-def _has_bad_regex(_: re.Match[str]) -> Test:
+def _has_bad_regex(_: re.Match[str], part: Schema) -> str | None:
     """The message quotes a regex as it was converted, so each is tried."""
-
-    def keyword_of(part: Schema) -> str | None:
-        for keyword, regexes in (
-            ("pattern", [part.get("pattern")]),
-            ("patternProperties", part.get("patternProperties")),
-        ):
-            for regex in regexes or ():
-                grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': regex})}"
-                if isinstance(regex, str) and LLMatcher.validate_grammar(grammar):
-                    return keyword
-        return None
-
-    return keyword_of
+    for keyword, regexes in (
+        ("pattern", [part.get("pattern")]),
+        ("patternProperties", part.get("patternProperties")),
+    ):
+        for regex in regexes or ():
+            grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': regex})}"
+            if isinstance(regex, str) and LLMatcher.validate_grammar(grammar):
+                return keyword
+    return None
 
 
 COMPLAINTS = (

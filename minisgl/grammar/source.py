@@ -62,13 +62,11 @@ def source_of(structured: StructuredOutput) -> Source:
         raise InvalidRequestError(
             structured.field, f"has {size} bytes; at most {MAX_BYTES} are taken."
         )
-    blanks = WHITESPACE if whitespace is None else ESCAPE.sub(_json_blank, whitespace)
+    if whitespace is None:
+        blanks = WHITESPACE
+    else:  # where \s means the blanks of JSON
+        blanks = ESCAPE.sub(lambda escape: BLANK if escape[1] == "s" else escape[0], whitespace)
     return Source(kind, text, structured.strict, blanks)
-
-
-def _json_blank(escape: re.Match[str]) -> str:
-    r"""An escape of a regex, where \s means the blanks of JSON."""
-    return BLANK if escape[1] == "s" else escape[0]
 
 
 def _kind_and_text(structured: StructuredOutput) -> tuple[str, str]:

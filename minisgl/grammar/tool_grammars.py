@@ -25,8 +25,9 @@ from minisgl.grammar.source import (
     source_of,
 )
 from minisgl.request import StructuredOutput, ToolCallGrammar
-from minisgl.text.parsing.alternatives import alternatives, constants, types_in
-from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS, ArgumentStyle, CallSpelling
+from minisgl.text.parsing.alternatives import alternatives, constants, properties_of, types_in
+from minisgl.text.parsing.call_format import ArgumentStyle, CallSpelling
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, OPENINGS
 from minisgl.text.parsing.plain_values import types_of
 from minisgl.text.parsing.python_format import is_key
 
@@ -199,8 +200,7 @@ class _Arguments:
         self._name = name
         self._tool = tool
         self._root = _object_schema(tool)
-        properties = self._root.get("properties")
-        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._properties = properties_of(self._root)
         required = self._root.get("required")
         self._required = required if isinstance(required, list | tuple) else ()
         if tool.lark is not None and spelling.arguments is not ArgumentStyle.TAGS:

@@ -121,13 +121,11 @@ class SignedTokenizer:
         gaps = max(own.values(), default=-1) + 1 - len(own)
         made.add_tokens([f"{sign}{number}{sign}" for number in range(gaps)])
         self._ids: dict[int, Sequence[int]] = {}  # those of `backend`, where they differ
-        added = [
-            (
-                token_id,
-                _renamed(token, sign + token.content if token_id in control else token.content),
-            )
-            for token_id, token in sorted(backend.get_added_tokens_decoder().items())
-        ]
+        added: list[tuple[int, tokenizers.AddedToken]] = []
+        for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+            text = sign + token.content if token_id in control else token.content
+            renamed = {**token.__getstate__(), "content": text}
+            added.append((token_id, tokenizers.AddedToken(**renamed)))
         # All in one call: each of them takes time for all tokens that were added before.
         made.add_tokens([token for _, token in added])
         for token_id, token in added:
@@ -150,17 +148,6 @@ class SignedTokenizer:
 
     def _real(self, encoding: tokenizers.Encoding) -> list[int]:
         return [real for found in encoding.ids for real in self._ids.get(found, (found,))]
-
-
-def _renamed(token: tokenizers.AddedToken, text: str) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(
-        text,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=token.special,
-    )
 
 
 def _add(trie: Trie, text: str) -> None:

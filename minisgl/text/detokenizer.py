@@ -80,12 +80,12 @@ class Detokenizer:
 class StopStrings:
     """Cuts a text that arrives in pieces off at the first of some strings."""
 
-    __slots__ = ("_held", "_include", "_matchers", "_num_unmatched", "found")
+    __slots__ = ("_held", "_include", "_num_unmatched", "_strings", "found")
 
     def __init__(self, strings: Sequence[str], include: bool = False, min_tokens: int = 0) -> None:
         """`include`: the text keeps the string. Before `min_tokens` tokens none is found."""
         self.found: str | None = None
-        self._matchers = [_StopMatcher(text) for text in strings]
+        self._strings = tuple(strings)
         self._include = include
         self._num_unmatched = min_tokens - 1  # tokens yet to come that cannot complete a match
         self._held = ""  # the longest end of the text that is the beginning of a string
@@ -98,68 +98,27 @@ class StopStrings:
         """Take the next piece; returns the text that is final, nothing after a match."""
         if self.found is not None:
             return ""
-        may_stop = self._num_unmatched < 0
+        num_read = len(self._held)
         text = self._held + text
-        first = len(text)
-        for matcher in self._matchers:
-            end = matcher.find(text, len(self._held))
-            while not may_stop and end is not None:
-                end = matcher.find(text, end)
-            if end is not None and end - len(matcher.stop) < first:
-                first = end - len(matcher.stop)
-                self.found = matcher.stop
+        first = held_from = len(text)
+        for stop in self._strings:
+            # What ended in an earlier piece was not to be found, so it is not looked at again.
+            begun = text.find(stop[0], max(0, num_read - len(stop) + 1))
+            if begun < 0:
+                continue
+            if self._num_unmatched < 0 and 0 <= (start := text.find(stop, begun)) < first:
+                first, self.found = start, stop
+            begun = text.find(stop[0], max(begun, len(text) - len(stop) + 1))
+            while 0 <= begun < held_from and not stop.startswith(text[begun:]):
+                begun = text.find(stop[0], begun + 1)
+            if 0 <= begun < held_from:
+                held_from = begun
         if self.found is not None:
             return text[:first] + self.found if self._include else text[:first]
-        num_held = max(matcher.num_matched for matcher in self._matchers)
-        num_final = len(text) - num_held
-        self._held = text[num_final:]
-        return text[:num_final]
+        self._held = text[held_from:]
+        return text[:held_from]
 
     def release(self) -> str:
         """Return what may have become a match; the next one begins after it."""
         held, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.num_matched = 0
         return held
-
-
-class _StopMatcher:
-    """Searches for one string in a text that arrives in pieces, reading each character once.
-
-    Knuth, Morris, Pratt: Fast Pattern Matching in Strings, SIAM J. Comput. 6 (1977).
-    """
-
-    __slots__ = ("_borders", "num_matched", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0  # length of the longest prefix of `stop` that ends the text so far
-        # The failure function: for `stop[: n + 1]`, the length of its longest proper prefix that is
-        # also a suffix.
-        borders = [0]
-        self._borders: Sequence[int] = borders
-        for char in stop[1:]:
-            borders.append(self._advance(borders[-1], char))
-        # The garbage collector, which pauses all threads, traverses lists but untracks such tuples.
-        self._borders = tuple(borders)
-
-    def find(self, text: str, start: int) -> int | None:
-        """The end of the next match in `text`, of which the part before `start` has been read."""
-        position, num_matched = start, self.num_matched
-        while position < len(text):
-            if num_matched == 0:  # skip with str.find, in C, to the next possible beginning
-                position = text.find(self.stop[0], position)
-                if position < 0:
-                    break
-            num_matched = self._advance(num_matched, text[position])
-            position += 1
-            if num_matched == len(self.stop):
-                self.num_matched = self._borders[-1]
-                return position
-        self.num_matched = num_matched
-        return None
-
-    def _advance(self, num_matched: int, char: str) -> int:
-        while num_matched and self.stop[num_matched] != char:
-            num_matched = self._borders[num_matched - 1]
-        return num_matched + (self.stop[num_matched] == char)

@@ -26,10 +26,10 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
     added = [*backend.get_added_tokens_decoder().values()]
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    if not all(map(_keeps, _steps(backend.pre_tokenizer, "pretokenizers"))):
+    if not all(map(_keeps, steps_of(backend.pre_tokenizer, "pretokenizers"))):
         return None
     composed = 1
-    for step in _steps(backend.normalizer, "normalizers"):
+    for step in steps_of(backend.normalizer, "normalizers"):
         if step["type"] in COMPOSING_NORMALIZERS:
             composed *= MAX_COMPOSED
         elif step["type"] not in KEEPING_NORMALIZERS and not _lengthens(step):
@@ -44,8 +44,8 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
     return composed * spelled
 
 
-def _steps(part: Any, members: str) -> list[dict[str, Any]]:
-    """The components of a normalizer or pre-tokenizer, whose pickled state is JSON."""
+def steps_of(part: Any, members: str) -> list[dict[str, Any]]:
+    """The components of a part of a tokenizer, whose pickled state is JSON."""
     if part is None:
         return []
     found = [json.loads(part.__getstate__())]
@@ -78,13 +78,8 @@ def _knows_every_character(backend: tokenizers.Tokenizer) -> bool:
         return False
     if model.byte_fallback:
         names = [f"<0x{byte:02X}>" for byte in range(NUM_BYTES)]
-    elif _spells_bytes(backend):
+    elif "ByteLevel" in (each["type"] for each in steps_of(backend.pre_tokenizer, "pretokenizers")):
         names = pre_tokenizers.ByteLevel.alphabet()
     else:
         return False
     return all(model.token_to_id(name) is not None for name in names)
-
-
-def _spells_bytes(backend: tokenizers.Tokenizer) -> bool:
-    steps = _steps(backend.pre_tokenizer, "pretokenizers")
-    return any(step["type"] == "ByteLevel" for step in steps)

@@ -21,7 +21,7 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
-from minisgl.text.longest_token import longest_token
+from minisgl.text.longest_token import longest_token, steps_of
 from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
@@ -448,9 +448,7 @@ class _PlainSpelling:
 
 
 def _spelling_of(decoder: tokenizers.decoders.Decoder | None, model_name: str) -> _Spelling:
-    steps = [json.loads(decoder.__getstate__())] if decoder else []  # its pickled state is JSON
-    if steps and steps[0]["type"] == "Sequence":
-        steps = steps[0]["decoders"]
+    steps = steps_of(decoder, "decoders")
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _ByteLevelSpelling()
     if not steps:

@@ -40,7 +40,7 @@ from minisgl.bench.figures import percentile
 from minisgl.bench.offline_run import gaps
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import bench_engine, freeze_memory
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.client.errors import refused
 from minisgl.client.exchange import open_stream
@@ -222,9 +222,7 @@ async def measure(
 
 async def measure_engine(arguments: argparse.Namespace) -> None:
     console = make_console()
-    async with await start_bench_engine(console, engine_config(arguments)) as engine:
-        for line in describe(engine):
-            console.print(line)
+    async with bench_engine(console, engine_config(arguments)) as engine:
         await measure(console, requests_of_engine(engine), engine.model.vocab_size, arguments)
 
 

@@ -24,7 +24,7 @@ from script_runner import above_zero, engine_config, make_parser, run_script
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
+from minisgl.bench.run_info import bench_engine, freeze_memory
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -101,9 +101,7 @@ def table_of(launches: Sequence[Launch], num_steps: int) -> Table:
 
 async def run(arguments: argparse.Namespace) -> None:
     console = make_console()
-    async with await start_bench_engine(console, engine_config(arguments)) as engine:
-        for line in describe(engine):
-            console.print(line)
+    async with bench_engine(console, engine_config(arguments)) as engine:
         freeze_memory()
         await record(engine, arguments)  # a first time, for what is compiled or loaded late
         console.print(table_of(*await record(engine, arguments)))

@@ -101,8 +101,8 @@ def test_an_invalid_value_is_refused_before_anything_is_loaded(
 
 
 def test_the_batch_sizes_of_a_latency_run_may_be_repeated_or_listed() -> None:
-    assert LatencyConfig().batch_sizes == (1, 8, 32)
-    assert LatencyConfig(batch_size=("16,4", "1", "4")).batch_sizes == (16, 4, 1)
+    assert LatencyConfig().batch_sizes == [1, 8, 32]
+    assert LatencyConfig(batch_size=("16,4", "1", "4")).batch_sizes == [16, 4, 1]
 
 
 def test_a_latency_run_has_the_standard_lengths_and_smaller_ones_on_a_cpu() -> None:

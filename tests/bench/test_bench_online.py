@@ -432,10 +432,8 @@ def test_the_table_of_a_sweep_is_turned_and_split_rather_than_cut(
     found = [
         PointResult(
             point=Point(float(rate), None),
-            figures=figures(rate * 1234),
             limit=None,
-            repetitions=[],
-            spreads={},
+            repetitions=[figures(rate * 1234)],
             requests=[],
         )
         for rate in range(1, 13)
@@ -519,10 +517,8 @@ def test_a_plot_has_a_panel_for_each_metric_present(
     found = [
         PointResult(
             point=Point(float(rate), None),
-            figures=figures(rate),
             limit=None,
-            repetitions=[],
-            spreads={},
+            repetitions=[figures(rate)],
             requests=[run],
             itls_s=[0.5],
             timeline=[Sample(at_s, 3, 1, 0.25) for at_s in (0.5, 1.0, 1.5)],
@@ -785,10 +781,10 @@ async def test_requests_stay_within_the_context_that_a_server_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [(None, "Give it a key with --api-key"), ("wrong", "It does not take the key")]
+    ("key", "said"), [("", "Give it a key with --api-key"), ("wrong", "It does not take the key")]
 )
 async def test_a_missing_key_is_reported_before_the_run(
-    key: str | None, said: str, capsys: pytest.CaptureFixture[str]
+    key: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with fake_server(key="right") as fake:
         with pytest.raises(ServerError, match=rf"/v1 answers 401: no key\. {said}"):

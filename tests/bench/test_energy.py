@@ -155,10 +155,8 @@ def test_the_table_of_a_sweep_has_energy_where_it_is_known() -> None:
     def point(joules: float | None) -> PointResult:
         return PointResult(
             point=Point(None, None),
-            figures=figures(joules),
             limit=None,
-            repetitions=[],
-            spreads={},
+            repetitions=[figures(joules)],
             requests=[],
         )
 

@@ -22,7 +22,7 @@ from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
 from minisgl.bench.peak import Peak, measure_peak
 from minisgl.bench.report.tables import print_figures
-from minisgl.bench.roofline import DecodeStep, KernelWork, Work, prefill_operations
+from minisgl.bench.roofline import DecodeStep, KernelWork, Work
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts
 from minisgl.models.registry import read_model_config
@@ -192,6 +192,12 @@ def test_the_roofline_of_tpot_at_batch_1_on_an_h200_is_as_computed_by_hand(
     peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
     seconds = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16").seconds(peak)
     assert seconds * 1e3 == pytest.approx(limit_ms, rel=0.01)
+
+
+def prefill_operations(requests: list[RequestRecord], model: ModelFacts) -> int:
+    run = RunRecord(requests, num_steps=len(requests), num_retractions=0)
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "max_running": 256}
+    return Work.of(run, model, Peak(4e12, 800e12), **options).prefill_operations
 
 
 def test_the_operations_of_several_prompts_add_up(tmp_path: Path) -> None:

@@ -38,9 +38,7 @@ def printed(*shown: Any) -> str:
 
 
 def point(of: Figures) -> PointResult:
-    return PointResult(
-        point=Point(None, None), figures=of, limit=None, repetitions=[], spreads={}, requests=[]
-    )
+    return PointResult(point=Point(None, None), limit=None, repetitions=[of], requests=[])
 
 
 def test_the_accepted_share_and_the_tokens_of_a_step_are_of_all_requests() -> None:

@@ -14,25 +14,26 @@ from support.parsed_answers import PLAIN, fed_in_runs, form_of, parse, parsed
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import Tool, tool_calls
-from minisgl.text.parsing import formats
-from minisgl.text.parsing.formats import CallSpelling
+from minisgl.text.parsing import formats, json_formats
+from minisgl.text.parsing.call_format import CallSpelling
+from minisgl.text.parsing.formats import BY_NAME
 
-HERMES = formats.HERMES.spelling
-QWEN3_CODER = formats.QWEN3_CODER.spelling
-LLAMA3_JSON = formats.LLAMA3_JSON.spelling
-PYTHONIC = formats.PYTHONIC.spelling
-DEEPSEEK_V31 = formats.DEEPSEEK_V31.spelling
-GLM45 = formats.GLM45.spelling
-GLM47 = formats.GLM47.spelling
-XLAM = formats.XLAM.spelling
-FUNCTIONARY_V3_1 = formats.FUNCTIONARY_V3_1.spelling
-FUNCTIONARY_V3_2 = formats.FUNCTIONARY_V3_2.spelling
-DEEPSEEK_V3 = formats.DEEPSEEK_V3.spelling
-MISTRAL_LIST = formats.MISTRAL_LIST.spelling
-MISTRAL = formats.MISTRAL.spelling
+HERMES = BY_NAME["hermes"].spelling
+QWEN3_CODER = BY_NAME["qwen3_coder"].spelling
+LLAMA3_JSON = BY_NAME["llama3_json"].spelling
+PYTHONIC = BY_NAME["pythonic"].spelling
+DEEPSEEK_V31 = BY_NAME["deepseek_v31"].spelling
+GLM45 = BY_NAME["glm45"].spelling
+GLM47 = BY_NAME["glm47"].spelling
+XLAM = BY_NAME["xlam"].spelling
+FUNCTIONARY_V3_1 = BY_NAME["functionary_v3_1"].spelling
+FUNCTIONARY_V3_2 = BY_NAME["functionary_v3_2"].spelling
+DEEPSEEK_V3 = BY_NAME["deepseek_v3"].spelling
+MISTRAL_LIST = json_formats.MISTRAL_LIST.spelling
+MISTRAL = BY_NAME["mistral"].spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
-MARKERS |= {text: 410 + index for index, text in enumerate(formats.DEEPSEEK_V3.markers)}
-MARKERS |= {text: 430 + index for index, text in enumerate(formats.GLM45.markers[2:])}
+MARKERS |= {text: 410 + index for index, text in enumerate(BY_NAME["deepseek_v3"].markers)}
+MARKERS |= {text: 430 + index for index, text in enumerate(BY_NAME["glm45"].markers[2:])}
 OTHERS = ("seed_oss", "minimax_m2", "deepseek_v32", "kimi_k2", "lfm2")
 OF_OTHERS = (text for form in formats.CALL_FORMATS if form.name in OTHERS for text in form.markers)
 MARKERS |= {text: 450 + index for index, text in enumerate(OF_OTHERS)}
@@ -120,31 +121,31 @@ def around(name: str, *calls: str) -> str:
 
 CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
     "seed_oss": (
-        formats.SEED_OSS.spelling,
+        BY_NAME["seed_oss"].spelling,
         SEED_WEATHER,
         SEED_CLOCK,
         f"{SEED_CLOCK}\n{SEED_WEATHER}",
     ),
     "minimax_m2": (
-        formats.MINIMAX_M2.spelling,
+        BY_NAME["minimax_m2"].spelling,
         around("minimax_m2", MINIMAX_WEATHER),
         around("minimax_m2", MINIMAX_CLOCK),
         around("minimax_m2", MINIMAX_CLOCK, MINIMAX_WEATHER),
     ),
     "deepseek_v32": (
-        formats.DEEPSEEK_V32.spelling,
+        BY_NAME["deepseek_v32"].spelling,
         around("deepseek_v32", DSML_WEATHER),
         around("deepseek_v32", DSML_CLOCK),
         around("deepseek_v32", DSML_CLOCK, DSML_WEATHER),
     ),
     "kimi_k2": (
-        formats.KIMI_K2.spelling,
+        BY_NAME["kimi_k2"].spelling,
         around("kimi_k2", KIMI_WEATHER),
         around("kimi_k2", KIMI_CLOCK),
         around("kimi_k2", KIMI_CLOCK, KIMI_WEATHER),
     ),
     "lfm2": (
-        formats.LFM2.spelling,
+        BY_NAME["lfm2"].spelling,
         '<|tool_call_start|>[get-weather(city="x\\n", days=3, now=True)]<|tool_call_end|>',
         "<|tool_call_start|>[clock()]<|tool_call_end|>",
         '<|tool_call_start|>[clock(), get-weather(city="x", now=False)]<|tool_call_end|>',
@@ -416,12 +417,15 @@ def test_a_text_with_a_pattern_or_null_is_held_to_both(case: str) -> None:
     ("spelling", "answer"),
     [
         (PYTHONIC, '[f(a="x", b=[1, true])]'),
-        (formats.GEMMA4.spelling, '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,true]}<tool_call|>'),
+        (
+            BY_NAME["gemma4"].spelling,
+            '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,true]}<tool_call|>',
+        ),
         (GLM47, "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"),
     ],
 )
 def test_arguments_that_no_schema_describes_are_any(spelling: CallSpelling, answer: str) -> None:
-    markers = MARKERS | {text: 450 + index for index, text in enumerate(formats.GEMMA4.markers)}
+    markers = MARKERS | {text: 450 + index for index, text in enumerate(BY_NAME["gemma4"].markers)}
     tool = Tool(name="f", parameters={"type": "object"})
     assert ByteMatcher(tool_calls([tool], spelling, markers, required=True), markers).accepts(
         answer

@@ -36,7 +36,7 @@ from support.waiting import until
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.text.parsing import formats
+from minisgl.text.parsing.formats import BY_NAME
 from minisgl.text.tokenizer import Tokenizer
 
 CALL = hermes("get_weather", {"city": "Köln", "days": 2})
@@ -161,9 +161,13 @@ def test_every_format_is_parsed_by_its_name(
 @pytest.mark.parametrize(
     ("parser", "markers", "call"),
     [
-        ("glm45", formats.GLM45.markers,
+        ("glm45", BY_NAME["glm45"].markers,
          "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
-        ("gemma4", formats.GEMMA4.markers, '<|tool_call>call:f{{code:<|"|>{}<|"|>}}<tool_call|>'),
+        (
+            "gemma4",
+            BY_NAME["gemma4"].markers,
+            '<|tool_call>call:f{{code:<|"|>{}<|"|>}}<tool_call|>',
+        ),
     ],
 )  # fmt: skip
 def test_a_tool_with_a_pattern_is_held_in_every_api(

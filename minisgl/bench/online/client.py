@@ -44,6 +44,11 @@ class RecordedAnswer:
             yield at, _decode(data)
 
     @property
+    def body(self) -> bytes:
+        """All of an answer that is not streamed."""
+        return b"\n\n".join([*self.events, self.rest])
+
+    @property
     def done(self) -> bool:
         return any(data_of(event) == DONE for event in self.events[-1:])
 

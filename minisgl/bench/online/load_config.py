@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from minisgl.bench.config import numbers, parts
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.client.address import check_address
-from minisgl.client.keys import check_key_options
-from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.client.remote import RemoteConfig
+from minisgl.config import check_at_least, option
 from minisgl.errors import ConfigError, one_of
 
 ENDPOINTS = ("auto", "completions", "chat")
@@ -38,18 +38,9 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadConfig:
+class LoadConfig(RemoteConfig):
     """The server and the load. Raises ConfigError for an invalid value."""
 
-    url: str | None = load_option(
-        None,
-        "Server of the OpenAI API to measure, such as http://HOST:8000/v1; --model is then the "
-        "name in requests. Without it a server is started.",
-    )
-    api_key: str | None = load_option(
-        None, "Key for --url; MINISGL_API_KEY if not given.", secret=True
-    )
-    api_key_file: str | None = load_option(None, "File with that key.")
     endpoint: str = load_option(
         "auto",
         "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",
@@ -77,17 +68,12 @@ class LoadConfig:
     request_timeout: float = load_option(600.0, "Seconds after which a request counts as failed.")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.url is not None:
-            check_address(self.url)
-        check_key_options(self)
+        RemoteConfig.__post_init__(self)
         for name in ("api_key", "api_key_file", "vocab_size"):
-            if self.url is None and getattr(self, name) is not None:
-                shown = "(not shown)" if name == "api_key" else getattr(self, name)
+            if not self.url and (given := getattr(self, name)):
+                shown = "(not shown)" if name == "api_key" else given
                 raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
         check_at_least(self, "vocab_size", 1)
-        if not self.request_timeout > 0:
-            refuse(self, "request_timeout", "allowed: a number above 0")
         points = self.points  # which looks at every value
         if (
             len({point.request_rate for point in points})
@@ -102,12 +88,11 @@ class LoadConfig:
     @property
     def points(self) -> list[Point]:
         """The measurements, in the order given."""
-        rates = _parts(self.request_rate)
-        given = _numbers("--max-concurrency", self.max_concurrency, whole=True)
-        most: list[int | None] = [int(number) for number in given]
+        most: list[int | None] = [*numbers("--max-concurrency", self.max_concurrency, int)]
+        rates = numbers("--request-rate", self.request_rate, float) or [math.inf]
         return [
             Point(None if rate == math.inf else rate, concurrency)
-            for rate in _numbers("--request-rate", tuple(rates or ["inf"]))
+            for rate in rates
             for concurrency in (most or [None])
         ]
 
@@ -115,7 +100,7 @@ class LoadConfig:
     def limits_s(self) -> dict[str, float]:
         """The limits of goodput by name, in seconds."""
         limits: dict[str, float] = {}
-        for part in _parts(self.goodput):
+        for part in parts(self.goodput):
             name, _, value = part.partition(":")
             try:
                 limit = float(value) / 1e3
@@ -138,23 +123,3 @@ def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
     if workload.kind == "trace" and timed:
         given = ",".join(load.request_rate)
         raise ConfigError("--request-rate", given, "a trace has its own times: --trace-scale")
-
-
-def _parts(values: tuple[str, ...]) -> list[str]:
-    """Split the values of an option that may be repeated and may be a list."""
-    return [part for part in ",".join(values).split(",") if part]
-
-
-def _numbers(name: str, values: tuple[str, ...], *, whole: bool = False) -> list[float]:
-    """The numbers without duplicates, in the order given; above 0."""
-    numbers: dict[float, None] = {}
-    for part in _parts(values):
-        try:
-            number = int(part) if whole else float(part)
-        except ValueError:
-            number = -1
-        if not number > 0:
-            allowed = "whole numbers of 1 or more" if whole else "numbers above 0, or inf"
-            raise ConfigError(name, ",".join(values), f"allowed: {allowed}")
-        numbers[number] = None
-    return list(numbers)

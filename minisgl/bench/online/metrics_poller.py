@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.bench.beside import beside
 from minisgl.bench.offline_run import StepCounts
 from minisgl.bench.online.target import Endpoint
 from minisgl.client.errors import ServerError
 
 INTERVAL_S = 0.5
 LEVELS = ("minisgl_running_requests", "minisgl_queued_requests", "minisgl_token_usage_ratio")
-COUNTS = (
-    "minisgl_step_seconds_count",
-    "minisgl_graph_steps_total",
-    "minisgl_retractions_total",
-)
+COUNTS = {
+    "num_steps": "minisgl_step_seconds_count",
+    "num_graph_steps": "minisgl_graph_steps_total",
+    "num_retractions": "minisgl_retractions_total",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,12 @@ async def poll_metrics(
                 at_s = time.perf_counter() - began
                 polled.samples.append(Sample(at_s, int(num_running), int(num_queued), token_usage))
 
-    looking = asyncio.ensure_future(look())
-    try:
+    async with beside(look()):
         yield polled
-    finally:
-        looking.cancel()
     after = await _metrics(target)
     if after is not None:
-        polled.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
+        counted = {name: int(after[of] - before[of]) for name, of in COUNTS.items()}
+        polled.counts = StepCounts(**counted)
 
 
 async def _metrics(target: Endpoint) -> dict[str, float] | None:
@@ -84,4 +83,4 @@ async def _metrics(target: Endpoint) -> dict[str, float] | None:
         }
     except (ServerError, ValueError):
         return None
-    return found if found.keys() >= {*LEVELS, *COUNTS} else None
+    return found if found.keys() >= {*LEVELS, *COUNTS.values()} else None

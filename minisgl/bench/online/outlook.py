@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from minisgl.bench.online.client import RunProgress
 from minisgl.bench.workload.config import WorkloadConfig
@@ -20,33 +20,31 @@ INTERVAL_S = 1.0
 MIN_REQUESTS, MIN_OUTPUT = 4, 16  # the least that is offered
 
 
+@dataclass(slots=True)
 class Outlook:
     """How long the repetitions of one measurement will take, by what one of them has done so far.
 
     schedule: the requests of a repetition. clock: in seconds; the repetition starts now.
     """
 
-    def __init__(
-        self,
-        schedule: Sequence[ScheduledRequest],
-        progress: RunProgress,
-        workload: WorkloadConfig,
-        repeat: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._schedule = schedule
-        self._progress = progress
-        self._workload = workload
-        self._repeat = repeat
-        self._clock = clock
-        self._began = clock()
-        self._num_tokens = sum(request.max_tokens for request in schedule)
-        self._last_due_s = max((request.due_s for request in schedule), default=0.0)
+    schedule: Sequence[ScheduledRequest]
+    progress: RunProgress
+    workload: WorkloadConfig
+    repeat: int
+    clock: Callable[[], float] = time.perf_counter
+    _began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(request.max_tokens for request in self.schedule)
 
     def look(self) -> str | None:
         """The warning; "" if the measurement is short; None if it is too early to tell."""
-        elapsed_s = self._clock() - self._began
-        answered = self._progress.num_answered > 0
+        elapsed_s = self.clock() - self._began
+        answered = self.progress.num_answered > 0
         if elapsed_s < (ANSWERED_S if answered else UNANSWERED_S):
             return None
         done = self._share_done()
@@ -55,13 +53,14 @@ class Outlook:
         run_s = elapsed_s / done
         # At the start of a timed schedule few requests have been sent, so that a server that keeps
         # up seems up to twice as slow as it is.
-        paced = run_s <= 2 * self._last_due_s
+        last_due_s = max((request.due_s for request in self.schedule), default=0.0)
+        paced = run_s <= 2 * last_due_s
         if paced:
-            run_s = self._last_due_s
-        total_s = run_s * self._repeat
+            run_s = last_due_s
+        total_s = run_s * self.repeat
         if total_s <= LONG_S:
             return ""
-        runs = "" if self._repeat == 1 else f", {self._repeat} repetitions of {_time(run_s)}"
+        runs = "" if self.repeat == 1 else f", {self.repeat} repetitions of {_time(run_s)}"
         why = "At these times of the requests" if paced else "At the speed of the first answers"
         return (
             f"{why} this measurement takes about {_time(total_s)}{runs}; to measure less, press "
@@ -74,9 +73,9 @@ class Outlook:
         Events are counted, those of running answers too. The answers that have ended tell how many
         events a token of an answer takes.
         """
-        progress = self._progress
-        if self._workload.kind == "embed":
-            return progress.num_answered / len(self._schedule)
+        progress = self.progress
+        if self.workload.kind == "embed":
+            return progress.num_answered / len(self.schedule)
         events_per_token = 1.0
         if progress.num_answered_tokens:
             events_per_token = progress.num_answered_events / progress.num_answered_tokens
@@ -86,15 +85,15 @@ class Outlook:
     def _offers(self, total_s: float, *, paced: bool) -> str:
         """The options that make the measurement shorter, each with a value."""
         share = OFFERED_S / total_s
-        num_requests = len(self._schedule)
+        num_requests = len(self.schedule)
         offers = []
         if num_requests > MIN_REQUESTS:
             offers.append(f"--num-requests {_power(num_requests * share, MIN_REQUESTS)}")
         mean_output = self._num_tokens / num_requests
-        has_output = self._workload.kind not in ("embed", "trace")
+        has_output = self.workload.kind not in ("embed", "trace")
         if has_output and not paced and mean_output > MIN_OUTPUT:
             offers.append(f"--output-len {_power(mean_output * share, MIN_OUTPUT)}")
-        if self._repeat > 1:
+        if self.repeat > 1:
             offers.append("--repeat 1")
         if not offers:
             offers.append("a load with less to do")
@@ -102,23 +101,12 @@ class Outlook:
         return f"{', '.join(rest)} or {last}" if rest else last
 
 
-@asynccontextmanager
-async def warned(outlook: Outlook, say: Callable[[str], object]) -> AsyncIterator[None]:
-    """Say the outlook's warning once, as soon as it can tell, while the context is open."""
-
-    async def watch() -> None:
-        while (warning := outlook.look()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(INTERVAL_S)
-        if warning:
-            say(warning)
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+async def warn(outlook: Outlook, say: Callable[[str], object]) -> None:
+    """Say the outlook's warning once, as soon as it can tell."""
+    while (warning := outlook.look()) is None:  # noqa: ASYNC110
+        await asyncio.sleep(INTERVAL_S)
+    if warning:
+        say(warning)
 
 
 def _power(number: float, least: int) -> int:

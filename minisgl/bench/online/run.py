@@ -245,60 +245,25 @@ class _Run:
         """The message of a response that is not a stream."""
         if answer.redirect is not None:
             return describe_redirect(self._target.url, answer.redirect)
-        return self._said(b"\n\n".join([*answer.events, answer.rest]))
+        return self._said(answer.body)
 
     def _said(self, body: bytes) -> str:
         return Refusal.read(body, self._target.api_key).message
 
-    def _embedded(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
-        """A request for a vector, which comes at once and has no tokens. Raises OnlineRunError."""
-        try:
-            body = b"\n\n".join([*answer.events, answer.rest])
-            usage = msgspec.json.decode(body, type=_Vectors).usage
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise OnlineRunError(f"an answer has no vector: {error}") from error
-        num_tokens = usage.prompt_tokens
-        ended_s = answer.ended - self._began
-        record = RequestRecord(
-            submitted_s=answer.sent - self._began,
-            first_token_s=ended_s,
-            last_token_s=ended_s,
-            num_prompt_tokens=self._schedule[index].num_prompt_tokens
-            if num_tokens is None
-            else num_tokens,
-            num_cached_tokens=0,
-            num_output_tokens=0,
-        )
-        return StreamedRequest(
-            record=record,
-            times_s=[ended_s],
-            late_s=self._late_s[index],
-            counted=num_tokens is not None,
-            tells_cached=False,
-        )
-
     def _streamed(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
-        """Raises OnlineRunError."""
-        if self._target.endpoint == "embeddings":
-            return self._embedded(index, answer)
+        """The record of an answer. One with vectors comes at once and has no tokens.
+
+        Raises OnlineRunError.
+        """
         asked = self._schedule[index]
-        usage = StreamUsage()
-        finished = answer.done
-        with_choice: list[float] = []
-        for at, chunk in _chunks(answer):
-            if chunk.error:
-                raise OnlineRunError(self._said(msgspec.json.encode({"error": chunk.error})))
-            usage = chunk.usage or usage
-            choices = chunk.choices or []
-            finished |= any(choice.finish_reason for choice in choices)
-            with_choice += [at] * bool(choices)
-        # An answer may be nothing but tokens without text.
-        times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
-        if not finished or not times:
-            raise OnlineRunError("an answer ended without text or without [DONE]")
+        is_vector = self._target.endpoint == "embeddings"
+        usage, times = self._vectors(answer) if is_vector else self._events(answer)
         times_s = [at - self._began for at in times]
         num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
+        if is_vector:
+            num_output_tokens = 0
         cached, (num_drafted, num_accepted) = usage.details, usage.drafts
+        counted = num_prompt_tokens if is_vector else num_output_tokens
         record = RequestRecord(
             submitted_s=answer.sent - self._began,
             first_token_s=times_s[0],
@@ -318,9 +283,35 @@ class _Run:
             record=record,
             times_s=times_s,
             late_s=self._late_s[index],
-            counted=num_output_tokens is not None,
+            counted=counted is not None,
             tells_cached=cached.cached_tokens is not None,
         )
+
+    def _vectors(self, answer: RecordedAnswer) -> tuple[StreamUsage, list[float]]:
+        """The usage, and when the answer ended. Raises OnlineRunError."""
+        try:
+            usage = msgspec.json.decode(answer.body, type=_Vectors).usage
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise OnlineRunError(f"an answer has no vector: {error}") from error
+        return usage, [answer.ended]
+
+    def _events(self, answer: RecordedAnswer) -> tuple[StreamUsage, list[float]]:
+        """The usage, and when each event with text came. Raises OnlineRunError."""
+        usage = StreamUsage()
+        finished = answer.done
+        with_choice: list[float] = []
+        for at, chunk in _chunks(answer):
+            if chunk.error:
+                raise OnlineRunError(self._said(msgspec.json.encode({"error": chunk.error})))
+            usage = chunk.usage or usage
+            choices = chunk.choices or []
+            finished |= any(choice.finish_reason for choice in choices)
+            with_choice += [at] * bool(choices)
+        # An answer may be nothing but tokens without text.
+        times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
+        if not finished or not times:
+            raise OnlineRunError("an answer ended without text or without [DONE]")
+        return usage, times
 
 
 class _Vectors(msgspec.Struct):

@@ -25,19 +25,17 @@ async def with_answer_lengths(
     A server without /tokenize, which minisgl and vLLM have, counts nothing: all lengths are then
     estimated from the bytes.
     """
-    counted: list[Conversation] = []
+    counts: list[int | None] = []
     try:
         for one in picked:
-            count = None if one.answer is None else await _count(target, one.answer)
-            counted.append(replace(one, num_answer_tokens=count))
+            counts.append(None if one.answer is None else await _count(target, one.answer))
     except (ServerError, msgspec.DecodeError, UnicodeDecodeError):
-        return [
-            one
-            if one.answer is None
-            else replace(one, num_answer_tokens=estimated_tokens(one.answer))
-            for one in picked
-        ], False
-    return counted, True
+        counts = [None if one.answer is None else estimated_tokens(one.answer) for one in picked]
+        counted = False
+    else:
+        counted = True
+    pairs = zip(picked, counts, strict=True)
+    return [replace(one, num_answer_tokens=count) for one, count in pairs], counted
 
 
 async def _count(target: Endpoint, text: str) -> int:

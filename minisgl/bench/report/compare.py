@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from minisgl.bench.online.load_config import Point
 from minisgl.bench.report.output import flat, make_console
 from minisgl.errors import MinisglError
 
@@ -104,9 +105,8 @@ def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The label and the figures of each measurement in a file."""
     if "points" in report:
         for point in report["points"]:
-            rate, most = point["request_rate"], point["max_concurrency"]
-            label = "as fast as possible" if rate is None else f"{rate:g} requests/s"
-            yield label + (f", {most} at once" if most else ""), _figures(point)
+            label = str(Point(point["request_rate"], point["max_concurrency"]))
+            yield label, _figures(point)
     elif "batches" in report:
         for batch in report["batches"]:
             yield f"batch {batch['sizes']['num_requests']}", _figures(batch)

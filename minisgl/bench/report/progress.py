@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from minisgl.bench.beside import beside
 from minisgl.bench.online.client import RunProgress
 
 # Drawing takes a millisecond or two of the core that measures.
@@ -60,10 +61,5 @@ async def live(
                 bar.refresh()
                 await asyncio.sleep(interval_s)
 
-        drawing = asyncio.ensure_future(draw())
-        try:
+        async with beside(draw()):
             yield
-        finally:
-            drawing.cancel()
-            with suppress(asyncio.CancelledError):
-                await drawing

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from minisgl.bench.energy import Energy
 from minisgl.bench.figures import SPREAD_FIGURES, Figures, Limit, Spread, spreads
 from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.load_config import Point
@@ -22,78 +21,85 @@ class PointResult:
     """One point of a sweep; figures, requests and timeline are of the last repetition."""
 
     point: Point
-    figures: Figures
     limit: Limit | None
     repetitions: list[Figures]
-    spreads: dict[str, Spread]
     requests: list[RequestRecord]
     itls_s: list[float] = field(default_factory=list)  # empty if tokens are not consumed one by one
     failures: dict[str, int] = field(default_factory=dict)
     timeline: list[Sample] = field(default_factory=list)
 
+    @property
+    def figures(self) -> Figures:
+        return self.repetitions[-1]
+
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        return spreads(self.repetitions)
+
     def as_json(self) -> dict[str, Any]:
         """The result without the times of single tokens, of which there may be millions."""
         shown = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         del shown["point"], shown["itls_s"]
-        return self.point._asdict() | shown
-
-
-DRAFT_HEADINGS = ["drafts accepted", "tokens/step"]
+        found = {"figures": self.figures, "spreads": self.spreads}
+        return self.point._asdict() | found | shown
 
 
 def sweep_tables(found: Sequence[PointResult], width: int) -> list[Table]:
-    """A sweep as a table with a row for each point; see `fitting_tables`."""
-    figures = [one.figures for one in found]
-    headings, rows = _sweep_headings(found), [_sweep_row(one) for one in found]
-    if any(each.energy for each in figures):
-        headings += ["watts", "joules/token"]
-        rows = [row + energy_cells(each.energy) for row, each in zip(rows, figures, strict=True)]
-    if has_drafts(figures):
-        headings += DRAFT_HEADINGS
-        rows = [row + draft_cells(each) for row, each in zip(rows, figures, strict=True)]
-    return fitting_tables(headings, rows, width)
+    """A sweep as a table with a row for each point; see `run_tables`."""
+    return run_tables([_sweep_row(one) for one in found], [one.figures for one in found], width)
 
 
-def fitting_tables(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int
+def run_tables(
+    rows: Sequence[Mapping[str, str]], figures: Sequence[Figures], width: int
 ) -> list[Table]:
-    """The rows as a table. Where that is wider than `width` columns of the terminal, a table with
-    a column for each row, or several of them."""
-    if _width(headings, rows) <= width:
-        return [_table(headings, rows)]
+    """Rows of cells by heading as a table, with the energy and the drafts of any runs.
+
+    figures: of each row. Where the table is wider than `width` columns of the terminal, it is one
+    with a column for each row, or several of them.
+    """
+    with_energy = any(each.energy for each in figures)
+    with_drafts = has_drafts(figures)
+    cells: list[list[str]] = []
+    for row, each in zip(rows, figures, strict=True):
+        energy = each.energy
+        whole = dict(row)
+        if with_energy:
+            whole["watts"] = f"{energy.mean_watts:,.0f}" if energy else "-"
+            joules = energy.joules_per_output_token if energy else None
+            whole["joules/token"] = _known(joules, ",.3f") or "-"
+        if with_drafts:
+            whole["drafts accepted"] = _known(each.draft_acceptance, ".1%") or "-"
+            whole["tokens/step"] = f"{each.tokens_per_step:.2f}"
+        headings = [*whole]
+        cells.append([*whole.values()])
+    if _width(headings, cells) <= width:
+        return [_table(headings, cells)]
     tables = []
-    while rows:
-        num = len(rows)
-        while num > 1 and _width(*_turned(headings, rows[:num])) > width:
+    while cells:
+        num = len(cells)
+        while num > 1 and _width(*_turned(headings, cells[:num])) > width:
             num -= 1
-        tables.append(_table(*_turned(headings, rows[:num])))
-        rows = rows[num:]
+        tables.append(_table(*_turned(headings, cells[:num])))
+        cells = cells[num:]
     return tables
 
 
-def _sweep_headings(found: Sequence[PointResult]) -> list[str]:
-    headings = ["requests/s sent", "at once", "output tok/s", "requests/s"]
-    for name in ("TTFT", "TPOT", "E2E"):
-        headings += [f"{name} ms p50", f"{name} ms p99"]
-    headings.append("failed" if found[0].figures.goodput is None else "good requests/s")
-    return headings
-
-
-def _sweep_row(one: PointResult) -> list[str]:
+def _sweep_row(one: PointResult) -> dict[str, str]:
     figures, (rate, most) = one.figures, one.point
-    cells = [
-        "inf" if rate is None else f"{rate:g}",
-        "any" if most is None else f"{most}",
-        f"{figures.output_tokens_per_s:,.1f}",
-        f"{figures.requests_per_s:,.2f}",
-    ]
-    for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
-        cells += (
-            [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else ["-", "-"]
-        )
-    good = figures.goodput
-    cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
-    return cells
+    row = {
+        "requests/s sent": "inf" if rate is None else f"{rate:g}",
+        "at once": "any" if most is None else f"{most}",
+        "output tok/s": f"{figures.output_tokens_per_s:,.1f}",
+        "requests/s": f"{figures.requests_per_s:,.2f}",
+    }
+    latencies = {"TTFT": figures.ttft_s, "TPOT": figures.tpot_s, "E2E": figures.e2e_s}
+    for name, latency in latencies.items():
+        for part in ("p50", "p99"):
+            found = f"{getattr(latency, part) * 1e3:,.1f}" if latency else "-"
+            row[f"{name} ms {part}"] = found
+    if good := figures.goodput:
+        return row | {"good requests/s": f"{good.requests_per_s:,.2f}"}
+    return row | {"failed": f"{figures.num_failed:,}"}
 
 
 def _turned(
@@ -120,20 +126,8 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def energy_cells(energy: Energy | None) -> list[str]:
-    """Mean watts, and joules per output token."""
-    if energy is None:
-        return ["-", "-"]
-    return [f"{energy.mean_watts:,.0f}", _known(energy.joules_per_output_token, ",.3f") or "-"]
-
-
 def has_drafts(figures: Sequence[Figures]) -> bool:
     return any(each.draft_acceptance is not None for each in figures)
-
-
-def draft_cells(figures: Figures) -> list[str]:
-    """The part of the drafts that were accepted, and the output tokens of a request a step."""
-    return [_known(figures.draft_acceptance, ".1%") or "-", f"{figures.tokens_per_step:.2f}"]
 
 
 def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,14 @@ from minisgl.printable import counted
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "embed", "trace", "dataset")
 FILES = ("trace", "dataset")  # workloads that are the name of the option with their file
-OWN_PROMPTS = "a data set has its own prompts"
 NO_OUTPUT = "not with --workload embed, where nothing is generated"
 workload_option = partial(option, group="Workload")
+# Why a workload takes no lengths of prompts or of outputs.
+NO_LENGTHS: Mapping[str, Mapping[str, str]] = {
+    "trace": dict.fromkeys(("input_len", "output_len"), "a trace has its own lengths"),
+    "dataset": {"input_len": "a data set has its own prompts"},
+    "embed": {"output_len": NO_OUTPUT},
+}
 # Options that mean something with one workload alone.
 ONLY_WITH = {
     "prefix_len": "shared-prefix",
@@ -97,14 +103,9 @@ class WorkloadConfig:
             kind = ONLY_WITH.get(spec.name)
             if kind not in (None, self.kind) and getattr(self, spec.name) != spec.default:
                 refuse(self, spec.name, f"only with --workload {kind}")
-        if self.kind == "trace":
-            for name in ("input_len", "output_len"):
-                if getattr(self, name) is not None:
-                    refuse(self, name, "a trace has its own lengths")
-        if self.kind == "dataset" and self.input_len is not None:
-            refuse(self, "input_len", OWN_PROMPTS)
-        if self.kind == "embed" and self.output_len is not None:
-            refuse(self, "output_len", NO_OUTPUT)
+        for name, reason in NO_LENGTHS.get(self.kind, {}).items():
+            if getattr(self, name) is not None:
+                refuse(self, name, reason)
 
     @property
     def kind(self) -> str:
@@ -161,13 +162,7 @@ def check_lengths(bench: BenchConfig, workload: WorkloadConfig) -> None:
         refuse(bench, "structured", NO_OUTPUT)
     for spans, fixed in (("prompt", "input_len"), ("output", "output_len")):
         ends = [getattr(bench, f"{end}_{spans}_length") for end in ("min", "max")]
-        if any(ends) and workload.kind == "trace":
-            allowed = "a trace has its own lengths"
-            raise ConfigError(f"--min- or --max-{spans}-length", max(filter(None, ends)), allowed)
-        if spans == "prompt" and any(ends) and workload.kind == "dataset":
-            given = max(filter(None, ends))
-            raise ConfigError("--min- or --max-prompt-length", given, OWN_PROMPTS)
-        if spans == "output" and any(ends) and workload.kind == "embed":
-            raise ConfigError("--min- or --max-output-length", max(filter(None, ends)), NO_OUTPUT)
+        if any(ends) and (reason := NO_LENGTHS.get(workload.kind, {}).get(fixed)):
+            raise ConfigError(f"--min- or --max-{spans}-length", max(filter(None, ends)), reason)
         if getattr(workload, fixed) is not None and any(ends):
             refuse(workload, fixed, f"not together with --min- or --max-{spans}-length")

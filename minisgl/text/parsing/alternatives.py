@@ -106,6 +106,12 @@ def types_in(schema: Schema) -> set[str]:
     return types | {"integer"} if "number" in types else types or {*TYPES}
 
 
+def properties_of(schema: Schema) -> Schema:
+    """The schemas of properties by name; none where a schema has no valid ones."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
 def constants(schema: Schema) -> list[Any]:
     """The values that a schema without combinations lists; none where it lists none."""
     match schema:

@@ -6,14 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minisgl.events import Event
+from minisgl.text.parsing.call_format import CallFormat
 from minisgl.text.parsing.calls import Arrivals, CallContext
 from minisgl.text.parsing.emitter import Emitter
-from minisgl.text.parsing.formats import (
-    MAX_HELD_IN_TEXT,
-    CallFormat,
-    MessageFormat,
-    ReasoningFormat,
-)
+from minisgl.text.parsing.formats import MAX_HELD_IN_TEXT, MessageFormat, ReasoningFormat
 from minisgl.text.parsing.harmony import AnswerSide
 from minisgl.text.parsing.reader import FIRST_MARK, Patterns, Reader, Reading
 
@@ -126,7 +122,7 @@ class AnswerParser:
         """
         self._reader.end(natural)
         if self._only_calls and not natural:
-            self._emitter.mute_content()
+            self._emitter.is_muted = True
         self._advance(rest)
         return self._emitter.take()
 

@@ -119,8 +119,10 @@ def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) 
             if has_arguments or not bare:
                 start()
         elif key in ARGUMENTS and not has_arguments:
-            if bare and (yield from reader.starts("{")) and not (yield from reader.opens_object()):
-                break
+            if bare and (yield from reader.starts("{")):
+                opens = yield from reader.ahead(reader.opens_object())
+                if not opens:
+                    break
             has_arguments = True
             if name and not started:
                 start()
@@ -129,7 +131,7 @@ def read_object(calls: CallContext, announced: Announced = Announced.BY_MARKER) 
             if not started:
                 yield from calls.pass_over()
             break
-        elif not (yield from reader.value(_ignore)):
+        elif not (yield from reader.value(lambda _: None)):
             break
     if complete and name and not started and name in calls.tools:
         start()
@@ -163,7 +165,3 @@ def plain_arguments(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return "{}" if value is None else text
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -43,7 +43,7 @@ class Emitter:
         # Of reasoning and content: it has a text, and markup has come since.
         self._has_spoken = {True: False, False: False}
         self._is_apart = {True: False, False: False}
-        self._is_muted = False
+        self.is_muted = False  # all content from here on is left out
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -69,10 +69,6 @@ class Emitter:
         if len(self._held) > MAX_HELD_CHARS:
             self._put(self._held[:-MAX_HELD_CHARS])
             self._held = self._held[-MAX_HELD_CHARS:]
-
-    def mute_content(self) -> None:
-        """Leave out all content from here on."""
-        self._is_muted = True
 
     def open_reasoning(self) -> None:
         self._drop("\n")
@@ -123,7 +119,7 @@ class Emitter:
         self.begun = self._has_spoken[kind] = True
         if self.is_reasoning:
             self._events.append(ReasoningText(text))
-        elif not self._is_muted:
+        elif not self.is_muted:
             self._events.append(ContentText(text))
 
     def spelled(self, text: str) -> str:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.text.parsing.alternatives import alternatives, known_types
+from minisgl.text.parsing.alternatives import alternatives, known_types, properties_of
+from minisgl.text.parsing.call_format import ArgumentStyle, CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import TOOL_NAME
 from minisgl.text.parsing.plain_values import escaped, value_json
@@ -36,8 +37,7 @@ WORDS = {"None": "null", "True": "true", "False": "false"}
 def read_gemma(calls: CallContext, opening: str) -> Reading[bool]:
     """Read one call."""
     reader = calls.reader
-    yield from reader.peek()
-    if not (yield from reader.skip(PREFIX)):
+    if not (yield from reader.skip_next(PREFIX)):
         return False
     name = yield from reader.match(TOOL_NAME)
     if not name or (yield from reader.peek()) != "{":
@@ -60,18 +60,18 @@ class _Level:
     separator: str = ""
 
     def declares(self, key: str) -> bool:
-        return any(key in _mapping(schema.get("properties")) for schema in self.schemas)
+        return any(key in properties_of(schema) for schema in self.schemas)
 
     @property
     def is_free(self) -> bool:
         """Whether no schema names its keys."""
-        return not any(_mapping(schema.get("properties")) for schema in self.schemas)
+        return not any(properties_of(schema) for schema in self.schemas)
 
     def inner(self, key: str) -> list[object]:
         """The schemas of an item, or of the value of `key`."""
         if self.closing == "]":
             return [schema.get("items", True) for schema in self.schemas]
-        found = (_mapping(schema.get("properties")).get(key) for schema in self.schemas)
+        found = (properties_of(schema).get(key) for schema in self.schemas)
         return [each for each in found if each is not None]
 
 
@@ -152,8 +152,7 @@ class _Arguments:
         if found == self._quote and not parts:
             found = yield from reader.until(self._of_key, parts.append)
             if found == self._quote:
-                yield from reader.peek()
-                found = yield from reader.skip(":", "=")
+                found = yield from reader.skip_next(":", "=")
         key = "".join(parts).strip()
         if key[:1] in QUOTES and key[:1] == key[-1:]:
             key = key[1:-1]
@@ -228,10 +227,7 @@ class _Arguments:
 
     def _ends_value(self, *, is_quoted: bool = False) -> Reading[bool]:
         """Whether what comes next may follow a value; nothing is read."""
-        self._reader.record()
-        found = yield from self._follows_value(is_quoted)
-        self._reader.unread(self._reader.recorded())
-        return found
+        return self._reader.ahead(self._follows_value(is_quoted))
 
     def _follows_value(self, is_quoted: bool) -> Reading[bool]:
         reader, depth, fits = self._reader, len(self._levels), True
@@ -293,5 +289,17 @@ def _as_json(word: str, types: frozenset[str]) -> str:
     return value_json(word, types)
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+GEMMA4 = CallFormat(
+    "gemma4",
+    CallSpelling(
+        head=f"{CALL}{PREFIX}",
+        middle="{",
+        tail="}" + END_CALL,
+        between="",
+        arguments=ArgumentStyle.QUOTED,
+    ),
+    markers=(CALL, END_CALL, QUOTE),
+    openings=(CALL,),
+    read=read_gemma,
+    closing=END_CALL,
+)

@@ -102,15 +102,11 @@ class _Answer:
             return _Header(
                 channel[1] if channel else default, recipient[1].rstrip(".:") if recipient else ""
             )
-        if not self._may_begin_header(text):
+        begun = self._channel in text or TO_BEGUN.match(text) or ROLE.startswith(text.strip())
+        if not begun or len(text) > MAX_HEADER_CHARS:  # it is no beginning of a header
             self._emitter.next_message()
             self._emitter.text(text)
         return found
-
-    def _may_begin_header(self, text: str) -> bool:
-        """Whether `text`, which ends without a body, is the beginning of a header."""
-        begun = self._channel in text or TO_BEGUN.match(text) or ROLE.startswith(text.strip())
-        return len(text) <= MAX_HEADER_CHARS and bool(begun)
 
     def _body(self, header: _Header) -> Reading[str]:
         """Read a message; returns the marker that has ended it, "" at the end of the answer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+from minisgl.text.parsing.call_format import CallFormat, CallSpelling
 from minisgl.text.parsing.calls import Announced, CallContext, read_arguments, read_object
 from minisgl.text.parsing.reader import Patterns, Reading
 
@@ -77,8 +79,7 @@ def read_xlam(calls: CallContext, opening: str) -> Reading[bool]:
         case _:
             found = False
     if found and opening == FENCE:
-        yield from reader.peek()
-        yield from reader.skip(FENCE)
+        yield from reader.skip_next(FENCE)
     return found
 
 
@@ -107,3 +108,48 @@ def _read_objects(
     if found:
         yield from reader.skip(closing)
     return found
+
+
+HERMES = CallFormat(
+    "hermes",
+    CallSpelling(
+        head=f'{TOOL_CALL}\n{{"name": "',
+        middle='", "arguments": ',
+        tail=f"}}\n{END_TOOL_CALL}",
+        between="\n",
+    ),
+    markers=(TOOL_CALL, END_TOOL_CALL),
+    openings=(TOOL_CALL,),
+    read=read_hermes,
+    closing=END_TOOL_CALL,
+)
+LLAMA3_JSON = CallFormat(
+    "llama3_json",
+    CallSpelling(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
+    markers=(PYTHON_TAG,),
+    openings=(PYTHON_TAG,),
+    read=read_llama3,
+    bare=True,
+    in_text=(BRACE,),
+)
+XLAM = CallFormat(
+    "xlam",
+    CallSpelling(
+        head='{"name": "', middle='", "arguments": ', tail="}", between=", ", begin="[", end="]"
+    ),
+    markers=(TOOL_CALLS,),
+    openings=(TOOL_CALLS,),
+    read=read_xlam,
+    bare=True,
+    in_text=(BRACKET, FENCE),
+)
+MISTRAL = CallFormat(
+    "mistral",
+    CallSpelling(head=TOOL_CALLS, middle=ARGS, tail="", between=""),
+    markers=(TOOL_CALLS, ARGS, CALL_ID),
+    openings=(TOOL_CALLS,),
+    read=read_mistral,
+)
+# Tokenizers before version 11; all that an answer has is read the same.
+MISTRAL_LIST = replace(MISTRAL, spelling=replace(XLAM.spelling, begin=f"{TOOL_CALLS}["))
+FORMATS = (HERMES, LLAMA3_JSON, MISTRAL, XLAM)

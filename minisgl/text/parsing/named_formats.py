@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from dataclasses import replace
 
+from minisgl.text.parsing.alternatives import properties_of
+from minisgl.text.parsing.call_format import CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext, read_arguments
 from minisgl.text.parsing.json_formats import FENCE, PYTHON_TAG, TOOL_NAME
 from minisgl.text.parsing.plain_values import types_of
@@ -38,10 +40,7 @@ def read_functionary_v3_1(calls: CallContext, opening: str) -> Reading[bool]:
     name = yield from reader.match(TOOL_NAME)
     if not name or not (yield from reader.skip(">")) or (yield from reader.peek()) != "{":
         return False
-    yield from _read_call(calls, name)
-    yield from reader.peek()
-    yield from reader.skip(END_FUNCTION)
-    return True
+    return (yield from _read_call(calls, name, END_FUNCTION))
 
 
 def read_functionary_v3_2(calls: CallContext, opening: str) -> Reading[bool]:
@@ -78,15 +77,9 @@ def read_deepseek(calls: CallContext, opening: str) -> Reading[bool]:
     is_empty = yield from reader.starts(markers[END_CALL])
     if (yield from reader.peek()) not in ("{", '"') and not is_empty:
         name = yield from reader.match(TOOL_NAME)
-        yield from reader.peek()
-        if (yield from reader.skip(FENCE)):
+        if (yield from reader.skip_next(FENCE)):
             yield from reader.skip("json")
-    if not name or not (yield from _read_call(calls, name, FENCE, markers[END_CALL])):
-        return False
-    for closing in (FENCE, markers[END_CALL]):
-        yield from reader.peek()
-        yield from reader.skip(closing)
-    return True
+    return bool(name) and (yield from _read_call(calls, name, FENCE, markers[END_CALL]))
 
 
 def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
@@ -98,19 +91,14 @@ def read_kimi(calls: CallContext, opening: str) -> Reading[bool]:
             return False
     yield from reader.peek()
     name = NUMBER.sub("", (yield from reader.match(KIMI_ID))).removeprefix(KIMI_FUNCTIONS)
-    yield from reader.peek()
-    if not name or not (yield from reader.skip(markers[KIMI_ARGUMENTS])):
+    if not name or not (yield from reader.skip_next(markers[KIMI_ARGUMENTS])):
         return False
-    if not (yield from _read_call(calls, name, markers[KIMI_END_CALL])):
-        return False
-    yield from reader.peek()
-    yield from reader.skip(markers[KIMI_END_CALL])
-    return True
+    return (yield from _read_call(calls, name, markers[KIMI_END_CALL]))
 
 
 def _read_call(calls: CallContext, name: str, *closings: str) -> Reading[bool]:
     """Read the arguments of a call, which are an object, perhaps in a string, or nothing in front
-    of one of `closings`; returns whether they are."""
+    of one of `closings`, and these closings; returns whether they are."""
     reader = calls.reader
     char = yield from reader.peek()
     is_empty = bool(closings and (yield from reader.starts(*closings)))
@@ -122,6 +110,8 @@ def _read_call(calls: CallContext, name: str, *closings: str) -> Reading[bool]:
     else:
         yield from read_arguments(reader, calls.emitter.arguments)
     calls.emitter.end_call()
+    for closing in closings:
+        yield from reader.skip_next(closing)
     return True
 
 
@@ -129,9 +119,8 @@ def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:
     """Read the rest of the answer, which is code, as the argument of a call."""
     put = calls.emitter.arguments
     schema = calls.schema(name)
-    properties = schema.get("properties")
-    keys = [*properties] if isinstance(properties, Mapping) else []
-    key = next((key for key in keys if "string" in types_of(schema, key)), "code")
+    names = (name for name in properties_of(schema) if "string" in types_of(schema, name))
+    key = next(names, "code")
     calls.start(name)
     put(f"{{{_quoted(key)}: {_quoted(begun)[:-1]}")
     yield from calls.reader.until(ALL, lambda text: put(_quoted(text)[1:-1]))
@@ -142,3 +131,59 @@ def _read_code(calls: CallContext, name: str, begun: str = "") -> Reading[None]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+FUNCTIONARY_V3_1 = CallFormat(
+    "functionary_v3_1",
+    CallSpelling(head=FUNCTION, middle=">", tail=END_FUNCTION, between=""),
+    markers=(FUNCTION, PYTHON_TAG),
+    openings=(FUNCTION, PYTHON_TAG),
+    read=read_functionary_v3_1,
+)
+# The prompt ends with the RECIPIENT of the first part of the answer.
+FUNCTIONARY_V3_2 = CallFormat(
+    "functionary_v3_2",
+    CallSpelling(head="", middle="\n", tail="", between=RECIPIENT, text=TEXT, after_text=RECIPIENT),
+    markers=(),
+    openings=(),
+    read=read_functionary_v3_2,
+    bare=True,
+    in_text=(RECIPIENT,),
+)
+DEEPSEEK_V3 = CallFormat(
+    "deepseek_v3",
+    CallSpelling(
+        head=f"{CALL}function{SEPARATOR}",
+        middle="\n```json\n",
+        tail=f"\n```{END_CALL}",
+        between="\n",
+        begin=CALLS,
+        end=END_CALLS,
+    ),
+    markers=(CALLS, OTHER_CALLS, CALL, SEPARATOR, END_CALL, END_CALLS),
+    openings=(CALLS, OTHER_CALLS, CALL),
+    read=read_deepseek,
+    closing=END_CALLS,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    spelling=replace(DEEPSEEK_V3.spelling, head=CALL, middle=SEPARATOR, tail=END_CALL, between=""),
+)
+KIMI_K2 = CallFormat(
+    "kimi_k2",
+    CallSpelling(
+        head=f"{KIMI_CALL}{KIMI_FUNCTIONS}",
+        middle=KIMI_ARGUMENTS,
+        tail=KIMI_END_CALL,
+        between="",
+        begin=KIMI_CALLS,
+        end=KIMI_END_CALLS,
+        numbered=True,
+    ),
+    markers=(KIMI_CALLS, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END_CALL, KIMI_END_CALLS),
+    openings=(KIMI_CALLS, KIMI_CALL),
+    read=read_kimi,
+    closing=KIMI_END_CALLS,
+)
+FORMATS = (FUNCTIONARY_V3_1, FUNCTIONARY_V3_2, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2)

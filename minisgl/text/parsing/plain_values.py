@@ -6,7 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.text.parsing.alternatives import alternatives, known_types, types_of_value
+from minisgl.text.parsing.alternatives import (
+    alternatives,
+    known_types,
+    properties_of,
+    types_of_value,
+)
 from minisgl.text.parsing.emitter import refuse_constant
 from minisgl.text.parsing.python_format import python_as_json
 
@@ -39,7 +44,7 @@ def value_json(text: str, types: frozenset[str]) -> str:
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that the schema of a tool allows for a parameter; none if it does not say."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or name not in properties:
+    properties = properties_of(schema)
+    if name not in properties:
         return frozenset()
     return known_types(alternatives(schema, properties[name]))

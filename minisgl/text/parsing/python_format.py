@@ -6,12 +6,15 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from minisgl.text.parsing.alternatives import properties_of
+from minisgl.text.parsing.call_format import ArgumentStyle, CallFormat, CallSpelling
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import BRACKET, TOOL_NAME, read_xlam
-from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Reader, Reading
+from minisgl.text.parsing.reader import Patterns, Reader, Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 LFM_START, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -56,8 +59,7 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
         is_known = name in calls.tools or opening != BRACKET
         if name and is_known and (yield from reader.starts("(")):
             source = yield from _read_parentheses(reader)
-        properties = calls.schema(name).get("properties")
-        names = [*properties] if isinstance(properties, Mapping) else []
+        names = [*properties_of(calls.schema(name))]
         arguments = None if source is None else arguments_as_json(source, names)
         if arguments is None:
             if found:
@@ -68,19 +70,20 @@ def read_pythonic(calls: CallContext, opening: str) -> Reading[bool]:
         calls.emitter.end_call()
         found = True
     reader.forget()
-    yield from reader.peek()
-    yield from reader.skip(calls.markers[PYTHON_END])
+    yield from reader.skip_next(calls.markers[PYTHON_END])
     return True
 
 
 def read_lfm2(calls: CallContext, opening: str) -> Reading[bool]:
     """Read a list of Python calls, or JSON, which a prompt may ask for."""
-    reader = calls.reader
-    begun = reader.take(1) if (yield from reader.peek()) == "[" else ""
-    begun += yield from reader.match(BLANK_RUN)
-    is_json = yield from reader.starts("{")
-    reader.unread(begun)
+    yield from calls.reader.peek()
+    is_json = yield from calls.reader.ahead(_opens_json(calls.reader))
     return (yield from (read_xlam if is_json else read_pythonic)(calls, opening))
+
+
+def _opens_json(reader: Reader) -> Reading[bool]:
+    yield from reader.skip("[")
+    return (yield from reader.peek()) == "{"
 
 
 def _read_parentheses(reader: Reader) -> Reading[str | None]:
@@ -148,17 +151,13 @@ def _with_python_names(source: str) -> tuple[str, dict[str, str]]:
 
     def renamed(found: re.Match[str]) -> str:
         if not found["key"]:
-            return ESCAPE_OR_BREAK.sub(_in_one_line, found[0])
+            # Some models break lines in any string.
+            return ESCAPE_OR_BREAK.sub(lambda each: "\\n" if each[0] == "\n" else each[0], found[0])
         name = f"key_{len(keys)}"
         keys[name] = found["key"]
         return f"{found['before']}{name}="
 
     return KEY_OR_STRING.sub(renamed, source), keys
-
-
-def _in_one_line(found: re.Match[str]) -> str:
-    """A line break in a string as an escape: some models break lines in any string."""
-    return "\\n" if found[0] == "\n" else found[0]
 
 
 def _as_json(value: object) -> str:
@@ -188,3 +187,32 @@ def _literal(node: ast.expr) -> Any:
 class _JSONWords(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
+
+
+PYTHONIC = CallFormat(
+    "pythonic",
+    CallSpelling(
+        head="",
+        middle="(",
+        tail=")",
+        between=", ",
+        begin="[",
+        end="]",
+        arguments=ArgumentStyle.PYTHON,
+    ),
+    markers=(PYTHON_START, PYTHON_END),
+    openings=(PYTHON_START,),
+    read=read_pythonic,
+    closing=PYTHON_END,
+    bare=True,
+    in_text=(BRACKET,),
+)
+LFM2 = CallFormat(
+    "lfm2",
+    replace(PYTHONIC.spelling, begin=f"{LFM_START}[", end=f"]{LFM_END}"),
+    markers=(LFM_START, LFM_END),
+    openings=(LFM_START,),
+    read=read_lfm2,
+    closing=LFM_END,
+)
+FORMATS = (PYTHONIC, LFM2)

@@ -90,6 +90,15 @@ class Reader:
         if self._record:
             self._record = ["".join(self._record).removesuffix(text)]
 
+    def ahead(self, reading: Reading[T]) -> Reading[T]:
+        """What `reading` returns; all that it reads comes next again."""
+        outer = self._record
+        self.record()
+        found = yield from reading
+        self._text = self.recorded() + self._text[self._at :]
+        self._at, self._record = 0, outer
+        return found
+
     def more(self) -> Reading[bool]:
         """Wait for more text; False at the end."""
         before = len(self._text) - self._at
@@ -131,6 +140,11 @@ class Reader:
         self.take(len(found))
         return found
 
+    def skip_next(self, *texts: str) -> Reading[str]:
+        """Read blanks, and one of `texts` if it comes after them; returns it, or ""."""
+        yield from self.peek()
+        return (yield from self.skip(*texts))
+
     def skip_all(self, text: str) -> Reading[bool]:
         """Read `text` as often as it comes next, with blanks between; returns whether it does."""
         found = False
@@ -148,11 +162,10 @@ class Reader:
         return ""
 
     def opens_object(self) -> Reading[bool]:
-        """Whether the `{` that comes next may begin a JSON object; nothing is read."""
-        opening = self.take(1) + (yield from self.match(BLANK_RUN))
-        following = yield from self.character()
-        self.unread(opening + following)
-        return following in '"}'  # or nothing follows
+        """Read the `{` that comes next, and more; returns whether it may begin a JSON object."""
+        self.take(1)
+        yield from self.match(BLANK_RUN)
+        return (yield from self.character()) in '"}'  # or nothing follows
 
     def match(self, regex: re.Pattern[str]) -> Reading[str]:
         """Read as many characters as `regex`, a class of characters with `+`, matches."""

@@ -8,26 +8,22 @@ from typing import Any, Protocol
 
 from minisgl.text.parsing import harmony
 from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.call_format import CallFormat
 from minisgl.text.parsing.formats import (
     ANALYSIS,
-    CALL_FORMATS,
+    BY_NAME,
     HARMONY,
     HARMONY_MESSAGES,
-    MISTRAL,
-    MISTRAL_LIST,
     REASONING_FORMATS,
     THINK,
-    CallFormat,
     MessageFormat,
     ReasoningFormat,
 )
-from minisgl.text.parsing.json_formats import ARGS, TOOL_CALL, TOOL_CALLS
+from minisgl.text.parsing.json_formats import ARGS, MISTRAL, MISTRAL_LIST, TOOL_CALL, TOOL_CALLS
 from minisgl.text.parsing.named_formats import CALLS, KIMI_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from minisgl.text.parsing.python_format import LFM_START
-from minisgl.text.parsing.tagged_format import DSML_TOKEN, GLM, MINIMAX, SEED
-
-_BY_NAME = {form.name: form for form in CALL_FORMATS}
+from minisgl.text.parsing.tagged_formats import DSML_TOKEN, GLM, MINIMAX, SEED
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -141,9 +137,8 @@ class AnswerFormat:
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
-        `in_reasoning`, `in_text`: see `opens_reasoning`, `opens_text`. `tools`: the JSON Schemas
-        of the arguments by name. `only_calls`: nothing else is written, apart from reasoning.
-        `held_to`: the tools that a grammar holds calls to.
+        `in_reasoning`, `in_text`: see `opens_reasoning`, `opens_text`; the others: see
+        AnswerParser.
         """
         calls = self.calls if parse_calls else None
         if calls is None and self.reasoning is None and not self.text_opening:
@@ -261,7 +256,7 @@ def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat 
         name = next(found, NONE)
     if name == "mistral":
         return MISTRAL_LIST if tokenizer.added_token_id(ARGS) is None else MISTRAL
-    return _BY_NAME.get(name)
+    return BY_NAME.get(name)
 
 
 def _reasoning_format(

@@ -15,6 +15,7 @@ from support.parsed_answers import GEMMA, PLAIN, Parsed, parse
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import Tool, tool_calls
 from minisgl.text.parsing import formats
+from minisgl.text.parsing.formats import BY_NAME
 from minisgl.text.parsing.selection import choose_format
 from minisgl.text.tokenizer import Tokenizer
 
@@ -132,12 +133,12 @@ def test_a_slip_is_read_where_it_has_one_meaning(
     assert (got.objects, got.content) == ([("f", arguments)], content)
 
 
-MARKERS = {text: 400 + index for index, text in enumerate(formats.GEMMA4.markers)}
+MARKERS = {text: 400 + index for index, text in enumerate(BY_NAME["gemma4"].markers)}
 
 
 def held(parameters: dict[str, Any], *, strict: bool = False, required: bool = True) -> ByteMatcher:
     tool = Tool(name="f", parameters=parameters, strict=strict)
-    structured = tool_calls([tool], formats.GEMMA4.spelling, MARKERS, required=required)
+    structured = tool_calls([tool], BY_NAME["gemma4"].spelling, MARKERS, required=required)
     return ByteMatcher(structured, MARKERS)
 
 

@@ -9,7 +9,8 @@ from support.folders import ROOT
 from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, form_of
 from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
-from minisgl.text.parsing import formats
+from minisgl.text.parsing import formats, json_formats
+from minisgl.text.parsing.formats import BY_NAME
 from minisgl.text.parsing.names import AUTO, NONE, TOOL_PARSERS
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 from minisgl.text.tokenizer import Tokenizer
@@ -24,76 +25,92 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [
-        ("{% if tools %}<tools>{% endif %}<tool_call>", formats.HERMES, None),
-        ("{{ tools }}<tool_call>{{ reasoning_content }}</think>", formats.HERMES, formats.THINK),
-        ("{{ tools }}<tool_call><function=x><parameter=y>", formats.QWEN3_CODER, None),
-        ("{{ tools }}[TOOL_CALLS][ARGS]", formats.MISTRAL_LIST, None),
-        ("{{ tools }}[TOOL_CALLS][THINK]", formats.MISTRAL_LIST, formats.MAGISTRAL),
-        ('{{ tools }}{"name": name, "parameters": values}', formats.LLAMA3_JSON, None),
-        ("{{ tools }}<|python_tag|>", formats.LLAMA3_JSON, None),
-        ("{{ tools }}[func_name1(a=b)] parameters", formats.PYTHONIC, None),
+        ("{% if tools %}<tools>{% endif %}<tool_call>", BY_NAME["hermes"], None),
+        (
+            "{{ tools }}<tool_call>{{ reasoning_content }}</think>",
+            BY_NAME["hermes"],
+            formats.THINK,
+        ),
+        ("{{ tools }}<tool_call><function=x><parameter=y>", BY_NAME["qwen3_coder"], None),
+        ("{{ tools }}[TOOL_CALLS][ARGS]", json_formats.MISTRAL_LIST, None),
+        ("{{ tools }}[TOOL_CALLS][THINK]", json_formats.MISTRAL_LIST, formats.MAGISTRAL),
+        ('{{ tools }}{"name": name, "parameters": values}', BY_NAME["llama3_json"], None),
+        ("{{ tools }}<|python_tag|>", BY_NAME["llama3_json"], None),
+        ("{{ tools }}[func_name1(a=b)] parameters", BY_NAME["pythonic"], None),
         (
             'in a single JSON array: [{"name": "tool_call_name", "arguments": {}}]{{ tools }}',
-            formats.XLAM,
+            BY_NAME["xlam"],
             None,
         ),
         (
             '{{ tools }}<function=x>{"parameters": {}}</function><|python_tag|>',
-            formats.FUNCTIONARY_V3_1,
+            BY_NAME["functionary_v3_1"],
             None,
         ),
-        ("{{ tools }}{{ '>>>all\\n' + content }}>>>", formats.FUNCTIONARY_V3_2, None),
+        ("{{ tools }}{{ '>>>all\\n' + content }}>>>", BY_NAME["functionary_v3_2"], None),
         (
             "{{ tools }}{{ tool['type'] + '<｜tool▁sep｜>' + name }}</think>",
-            formats.DEEPSEEK_V3,
+            BY_NAME["deepseek_v3"],
             formats.THINK,
         ),
         ("{{ tools }}<|channel|>final<|message|>", formats.HARMONY, formats.ANALYSIS),
         (
             "{{ tools }}<｜tool▁call▁begin｜>{{ name + '<｜tool▁sep｜>' + arguments }}",
-            formats.DEEPSEEK_V31,
+            BY_NAME["deepseek_v31"],
             None,
         ),
         (
             "{{ tools }}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value></think>",
-            formats.GLM45,
+            BY_NAME["glm45"],
             formats.THINK,
         ),
-        ("{{ tools }}<|tool_call>call:<|channel>thought", formats.GEMMA4, formats.THOUGHT),
-        ("{{ tools }}<tool_call>{{ n }}<arg_key></arg_key><arg_value>", formats.GLM47, None),
+        (
+            "{{ tools }}<|tool_call>call:<|channel>thought",
+            BY_NAME["gemma4"],
+            formats.THOUGHT,
+        ),
+        (
+            "{{ tools }}<tool_call>{{ n }}<arg_key></arg_key><arg_value>",
+            BY_NAME["glm47"],
+            None,
+        ),
         (
             "{{ tools }}{{ '<seed:tool_call>' }}<function=x><parameter=y></parameter><seed:think>",
-            formats.SEED_OSS,
+            BY_NAME["seed_oss"],
             formats.SEED_THINK,
         ),
         (
             "{{ tools }}{{ '<minimax:tool_call>' }}<invoke name='x'><think>",
-            formats.MINIMAX_M2,
+            BY_NAME["minimax_m2"],
             formats.THINK,
         ),
         (
             "{% set dsml_token = '｜DSML｜' %}{{ tools }}<{{ dsml_token }}function_calls></think>",
-            formats.DEEPSEEK_V32,
+            BY_NAME["deepseek_v32"],
             formats.THINK,
         ),
-        ("{{ tools }}<|tool_calls_section_begin|>functions.", formats.KIMI_K2, None),
-        ("{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}", formats.KIMI_K2, None),
-        ("{{ tools }}{{ '<|tool_call_start|>[' }}", formats.LFM2, None),
-        ('{{ "List of tools: <|tool_list_start|>[" + tools }}', formats.LFM2, None),
+        ("{{ tools }}<|tool_calls_section_begin|>functions.", BY_NAME["kimi_k2"], None),
+        (
+            "{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}",
+            BY_NAME["kimi_k2"],
+            None,
+        ),
+        ("{{ tools }}{{ '<|tool_call_start|>[' }}", BY_NAME["lfm2"], None),
+        ('{{ "List of tools: <|tool_list_start|>[" + tools }}', BY_NAME["lfm2"], None),
         # Templates that leave the tools out, and calls as well.
         (
             "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' }}",
-            formats.DEEPSEEK_V3,
+            BY_NAME["deepseek_v3"],
             None,
         ),
         (
             "{{ m['tool_calls'] }}{{ '<｜tool▁call▁begin｜>' + f['name'] + '<｜tool▁sep｜>' }}",
-            formats.DEEPSEEK_V31,
+            BY_NAME["deepseek_v31"],
             None,
         ),
         (
             'an AI assistant named SmolLM{% if m.role == "tool" %}<think></think>',
-            formats.HERMES,
+            BY_NAME["hermes"],
             formats.THINK,
         ),
         # Formats of other families, which are not read.
@@ -138,14 +155,14 @@ def test_where_a_template_has_nothing_to_do_with_tools_the_vocabulary_tells(
 
 
 def test_mistral_writes_args_where_the_vocabulary_has_them() -> None:
-    assert form_of(MISTRAL, "mistral").calls is formats.MISTRAL
-    assert form_of(OLD_MISTRAL, "mistral").calls is formats.MISTRAL_LIST
+    assert form_of(MISTRAL, "mistral").calls is BY_NAME["mistral"]
+    assert form_of(OLD_MISTRAL, "mistral").calls is json_formats.MISTRAL_LIST
 
 
 def test_named_parsers_do_not_need_a_template() -> None:
     form = form_of(with_template(None), "hermes", "think")
     assert (form.calls, form.reasoning, dict(form.marker_ids)) == (
-        formats.HERMES,
+        BY_NAME["hermes"],
         formats.THINK,
         {},
     )
@@ -219,7 +236,7 @@ def test_tokens_of_magistral_open_reasoning_though_they_are_control_tokens() -> 
 def test_the_sign_may_be_in_any_of_several_templates() -> None:
     backend = wrap(spelled_backend())
     backend.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}
-    assert choose_format(Tokenizer(backend, "toy")).calls is formats.HERMES
+    assert choose_format(Tokenizer(backend, "toy")).calls is BY_NAME["hermes"]
 
 
 def test_the_document_has_every_format_of_calls() -> None:

@@ -13,6 +13,7 @@ from support.parsed_answers import GLM, PLAIN, QWEN, fed_in_runs, form_of, parse
 from support.toy_tokenizers import with_tokens
 
 from minisgl.text.parsing import formats
+from minisgl.text.parsing.formats import BY_NAME
 
 STRING = {"type": "string"}
 TYPES: dict[str, Any] = {
@@ -23,9 +24,9 @@ TYPES: dict[str, Any] = {
     "things": {"type": "array"},
 }
 TOOLS = {"f": {"type": "object", "properties": TYPES}, "g": {}}
-SEED = with_tokens(*formats.SEED_OSS.markers)
-MINIMAX = with_tokens(*formats.MINIMAX_M2.markers)
-DEEPSEEK = with_tokens(*formats.DEEPSEEK_V32.markers)
+SEED = with_tokens(*BY_NAME["seed_oss"].markers)
+MINIMAX = with_tokens(*BY_NAME["minimax_m2"].markers)
+DEEPSEEK = with_tokens(*BY_NAME["deepseek_v32"].markers)
 # A format, a vocabulary with its tags as tokens where models have them, and how calls are written.
 FORMATS = {
     "qwen3_coder": (QWEN, "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"),

@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.calls import CallContext
 from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
 from minisgl.text.parsing.plain_values import escaped, types_of, value_json
@@ -70,38 +71,6 @@ class Tags:
 
 
 XML = Tags(TOOL_CALL, END_TOOL_CALL, breaks_lines=True)
-SEED = Tags("<seed:tool_call>", "</seed:tool_call>")
-MINIMAX = Tags(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    function="<invoke",
-    end_function="</invoke>",
-    before_name=' name="',
-    after_name='"',
-)
-DSML_TOKEN = "｜DSML｜"
-DSML = Tags(
-    f"<{DSML_TOKEN}function_calls>",
-    f"</{DSML_TOKEN}function_calls>",
-    function=f"<{DSML_TOKEN}invoke",
-    end_function=f"</{DSML_TOKEN}invoke>",
-    parameter=f"<{DSML_TOKEN}parameter",
-    end_parameter=f"</{DSML_TOKEN}parameter>",
-    before_name=' name="',
-    after_name='"',
-    tells_type=True,
-)
-GLM = Tags(
-    TOOL_CALL,
-    END_TOOL_CALL,
-    function="",
-    end_function="",
-    parameter="<arg_key>",
-    end_parameter="</arg_value>",
-    before_name="",
-    after_name="</arg_key>",
-    value="<arg_value>",
-)
 
 
 class _Quotes:
@@ -254,8 +223,7 @@ class _Calls:
 
     def _parameters_of(self, name: str) -> Collection[str]:
         """The names of the parameters of a function, if they are known."""
-        properties = self._calls.schema(name).get("properties")
-        return properties if isinstance(properties, Mapping) else ()
+        return properties_of(self._calls.schema(name))
 
     def _next_tag(self) -> Reading[str]:
         """Read up to the next parameter, or to what ends the call; returns its tag."""
@@ -416,17 +384,16 @@ class _Calls:
     def _is_key(self, known: Collection[str]) -> Reading[bool]:
         """Whether one of `known`, if there are any, comes next, with the tags behind a key; nothing
         is read."""
-        reader = self._reader
-        read = [(yield from reader.match(TOOL_NAME))]
-        found = bool(read[0]) and (read[0] in known or not known)
-        if found:
-            read.append((yield from reader.skip(self._end_key)))
-            found = bool(read[1])
-        if found:
-            read.append((yield from reader.match(BLANK_RUN)))
-            found = bool((yield from reader.starts(self._value)))
-        reader.unread("".join(read))
-        return found
+        return self._reader.ahead(self._read_key(known))
+
+    def _read_key(self, known: Collection[str]) -> Reading[bool]:
+        name = yield from self._reader.match(TOOL_NAME)
+        if not name or (known and name not in known):
+            return False
+        if not (yield from self._reader.skip(self._end_key)):
+            return False
+        yield from self._reader.match(BLANK_RUN)
+        return bool((yield from self._reader.starts(self._value)))
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -486,27 +453,22 @@ class _Calls:
 
     def _is_closing(self, tag: str) -> Reading[bool]:
         """Whether something follows that may follow a closing; nothing is read."""
+        return self._reader.ahead(self._follows(tag))
+
+    def _follows(self, tag: str) -> Reading[bool]:
         reader = self._reader
-        read = [(yield from reader.match(BLANK_RUN))]
-        if tag == self._end_call:
-            found = yield from reader.begins(self._call)
-            if found:
-                read.append((yield from reader.skip(self._call)))
-                found = yield from self._begins_call(read)
-        else:
+        yield from reader.match(BLANK_RUN)
+        if tag != self._end_call:
             openings = self._openings if tag == self._end_parameter else (self._opening,)
             following = self._closings[self._closings.index(tag) + 1 :]
             found = yield from reader.begins(*openings, *following)
-            if not found and self._value:
-                found = yield from self._is_key(self._known)
-        reader.unread("".join(read))
-        return found
-
-    def _begins_call(self, read: list[str]) -> Reading[bool]:
-        """Whether what comes next may be behind the tag of a call. What is read goes to `read`."""
-        reader = self._reader
-        read.append((yield from reader.match(BLANK_RUN)))
+            return found or (bool(self._value) and (yield from self._is_key(self._known)))
+        if not (yield from reader.begins(self._call)):
+            return False
+        yield from reader.skip(self._call)
+        yield from reader.match(BLANK_RUN)
         if self._function:
             return (yield from reader.begins(self._function))
-        read += ((yield from reader.match(TOOL_NAME)), (yield from reader.match(BLANK_RUN)))
+        yield from reader.match(TOOL_NAME)
+        yield from reader.match(BLANK_RUN)
         return (yield from reader.begins(self._parameter, self._end_call))
