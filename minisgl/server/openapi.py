@@ -208,7 +208,8 @@ def _explain(fields: dict[str, Any], own: Mapping[str, Any], others: Mapping[str
         if name in own or "description" not in schema:
             schema |= own.get(name) or others[name]
         if name in FROM_CHECKPOINT:
-            schema["description"] += " Default: that of the checkpoint."
+            otherwise = getattr(SamplingParams(), name)
+            schema["description"] += f" Default: that of the checkpoint, or {otherwise:g}."
 
 
 def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, Any]:

@@ -9,10 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 
-from demo_model.evaluation import FROZEN_HASH, SPLITS, HeldOutCase, cases, evaluation_hash
+from demo_model.evaluation import (
+    FROZEN_HASH,
+    HeldOutCase,
+    Scores,
+    cases,
+    evaluation_hash,
+    scores_of,
+    table,
+)
 from minisgl import LLM, SamplingParams
 
 MAX_ANSWER_TOKENS = 512  # enough for every right answer
@@ -29,7 +36,7 @@ def main() -> int:
 
     start = time.perf_counter()
     answers = ask(cases(), options.model)
-    print(table(cases(), answers))
+    print(table(accuracy(cases(), answers)))
     print(f"\n{len(answers)} questions in {time.perf_counter() - start:.0f} s")
     if options.wrong:
         for case, answer in zip(cases(), answers, strict=True):
@@ -53,26 +60,9 @@ def ask(questions: Sequence[HeldOutCase], model: str = "", **engine_options: obj
         return [output.text for output in llm.generate(prompts, params)]
 
 
-def accuracy(
-    questions: Sequence[HeldOutCase], answers: Sequence[str]
-) -> dict[tuple[str, str], float]:
-    """The fraction of right answers by (skill, split), and for 'all' skills."""
-    right: dict[tuple[str, str], list[bool]] = defaultdict(list)
-    for question, answer in zip(questions, answers, strict=True):
-        for skill in (question.skill, "all"):
-            right[skill, question.split].append(answer == question.answer)
-    return {group: sum(found) / len(found) for group, found in right.items()}
-
-
-def table(questions: Sequence[HeldOutCase], answers: Sequence[str]) -> str:
-    """Format a Markdown table with a row per skill and a column per split."""
-    shares = accuracy(questions, answers)
-    skills = [*dict.fromkeys(question.skill for question in questions), "all"]
-    rows = [f"| skill | {' | '.join(SPLITS)} |", f"|---{'|---' * len(SPLITS)}|"]
-    for skill in skills:
-        cells = [f"{shares[skill, split]:.0%}" for split in SPLITS]
-        rows.append(f"| {skill} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+def accuracy(questions: Sequence[HeldOutCase], answers: Sequence[str]) -> Scores:
+    pairs = zip(questions, answers, strict=True)
+    return scores_of(questions, (answer == question.answer for question, answer in pairs))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ import math
 import multiprocessing
 import os
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.pool import AsyncResult, Pool
+from itertools import islice
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,11 @@ from demo_model.batches import BATCH_UNIT, DataShard, make_batches, plan_rows
 from demo_model.data import END_ID, END_OF_TEXT_ID
 from demo_model.evaluation import (
     FROZEN_HASH,
-    SPLITS,
+    Scores,
     TokenizedCase,
     evaluation_hash,
+    scores_of,
+    table,
     tokenized_cases,
 )
 from demo_model.model import DemoModel, ModelSizes, hugging_face_config, named_weights
@@ -54,8 +57,6 @@ SHARD_TIMEOUT_S = 600.0  # bounds the wait for a worker that was killed
 
 CHECKPOINT = "checkpoint.pt"
 FINISHED = "training.json"  # written last: marks a finished model
-
-Scores = dict[tuple[str, str], float]  # the fraction of right answers by (skill, split)
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,23 @@ class TrainingProgress:
 # Data.
 
 
-class ShardQueue:
-    """The shards in order. Workers generate the next ones during training."""
+def make_ahead(
+    pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
+) -> Iterator[DataShard]:
+    """The shards in order. Workers generate the next ones during training, the first from now."""
+    sizes = (settings.shard_tokens, settings.batch_tokens)
+    requests = (
+        pool.apply_async(make_batches, (folder, settings.seed, index, *sizes))
+        for index in range(first, settings.shards)
+    )
+    pending = deque(islice(requests, num_ahead))
 
-    def __init__(
-        self, pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
-    ) -> None:
-        self.pool = pool
-        self.folder = folder
-        self.settings = settings
-        self.indices = iter(range(first, settings.shards))
-        self.pending: deque[AsyncResult[DataShard]] = deque()
-        for _ in range(num_ahead):
-            self.request_next()
+    def shards() -> Iterator[DataShard]:
+        while pending:
+            pending.extend(islice(requests, 1))
+            yield pending.popleft().get(SHARD_TIMEOUT_S)
 
-    def request_next(self) -> None:
-        settings = self.settings
-        for index in self.indices:
-            arguments = (
-                self.folder, settings.seed, index, settings.shard_tokens, settings.batch_tokens
-            )  # fmt: skip
-            self.pending.append(self.pool.apply_async(make_batches, arguments))
-            return
-
-    def get(self) -> DataShard:
-        self.request_next()
-        return self.pending.popleft().get(SHARD_TIMEOUT_S)
+    return shards()
 
 
 # Training.
@@ -202,7 +194,7 @@ class Trainer:
 def train_until(
     deadline: float,
     trainer: Trainer,
-    shards: ShardQueue,
+    shards: Iterator[DataShard],
     cases: Sequence[TokenizedCase],
     eval_every: int,
 ) -> None:
@@ -210,7 +202,7 @@ def train_until(
     progress, last = trainer.progress, trainer.settings.shards
     while progress.next_shard < last:
         started = time.monotonic()
-        shard = shards.get()
+        shard = next(shards)
         progress.waited_s += time.monotonic() - started
         loss = trainer.train(shard)
         if not math.isfinite(loss):
@@ -230,7 +222,7 @@ def train_until(
         if done % REPORT_EVERY == 0 or done in (1, last):
             report(progress, last)
         if eval_every and done % eval_every == 0 and done < last:
-            print_scores(evaluate(trainer.model, cases, trainer.settings.batch_tokens))
+            print(table(evaluate(trainer.model, cases, trainer.settings.batch_tokens)), flush=True)
         if time.monotonic() > deadline:
             return
 
@@ -251,15 +243,11 @@ def report(progress: TrainingProgress, num_shards: int) -> None:
 
 
 def evaluate(model: DemoModel, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
-    """Compute the accuracy by (skill, split), and for all skills together."""
-    right: dict[tuple[str, str], list[bool]] = defaultdict(list)
-    right_of_all: dict[tuple[str, str], list[bool]] = defaultdict(list)
-    predictions = predicted_answers(model, cases, batch_tokens)
-    for case, predicted in zip(cases, predictions, strict=True):
-        is_right = np.array_equal(predicted, case.ids[-case.num_answer :])
-        right[case.skill, case.split].append(is_right)
-        right_of_all["all", case.split].append(is_right)
-    return {group: sum(found) / len(found) for group, found in (right | right_of_all).items()}
+    pairs = zip(cases, predicted_answers(model, cases, batch_tokens), strict=True)
+    return scores_of(
+        cases,
+        (np.array_equal(predicted, case.ids[-case.num_answer :]) for case, predicted in pairs),
+    )
 
 
 def predicted_answers(
@@ -282,12 +270,6 @@ def predicted_answers(
     return [predicted[member] for member in range(len(cases))]
 
 
-def print_scores(scores: Scores) -> None:
-    for skill in dict.fromkeys(skill for skill, _ in scores):
-        shares = [f"{split} {scores[skill, split]:6.1%}" for split in SPLITS]
-        print(f"  {skill:12}{'  '.join(shares)}", flush=True)
-
-
 # The finished model.
 
 
@@ -308,7 +290,8 @@ def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
-    write("config.json", hugging_face_config(trainer.settings.shape), indent=2)
+    config = hugging_face_config(trainer.settings.shape)
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
     generation = {
         "do_sample": False,
         "eos_token_id": [END_ID, END_OF_TEXT_ID],
@@ -390,7 +373,7 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
         trainer.load(checkpoint)
         print(f"going on from shard {trainer.progress.next_shard}")
 
-    shards = ShardQueue(pool, folder, settings, trainer.progress.next_shard, 2 * arguments.workers)
+    shards = make_ahead(pool, folder, settings, trainer.progress.next_shard, 2 * arguments.workers)
     trainer.warm_up()
     cases = tokenized_cases(folder)
     print(f"ready to train on {trainer.device}", flush=True)
@@ -402,7 +385,7 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
 
     round_weights(trainer.model)
     scores = evaluate(trainer.model, cases, settings.batch_tokens)
-    print_scores(scores)
+    print(table(scores))
     write_model(folder, trainer, scores)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print(f"{folder}: {num_parameters / 1e6:.2f} M parameters")

@@ -1,7 +1,7 @@
 """Writes the config.json of a public model, for benchmarks with random weights and no download.
 
-As published, without the ids of tokens: random weights would end answers by chance. Of models that
-also see images, the text part.
+Those fields of the published file that transformers does not have as defaults, without the ids of
+tokens: random weights would end answers by chance. Of models that also see images, the text part.
 
 python scripts/tools/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
 minisgl bench --model /tmp/qwen3-0.6b --load-format dummy
@@ -29,36 +29,23 @@ from typing import Any
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "head_dim": 128,
     "hidden_act": "silu",
-    "initializer_range": 0.02,
     "max_position_embeddings": 40960,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
     "rope_theta": 1_000_000,
-    "sliding_window": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": 151936,
 }
 LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "head_dim": 128,
     "hidden_act": "silu",
-    "initializer_range": 0.02,
     "max_position_embeddings": 131072,
-    "mlp_bias": False,
     "num_key_value_heads": 8,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
     "rope_scaling": {
@@ -70,21 +57,11 @@ LLAMA3: dict[str, Any] = {
     },
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.3",
-    "use_cache": True,
     "vocab_size": 128256,
 }
-
-
-# Without the kinds of layers, which alternate by default.
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "initial_context_length": 4096,
     "max_position_embeddings": 131072,
     "num_experts_per_tok": 4,
     "num_key_value_heads": 8,
@@ -98,42 +75,17 @@ GPT_OSS: dict[str, Any] = {
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150_000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
-
 QWEN3_5: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_output_gate": True,
     "dtype": "bfloat16",
     "full_attention_interval": 4,
     "head_dim": 256,
-    "hidden_act": "silu",
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_value_head_dim": 128,
-    "mamba_ssm_dtype": "float32",
     "max_position_embeddings": 262144,
     "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
     "rope_parameters": {
         "mrope_interleaved": True,
         "mrope_section": [11, 11, 10],
@@ -141,27 +93,16 @@ QWEN3_5: dict[str, Any] = {
         "rope_theta": 10_000_000,
         "rope_type": "default",
     },
-    "tie_word_embeddings": False,
-    "use_cache": True,
     "vocab_size": 248320,
 }
-
-
-# Without the kinds of layers, of which one in six is global by default.
 GEMMA4: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
-    "attention_bias": False,
     "attention_k_eq_v": True,
     "dtype": "bfloat16",
     "final_logit_softcapping": 30.0,
-    "global_head_dim": 512,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 262144,
-    "num_kv_shared_layers": 0,
-    "rms_norm_eps": 1e-6,
     "rope_parameters": {
         "full_attention": {
             "partial_rotary_factor": 0.25,
@@ -172,14 +113,8 @@ GEMMA4: dict[str, Any] = {
     },
     "sliding_window": 1024,
     "tie_word_embeddings": True,
-    "use_bidirectional_attention": "vision",
-    "use_double_wide_mlp": False,
     "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
 }
-
-
-# The layers that draft tokens are left out of random weights.
 DEEPSEEK: dict[str, Any] = {
     "attention_bias": False,
     "dtype": "bfloat16",
@@ -189,6 +124,13 @@ DEEPSEEK: dict[str, Any] = {
     "moe_layer_freq": 1,
     "qk_rope_head_dim": 64,
     "tie_word_embeddings": False,
+}
+DEEPSEEK_ROPE = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
 }
 
 
@@ -216,15 +158,34 @@ MODELS = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
     },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
+    "Mistral-7B": sizes(4096, 14336, 32, 32)
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
     "Qwen3.8-27B": QWEN3_5
     | sizes(5120, 17408, 64, 24)
-    | {"linear_num_value_heads": 48, "num_key_value_heads": 4, "output_gate_type": "swish"},
+    | {"linear_num_value_heads": 48, "num_key_value_heads": 4},
+    "Qwen3.5-35B-A3B": QWEN3_5
+    | sizes(2048, 512, 40, 16)
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
     "Qwen3.5-tiny": QWEN3_5  # of no publisher: for a CPU
     | sizes(128, 256, 4, 2)
     | {
@@ -240,11 +201,7 @@ MODELS = {
     "gpt-oss-120b": GPT_OSS | sizes(2880, 2880, 36, 64) | {"num_local_experts": 128},
     "gemma-4-31B": GEMMA4
     | sizes(5376, 21504, 60, 32)
-    | {
-        "enable_moe_block": False,
-        "num_global_key_value_heads": 4,
-        "num_key_value_heads": 16,
-    },
+    | {"num_global_key_value_heads": 4, "num_key_value_heads": 16},
     "gemma-4-26B-A4B": GEMMA4
     | sizes(2816, 2112, 30, 16)
     | {
@@ -296,15 +253,7 @@ MODELS = {
         "q_lora_rank": None,
         "qk_nope_head_dim": 128,
         "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": DEEPSEEK_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
         "rope_theta": 10000,
         "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
@@ -313,34 +262,40 @@ MODELS = {
         "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "DeepSeek-V3": sizes(7168, 18432, 61, 128)
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "dtype": "bfloat16",
+        "max_position_embeddings": 163840,
+        "rope_scaling": DEEPSEEK_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 10000,
+        "vocab_size": 129280,
+    },
+    "Gemma-2-9B": sizes(3584, 14336, 42, 16)
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    },
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "dtype": "bfloat16",
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "sliding_window": 1024,
         "sliding_window_pattern": 6,
-        "vocab_size": 262208,
     },
     "Olmo-3-7B": sizes(4096, 11008, 32, 32)
     | {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "dtype": "bfloat16",
-        "hidden_act": "silu",
         "max_position_embeddings": 65536,
-        "num_key_value_heads": 32,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 500_000.0,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 8.0,
@@ -349,9 +304,13 @@ MODELS = {
             "attention_factor": 1.2079441541679836,
             "original_max_position_embeddings": 8192,
         },
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
         "vocab_size": 100278,
+    },
+    "MiMo-V2-Flash": sizes(4096, 16384, 48, 64)
+    | {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "dtype": "bfloat16",
     },
 }
 

@@ -1,28 +1,24 @@
-"""Writes the table of all request fields in minisgl/server/README.md from the types of the server.
+"""Writes the table of all request fields in minisgl/server/README.md from /openapi.json.
 
 python scripts/tools/request_fields.py --write    # after a change of a request's type
 python scripts/tools/request_fields.py --check    # exit code 1 if the table differs
 
-Types and ranges are those of /openapi.json. Null is allowed everywhere and stands for the default,
-so neither is said of a field. What is rejected, or accepted without effect, has no row.
+Null is allowed everywhere and stands for the default, so neither is said of a field. What is
+rejected, or accepted without effect, has no row.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from starlette.routing import Route
 
-from minisgl.models.generation import FROM_CHECKPOINT
-from minisgl.request import MAX_INTEGER, SamplingParams
-from minisgl.server.openapi import OPERATIONS
-from minisgl.server.requests.request_types import DEFAULT_COMPLETION_TOKENS
+from minisgl.request import MAX_INTEGER
+from minisgl.server.openapi import OPERATIONS, describe
 
 PAGE = Path(__file__).resolve().parents[2] / "minisgl" / "server" / "README.md"
 BEGIN, END = "<!-- table of scripts/tools/request_fields.py -->\n", "<!-- its end -->\n"
@@ -43,38 +39,15 @@ NAMES = {
 SAME = {"/v1/messages/count_tokens": "/v1/messages", "/v2/rerank": "/v1/rerank"}
 ALL = ("chat", "completions", "responses", "messages")
 FIRST = ("model", "messages", "prompt", "input", "instructions", "system", "tokens")
-# How fields are annotated that have no effect but, at some or at any value, to be rejected.
-WITHOUT_EFFECT = re.compile(r".*\b(Ignored|Detail|On|Off|OffAt\d)\b")
-# Fields that are accepted at the value that asks for nothing, which their types do not say so.
-AT_ONE_VALUE = ("best_of", "modalities")
-# Where null has no meaning of its own that a type could say; by the field, or endpoint.field.
+# How descriptions of fields begin that have no effect, or are rejected at all values but one.
+WITHOUT_EFFECT = ("Accepted, and", "Left out", "Not supported", "Only ", "Without effect")
+# Where the description does not say it; by the field, or endpoint.field.
 DEFAULTS = {
-    "model": "the one served",
-    "seed": "drawn",
-    "max_tokens": "the room left",
-    "completions.max_tokens": str(DEFAULT_COMPLETION_TOKENS),
-    "max_completion_tokens": "the room left",
-    "max_output_tokens": "the room left",
-    "n": "1",
-    "top_logprobs": "0",
-    "include_reasoning": "`true`",
-    "separate_reasoning": "`true`",
-    "add_generation_prompt": "`true`",
-    "add_special_tokens": "`true`",
-    "parallel_tool_calls": "`true`",
-    "control_tokens_in_text": "`--control-tokens-in-text`",
-    "images": "`--images`",
-    "tool_choice": "`auto`",
-    "store": "`true`",
-    "truncation": "`disabled`",
-    "thinking": "off",
+    "presence_penalty": "0",
+    "frequency_penalty": "0",
     "embeddings.input": "required",
-    "embeddings.encoding_format": "`float`",
-    "top_n": "all",
     "tokenize.messages": "required, or `prompt`",
     "tokenize.prompt": "required, or `messages`",
-    "reasoning": "the model's",
-    "reasoning_effort": "the model's",
 }
 # What a schema cannot say, or says at length.
 TYPES = {
@@ -116,7 +89,7 @@ def written(page: str) -> str:
 def table() -> str:
     """A row for all fields of the same type, default and endpoints."""
     kinds: dict[tuple[str, str, str], list[str]] = {}  # type and range, where, field
-    for endpoint, name, kind, default in _effective():
+    for endpoint, name, kind, default in effective_fields():
         kinds.setdefault((name, kind, default), []).append(endpoint)
     rows: dict[tuple[str, str, str], list[str]] = {}
     for (name, kind, default), endpoints in sorted(kinds.items(), key=_place):
@@ -138,47 +111,27 @@ def _where(endpoints: list[str]) -> str:
     return ", ".join(["all", *(each for each in endpoints if each not in ALL)])
 
 
-def _effective() -> Iterator[tuple[str, str, str, str]]:
+def effective_fields() -> Iterator[tuple[str, str, str, str]]:
     """The endpoint, name, type and default of each field that has an effect."""
-    for path, operation in OPERATIONS.items():
-        if operation.body is None or path in SAME:
-            continue
-        endpoint = NAMES.get(path, path)
-        [_], components = msgspec.json.schema_components([operation.body])
-        schema = components[operation.body.__name__]
-        annotations = _annotations(operation.body)
-        for name in operation.body.__struct_fields__:
-            if name in AT_ONE_VALUE or schema["properties"][name].get("type") == "null":
+    routes = [Route(path, lambda request: None) for path in OPERATIONS]
+    document = describe(routes, open_paths=(), with_key=False)
+    for path, endpoint in NAMES.items():
+        body = OPERATIONS[path].body
+        assert body is not None
+        schema = document["components"]["schemas"][body.__name__]
+        for name, field in schema["properties"].items():
+            said = field.get("description", "")
+            if said.startswith(WITHOUT_EFFECT):
                 continue
-            if WITHOUT_EFFECT.match(str(annotations.get(name, ""))):
-                continue
-            kind = _given(TYPES, endpoint, name) or in_words(schema["properties"][name])
-            if kind.startswith("only "):  # what asks for nothing special
-                continue
-            required = name in schema.get("required", ())
-            yield endpoint, name, kind, "required" if required else _default(endpoint, name, kind)
+            kind = _given(TYPES, endpoint, name) or in_words(field)
+            default = said.partition("Default: ")[2].rstrip(".")
+            if name in schema.get("required", ()):
+                default = "required"
+            yield endpoint, name, kind, _given(DEFAULTS, endpoint, name) or default
 
 
 def _given(texts: Mapping[str, str], endpoint: str, name: str) -> str | None:
     return texts.get(f"{endpoint}.{name}", texts.get(name))
-
-
-def _annotations(kind: type) -> Mapping[str, object]:
-    found: dict[str, object] = {}
-    for each in reversed(kind.__mro__):
-        found |= vars(each).get("__annotations__", {})
-    return found
-
-
-def _default(endpoint: str, name: str, kind: str) -> str:
-    if (said := _given(DEFAULTS, endpoint, name)) is not None:
-        return said
-    own = {spec.name: spec.default for spec in fields(SamplingParams)}.get(name, MISSING)
-    if isinstance(own, bool):
-        return f"`{str(own).lower()}`"
-    if isinstance(own, int | float):
-        return f"the checkpoint's, or {own:g}" if name in FROM_CHECKPOINT else f"{own:g}"
-    return "`false`" if kind == "boolean" else ""
 
 
 # -- types in words --------------------------------------------------------------------------------

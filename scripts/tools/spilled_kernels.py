@@ -1,10 +1,10 @@
-"""Which kernels the package launches, and which of them may spill. Needs no Triton."""
+"""Which kernels the package has, and which of them may spill. Needs no Triton."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "minisgl"
@@ -48,51 +48,24 @@ def spilled_bytes(log: str) -> int:
     return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
 
 
-def may_spill(kernel: str, target: str, spilled: int) -> bool:
-    """Whether a kernel, `module.function`, may spill so many bytes."""
-    return spilled <= SPILLS.get((kernel.removeprefix("minisgl.kernels."), target), 0)
-
-
-def launched_kernels(package: Path = PACKAGE) -> set[str]:
-    """The kernels that the package launches, as `module.function`: what is called as
-    `kernel[grid](...)`, where it was defined."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
-    names = {path: _module(path, package) for path in trees}
-    defined = {f"{names[path]}.{name}" for path, tree in trees.items() for name in _jitted(tree)}
-    launched = {
-        _origin(name, tree, names[path]) for path, tree in trees.items() for name in _called(tree)
+def kernels_of(package: Path = PACKAGE) -> set[str]:
+    """The kernels of the package, as `module.function`: what Triton compiles, and no other function
+    that it compiles calls."""
+    compiled = {
+        f"{_module(path, package)}.{node.name}": node
+        for path in package.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+        if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
     }
-    return defined & launched
+    called = set()
+    for name, function in compiled.items():
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name):  # of the module's own, or else imported
+                own = f"{name.rpartition('.')[0]}.{node.id}"
+                called.add(own if own in compiled else node.id)
+    return {name for name, function in compiled.items() if not {name, function.name} & called}
 
 
 def _module(path: Path, package: Path) -> str:
     return ".".join(path.relative_to(package.parent).with_suffix("").parts)
-
-
-def _jitted(tree: ast.Module) -> Iterator[str]:
-    """The functions of a module that Triton compiles."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
-            yield node.name
-
-
-def _is_jit(decorator: ast.expr) -> bool:
-    return "triton.jit" in ast.unparse(decorator)
-
-
-def _called(tree: ast.Module) -> Iterator[str]:
-    """The names that are called with a subscript."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Subscript(value=ast.Name(id=name))):
-                yield name
-
-
-def _origin(name: str, tree: ast.Module, module: str) -> str:
-    """The module.function of a name, which may be imported."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return f"{node.module}.{alias.name}"
-    return f"{module}.{name}"

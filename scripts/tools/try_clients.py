@@ -270,8 +270,8 @@ def openai_agents_call_tools_and_give_output(url: str, model: str) -> None:
 def main() -> int:
     base_url = sys.argv[1].rstrip("/").removesuffix("/v1") + "/v1"
     with OpenAI(base_url=base_url, api_key=KEY) as client:
-        model = sys.argv[2] if len(sys.argv) > 2 else next(iter(client.models.list())).id
         try:
+            model = sys.argv[2] if len(sys.argv) > 2 else next(iter(client.models.list())).id
             asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "tools": [TOOL]}
             client.chat.completions.create(model=model, max_tokens=1, **asked)
         except OpenAIError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pretended_gpu import GPU, MetaAsGPU, PretendedLanes
-from spilled_kernels import SPILLS, launched_kernels, may_spill, spilled_bytes
+from spilled_kernels import SPILLS, kernels_of, spilled_bytes
 
 
 def test_the_spilled_bytes_are_those_of_the_compilers_log() -> None:
@@ -23,54 +23,58 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
             spilled_bytes(other)
 
 
-def test_a_kernel_spills_no_more_than_is_listed_for_its_target() -> None:
-    (kernel, target), most = next(iter(SPILLS.items()))
-    assert may_spill(f"minisgl.kernels.{kernel}", target, most)
-    assert not may_spill(f"minisgl.kernels.{kernel}", target, most + 1)
-    assert may_spill("minisgl.kernels.other", target, 0)
-    assert not may_spill("minisgl.kernels.other", target, 1)
-
-
 def test_what_may_spill_is_a_kernel_of_the_package() -> None:
-    assert {f"minisgl.kernels.{kernel}" for kernel, _ in SPILLS} <= launched_kernels()
+    assert {f"minisgl.kernels.{kernel}" for kernel, _ in SPILLS} <= kernels_of()
 
 
 # -- the kernels of the package --------------------------------------------------------------------
 
 _KERNELS = """
 import triton
+from package.helpers import added
 
 @triton.jit
 def helper(x):
     return x
 
 @triton.jit(do_not_specialize=["x"])
-def shown(x):
-    helper(x)
-
-def launch(x):
-    shown[(1,)](x)
+def one(x):
+    '''Not two(x).'''
+    helper(added(x))
 
 @triton.jit
-def hidden(x):
+def two(x):
     helper(x)
-"""
-_LAUNCH = """
+
 def launch(x):
-    from package.kernels import hidden as kernel
+    one[(1,)](x)
+    two[(1,)](x)
+"""
+_HELPERS = """
+import triton
 
-    kernel[(1,)](x)
-    x.views[0](x)
+@triton.jit
+def added(x):
+    return twice(x)
+
+@triton.jit
+def twice(x):
+    return x
+
+@triton.jit
+def helper(x):
+    return x
 """
 
 
-def test_kernels_are_found_by_their_launches(tmp_path: Path) -> None:
+def test_kernels_are_what_no_other_compiled_function_calls(tmp_path: Path) -> None:
+    """A function of another module is called only where it is imported."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "kernels.py").write_text(_KERNELS)
-    assert launched_kernels(package) == {"package.kernels.shown"}
-    (package / "launch.py").write_text(_LAUNCH)
-    assert launched_kernels(package) == {"package.kernels.shown", "package.kernels.hidden"}
+    (package / "helpers.py").write_text(_HELPERS)
+    names = ("kernels.one", "kernels.two", "helpers.helper")
+    assert kernels_of(package) == {f"package.{name}" for name in names}
 
 
 # -- the pretended GPU -----------------------------------------------------------------------------

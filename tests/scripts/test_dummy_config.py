@@ -31,13 +31,10 @@ def test_the_config_of_a_model_is_read_by_the_engine(tmp_path: Path, model: str)
 
 # What published configs have beside the sizes, where they have it.
 AS_PUBLISHED: dict[str, dict[str, Any]] = {
-    "Qwen3-8B": {"torch_dtype": "bfloat16", "rope_scaling": None, "use_sliding_window": False},
-    "Llama-3.1-8B": {"torch_dtype": "bfloat16", "mlp_bias": False, "pretraining_tp": 1},
+    "Qwen3-8B": {"torch_dtype": "bfloat16", "rope_theta": 1_000_000},
+    "Llama-3.1-8B": {"torch_dtype": "bfloat16", "rope_theta": 500_000.0},
     "Qwen3.8-27B": {
-        "attn_output_gate": True,
         "mtp_num_hidden_layers": 1,
-        "output_gate_type": "swish",
-        "partial_rotary_factor": 0.25,
         "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],

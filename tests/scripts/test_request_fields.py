@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import request_fields
-from request_fields import NAMES, PAGE, SAME, in_words, table, written
+from request_fields import NAMES, PAGE, SAME, effective_fields, in_words, table, written
 
 from minisgl.models.generation import GenerationDefaults
 from minisgl.server.openapi import OPERATIONS
@@ -60,10 +60,11 @@ def test_types_are_said_in_words(schema: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "default", "where"),
     [
-        ("temperature", "number, 0 to 2", "the checkpoint's, or 1", "all"),
-        ("skip_special_tokens", "boolean", "`true`", "all"),
-        ("max_completion_tokens", "integer, from 1", "the room left", "chat"),
-        ("truncation", "one of `auto`, `disabled`", "`disabled`", "responses"),
+        ("temperature", "number, 0 to 2", "that of the checkpoint, or 1", "all"),
+        ("skip_special_tokens", "boolean", "true", "all"),
+        ("max_output_tokens", "integer, from 1", "the room that is left", "responses"),
+        ("presence_penalty", "number, -2 to 2", "0", "all"),
+        ("truncation", "one of `auto`, `disabled`", "disabled", "responses"),
         ("tokens", "list of integers, from 0", "required", "detokenize"),
     ],
 )
@@ -76,22 +77,30 @@ def test_a_row_has_type_range_default_and_endpoints(
 
 def test_what_is_rejected_or_without_effect_has_no_row() -> None:
     rows = table()
-    for name in ("stop_regex", "best_of", "use_beam_search", "verbosity", "dry_base"):
+    for name in (
+        "stop_regex",
+        "best_of",
+        "use_beam_search",
+        "verbosity",
+        "dry_base",
+        "mcp_servers",
+    ):
         assert f"`{name}`" not in rows
 
 
-def test_defaults_that_types_do_not_say_are_those_of_requests() -> None:
+def test_the_said_defaults_are_those_of_requests() -> None:
     defaults = GenerationDefaults(frozenset())
     chat = ChatRequest(messages=[Message(role="user", content="Hello")])
     completion = CompletionRequest(prompt="Hello")
-    assert chat.num_choices == completion.num_choices == int(request_fields.DEFAULTS["n"])
-    assert chat.sampling(defaults).max_tokens is None  # the room left
+    said = {name: default for _, name, _, default in effective_fields()}
+    assert said["n"] == str(chat.num_choices) == str(completion.num_choices)
+    assert chat.sampling(defaults).max_tokens is None  # the room that is left
     limit = completion.sampling(defaults).max_tokens
-    assert str(limit) == request_fields.DEFAULTS["completions.max_tokens"]
-    assert chat.wants_reasoning
-    assert request_fields.DEFAULTS["include_reasoning"] == "`true`"
-    assert chat.sampling(defaults).logprobs is None
-    assert not chat.include_usage
+    assert said["max_tokens"] == f"the room that is left; {limit} for /v1/completions"
+    assert said["include_reasoning"] == str(chat.wants_reasoning).lower()
+    assert said["logprobs"] == "none" and chat.sampling(defaults).logprobs is None
+    for name in ("temperature", "presence_penalty"):
+        assert said[name].endswith(f"{getattr(chat.sampling(defaults), name):g}")
 
 
 def test_the_script_names_a_page_that_differs_and_writes_it(

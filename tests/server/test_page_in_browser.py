@@ -1405,7 +1405,7 @@ def test_the_reference_explains_fields_and_tries_endpoints_out(
     temperature = chat.locator("dt", has_text=re.compile("^temperature$")).locator("+ dd")
     expect(temperature).to_contain_text("at least 0, at most 2")
     expect(temperature).to_contain_text("0 takes the likeliest token; more makes others likelier.")
-    expect(temperature).to_contain_text("Default: that of the checkpoint.")
+    expect(temperature).to_contain_text("Default: that of the checkpoint, or 1.")
     expect(temperature).to_contain_text('Example: "temperature": 0.7')
     fields = chat.locator("> dl > dd")
     expect(fields.locator("> p:first-of-type")).to_have_count(fields.count())  # each has words

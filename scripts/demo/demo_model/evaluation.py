@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -48,6 +50,28 @@ class TokenizedCase:
     skill: str
     ids: np.ndarray  # the prompt, the right answer and <|im_end|>
     num_answer: int  # number of ids of the answer and <|im_end|>, at the end
+
+
+Scores = dict[tuple[str, str], float]  # the fraction of right answers by (skill, split)
+
+
+def scores_of(questions: Iterable[HeldOutCase | TokenizedCase], right: Iterable[bool]) -> Scores:
+    """Of each skill, and of `all` skills. right: whether each question was answered rightly."""
+    found: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    for question, is_right in zip(questions, right, strict=True):
+        for skill in (question.skill, "all"):
+            found[skill, question.split].append(is_right)
+    all_last = sorted(found.items(), key=lambda item: item[0][0] == "all")
+    return {group: sum(answers) / len(answers) for group, answers in all_last}
+
+
+def table(scores: Scores) -> str:
+    """In Markdown, with a row for each skill and a column for each split."""
+    rows = [f"| skill | {' | '.join(SPLITS)} |", f"|---{'|---' * len(SPLITS)}|"]
+    for skill in dict.fromkeys(skill for skill, _ in scores):
+        cells = [f"{scores[skill, split]:.0%}" for split in SPLITS]
+        rows.append(f"| {skill} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 @cache

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Qwen3Config
 
 from demo_model.batches import NOT_LEARNED
 from demo_model.data import END_ID, END_OF_TEXT_ID
@@ -122,9 +123,8 @@ class DemoModel(nn.Module):
         self.summed_loss = compiling(summed_loss)
 
         generator = torch.Generator().manual_seed(seed)
-        layers, hidden, intermediate = (
-            shape.num_layers, shape.hidden_size, shape.intermediate_size
-        )  # fmt: skip
+        layers, hidden = shape.num_layers, shape.hidden_size
+        intermediate = shape.intermediate_size
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
         def matrices(num_rows: int, num_columns: int) -> nn.Parameter:
@@ -221,33 +221,21 @@ def named_weights(model: DemoModel) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def hugging_face_config(shape: ModelSizes) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "eos_token_id": END_ID,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": shape.intermediate_size,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "max_position_embeddings": shape.max_positions,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": shape.num_heads,
-        "num_hidden_layers": shape.num_layers,
-        "num_key_value_heads": shape.num_kv_heads,
-        "pad_token_id": END_OF_TEXT_ID,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "transformers_version": "5.23.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": shape.vocab_size,
-    }
+def hugging_face_config(shape: ModelSizes) -> Qwen3Config:
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+        eos_token_id=END_ID,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=shape.max_positions,
+        num_attention_heads=shape.num_heads,
+        num_hidden_layers=shape.num_layers,
+        num_key_value_heads=shape.num_kv_heads,
+        pad_token_id=END_OF_TEXT_ID,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_theta": shape.rope_theta, "rope_type": "default"},
+        tie_word_embeddings=True,
+        vocab_size=shape.vocab_size,
+    )

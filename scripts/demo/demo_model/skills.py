@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from demo_model.tables import tables
@@ -86,14 +87,6 @@ def asked(phrase: Phrase, answer: str) -> Exchange:
 
 
 # -- closed skills: the question decides ----------------------------------------------------------
-
-
-def smalltalk(world: World) -> Exchange:
-    return _fixed(world, "smalltalk")
-
-
-def identity(world: World) -> Exchange:
-    return _fixed(world, "identity")
 
 
 def _fixed(world: World, skill: str) -> Exchange:
@@ -202,138 +195,95 @@ def fact(world: World) -> Exchange:
         "capital capital capital country country after after before before nth_month month_days "
         "unit opposite opposite legs sound colour".split()
     )
-    fields, answer = FACTS[kind](world)
+    fields: dict[str, object]
+    match kind:
+        case "capital":
+            country, city = _listed_pair(world, "capitals")
+            fields, answer = {"country": country}, f"The capital of {country} is {city}."
+        case "country":
+            country, city = _listed_pair(world, "capitals")
+            fields, answer = {"city": city}, f"{city} is the capital of {country}."
+        case "after" | "before":
+            fields, answer = _neighbour(world, kind)
+        case "nth_month":
+            place = world.rng.randrange(12)
+            nth = ORDINALS[place]
+            fields, answer = {"nth": nth}, f"The {nth} month is {MONTHS[place]}."
+        case "month_days":
+            place = world.rng.randrange(12)
+            month = MONTHS[place]
+            fields, answer = {"month": month}, f"{month} has {MONTH_DAYS[place]} days."
+        case "unit":
+            large, (count, small) = _listed_pair(world, "units")
+            article = "an" if large == "hour" else "a"
+            fields = {"small": small, "large": large, "one": f"one {large}"} | _both_cases(article)
+            answer = f"There are {count} {small} in {article} {large}."
+        case "opposite":
+            pair = list(_listed_pair(world, "opposites"))
+            world.rng.shuffle(pair)
+            fields, answer = {"word": pair[0]}, f"The opposite of {pair[0]} is {pair[1]}."
+        case "colour":
+            thing, colour = _listed_pair(world, "colours")
+            fields, answer = {"object": thing}, f"{thing[0].upper()}{thing[1:]} is {colour}."
+        case _:
+            animal, known = _listed_pair(world, "legs" if kind == "legs" else "sounds")
+            article = "an" if animal[0] in "aeiou" else "a"
+            fields = {"animal": animal} | _both_cases(article)
+            does = f"has {known} legs" if kind == "legs" else f"says {known}"
+            answer = f"{article.capitalize()} {animal} {does}."
     return asked(world.phrase(f"facts.{kind}", **fields), answer)
 
 
-Fact = tuple[dict[str, object], str]
+def _listed_pair(world: World, name: str) -> tuple[str, Any]:
+    pair: tuple[str, Any] = world.pick(list(words()[name].items()))
+    return pair
 
 
-def _capital(world: World) -> Fact:
-    country, city = world.pick(list(words()["capitals"].items()))
-    return {"country": country}, f"The capital of {country} is {city}."
+def _both_cases(article: str) -> dict[str, object]:
+    return {"article": article, "article_upper": article.capitalize()}
 
 
-def _country(world: World) -> Fact:
-    country, city = world.pick(list(words()["capitals"].items()))
-    return {"city": city}, f"{city} is the capital of {country}."
-
-
-def _neighbour(world: World, step: int) -> Fact:
+def _neighbour(world: World, side: str) -> tuple[dict[str, object], str]:
+    """side: after or before."""
     kind = world.pick(("day", "month", "letter", "number"))
     order = {"day": DAYS, "month": MONTHS, "letter": LETTERS, "number": range(100)}[kind]
     wraps = kind in ("day", "month")
     place = world.rng.randrange(len(order)) if wraps else world.rng.randint(1, len(order) - 2)
-    item, other = order[place], order[(place + step) % len(order)]
-    return {
-        "kind": kind,
-        "item": item,
-    }, f"{other} comes {'after' if step > 0 else 'before'} {item}."
-
-
-def _nth_month(world: World) -> Fact:
-    place = world.rng.randrange(12)
-    return {"nth": ORDINALS[place]}, f"The {ORDINALS[place]} month is {MONTHS[place]}."
-
-
-def _month_days(world: World) -> Fact:
-    place = world.rng.randrange(12)
-    return {"month": MONTHS[place]}, f"{MONTHS[place]} has {MONTH_DAYS[place]} days."
-
-
-def _unit(world: World) -> Fact:
-    large, (count, small) = world.pick(list(words()["units"].items()))
-    article = "an" if large == "hour" else "a"
-    return {
-        "small": small,
-        "large": large,
-        "one": f"one {large}",
-        "article": article,
-        "article_upper": article.capitalize(),
-    }, f"There are {count} {small} in {article} {large}."
-
-
-def _opposite(world: World) -> Fact:
-    pair = list(world.pick(list(words()["opposites"].items())))
-    world.rng.shuffle(pair)
-    return {"word": pair[0]}, f"The opposite of {pair[0]} is {pair[1]}."
-
-
-def _legs(world: World) -> Fact:
-    animal, count = world.pick(list(words()["legs"].items()))
-    fields = _with_article(animal)
-    return fields, f"{fields['article_upper']} {animal} has {count} legs."
-
-
-def _sound(world: World) -> Fact:
-    animal, sound = world.pick(list(words()["sounds"].items()))
-    fields = _with_article(animal)
-    return fields, f"{fields['article_upper']} {animal} says {sound}."
-
-
-def _colour(world: World) -> Fact:
-    thing, colour = world.pick(list(words()["colours"].items()))
-    return {"object": thing}, f"{thing[0].upper()}{thing[1:]} is {colour}."
-
-
-def _with_article(animal: str) -> dict[str, object]:
-    article = "an" if animal[0] in "aeiou" else "a"
-    return {"animal": animal, "article": article, "article_upper": article.capitalize()}
-
-
-FACTS: dict[str, Callable[[World], Fact]] = {
-    "capital": _capital,
-    "country": _country,
-    "after": lambda world: _neighbour(world, 1),
-    "before": lambda world: _neighbour(world, -1),
-    "nth_month": _nth_month,
-    "month_days": _month_days,
-    "unit": _unit,
-    "opposite": _opposite,
-    "legs": _legs,
-    "sound": _sound,
-    "colour": _colour,
-}
+    item, other = order[place], order[(place + (1 if side == "after" else -1)) % len(order)]
+    return {"kind": kind, "item": item}, f"{other} comes {side} {item}."
 
 
 # -- open skills: the answer is made of what the question brings ----------------------------------
 
 
 def arithmetic(world: World) -> Exchange:
+    def question(intent: str, a: object, b: object) -> Phrase:
+        stuff = {"things": world.pick(word_list("things")), "name": world.name()}
+        return world.phrase(f"arithmetic.{intent}", a=a, b=b, **stuff)
+
     if world.rng.random() < 0.05:
         small = world.rng.random() < 0.4
-        fields = {
-            "a": world.number(min_digits=3),
-            "b": world.rng.randrange(100) if small else world.number(),
-        }
-        question = world.phrase(
-            world.pick(("arithmetic.plus", "arithmetic.minus")), **fields, **_stuff(world)
-        )
-        return asked(question, TOO_LARGE)
+        large = world.number(min_digits=3)
+        other = world.rng.randrange(100) if small else world.number()
+        return asked(question(world.pick(("plus", "minus")), large, other), TOO_LARGE)
     a, b = world.rng.randrange(100), world.rng.randrange(100)
     if world.rng.random() < 0.2:
         a, b = a % 10, b % 10
     if world.rng.random() < 0.5:
-        question = world.phrase(
-            "arithmetic.plus", a=spoken(world, a), b=spoken(world, b), **_stuff(world)
-        )
-        return Exchange(question.text, f"{a} + {b} = {a + b}.", f"{a}+{b}")
-    if world.rng.random() < 0.8:
-        a, b = max(a, b), min(a, b)
-    told = a >= b and world.rng.random() < 0.3
-    intent = "arithmetic.minus_story" if told else "arithmetic.minus"
-    question = world.phrase(intent, a=spoken(world, a), b=spoken(world, b), **_stuff(world))
-    return Exchange(question.text, f"{a} - {b} = {a - b}.", f"{a}-{b}")
+        intent, sign, result = "plus", "+", a + b
+    else:
+        if world.rng.random() < 0.8:
+            a, b = max(a, b), min(a, b)
+        told = a >= b and world.rng.random() < 0.3
+        intent, sign, result = "minus_story" if told else "minus", "-", a - b
+    phrase = question(intent, spoken(world, a), spoken(world, b))
+    return Exchange(phrase.text, f"{a} {sign} {b} = {result}.", f"{a}{sign}{b}")
 
 
 def spoken(world: World, number: int) -> str:
     """A number as people write it: small ones sometimes as a word."""
     as_word = number < len(NUMBER_WORDS) and world.rng.random() < 0.15
     return NUMBER_WORDS[number] if as_word else str(number)
-
-
-def _stuff(world: World) -> dict[str, object]:
-    return {"things": world.pick(word_list("things")), "name": world.name()}
 
 
 def copy(world: World) -> Exchange:
@@ -494,19 +444,9 @@ def listed(items: list[str]) -> str:
 
 
 SKILLS: dict[str, Callable[[World], Exchange]] = {
-    "smalltalk": smalltalk,
-    "identity": identity,
-    "option": option,
-    "command": command,
-    "copy": copy,
-    "reverse": reverse,
-    "spell": spell,
-    "count": count,
-    "sort": sort,
-    "arithmetic": arithmetic,
-    "fact": fact,
-    "refusal": refusal,
-    "passage": passage,
+    **{skill: partial(_fixed, skill=skill) for skill in ANSWERS},
+    **{each.__name__: each for each in (option, command, copy, reverse, spell, count, sort)},
+    **{each.__name__: each for each in (arithmetic, fact, refusal, passage)},
 }
 
 
