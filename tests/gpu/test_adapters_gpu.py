@@ -26,7 +26,8 @@ from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 
-pytestmark = pytest.mark.gpu
+# The packages compile a kernel for minutes before its first test.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
 ERRORS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAMES = pytest.mark.parametrize("name", ["fi", "trtllm", "fa"])
