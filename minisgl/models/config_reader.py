@@ -115,6 +115,15 @@ class Fields:
             raise self.wrong(name, "a list of whole numbers")
         return value
 
+    def kinds(self, name: str, allowed: tuple[str, str], default: list[str]) -> list[str]:
+        """One of two kinds for each layer; `default` has as many as there are layers."""
+        value = self._get(name, default)
+        is_list = isinstance(value, list) and len(value) == len(default)
+        if not is_list or not {*map(str, value)} <= {*allowed}:
+            raise self.wrong(name, f"{len(default)} times {' or '.join(allowed)}")
+        kinds: list[str] = value
+        return kinds
+
     def wrong(self, name: str, wanted: str) -> CheckpointError:
         """The error to raise where field `name` is not `wanted`."""
         value = reprlib.repr(self.values.get(name))

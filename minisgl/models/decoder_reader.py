@@ -62,7 +62,7 @@ def read_decoder(
     *,
     head_dim: int | None = None,
     qkv_bias: bool = False,
-    o_bias: bool = False,
+    o_bias: bool | None = None,
     mlp_bias: bool = False,
     qk_norm: bool = False,
     windows: Windows | None = None,
@@ -72,7 +72,8 @@ def read_decoder(
 ) -> NativeConfig:
     """The config of a decoder, given what its family adds.
 
-    head_dim: the default; None: hidden_size / num_attention_heads. windows: None: no layer has one.
+    head_dim: the default; None: hidden_size / num_attention_heads. o_bias: None: equals qkv_bias.
+    windows: None: no layer has one.
     rotary_share: the default of partial_rotary_factor; None: whole heads are rotated.
 
     Raises CheckpointError, UnsupportedModelError.
@@ -121,7 +122,7 @@ def read_decoder(
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         qkv_bias=qkv_bias,
-        o_bias=o_bias,
+        o_bias=qkv_bias if o_bias is None else o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -171,6 +172,14 @@ def windows_of_kinds(
     return tuple(
         window if slides else None for window, slides in zip(windows, sliding, strict=True)
     )
+
+
+def sparse_layers(fields: Fields) -> frozenset[int]:
+    """The layers that have experts, as the Qwen families give them."""
+    dense = fields.whole_numbers("mlp_only_layers")
+    step = fields.count("decoder_sparse_step", 1)
+    layers = range(step - 1, fields.count("num_hidden_layers"), step)
+    return frozenset(layers).difference(dense)
 
 
 def _layer_kinds(fields: Fields) -> list[str]:

@@ -250,17 +250,11 @@ def _read_experts(fields: Fields, architecture: str) -> ExpertsConfig:
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    kinds = fields.values.get("mlp_layer_types")
-    if kinds is None:
-        first = fields.values["first_k_dense_replace"]
-        num_dense = fields.count("first_k_dense_replace") if first else 0
-        return frozenset(range(min(num_dense, num_layers), num_layers))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {"dense", "sparse"}
-    ):
-        raise fields.wrong("mlp_layer_types", f"{num_layers} times dense or sparse")
+    name, num_dense = "first_k_dense_replace", 0
+    if fields.values.get("mlp_layer_types") is None and fields.values[name]:
+        num_dense = fields.count(name)
+    default = ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
+    kinds = fields.kinds("mlp_layer_types", ("dense", "sparse"), default)
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 

@@ -118,9 +118,7 @@ def read_config(whole_config: Fields) -> GemmaConfig:
     kinds = _kinds(fields, num_layers)
     global_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _FULL)
     window = fields.count("sliding_window")
-    attention_bias, shares_kv = (
-        fields.flag(name, False) for name in ("attention_bias", "attention_k_eq_v")
-    )
+    shares_kv = fields.flag("attention_k_eq_v", False)
     local_rope, global_rope = (_read_rope(fields, kind) for kind in (_SLIDING, _FULL))
     plain = {
         **fields.values,
@@ -131,8 +129,7 @@ def read_config(whole_config: Fields) -> GemmaConfig:
     read = read_decoder(
         Fields(plain, fields.where),
         architecture,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.flag("attention_bias", False),
         qk_norm=True,
         windows=tuple(None if layer in global_layers else window for layer in range(num_layers)),
         experts=_read_experts(fields, num_layers),
@@ -191,16 +188,8 @@ def _refuse_others(fields: Fields) -> None:
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:
     """The kind of each layer, of which the last is always global."""
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        kinds = [_FULL if (layer + 1) % 6 == 0 else _SLIDING for layer in range(num_layers)]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {_SLIDING, _FULL}
-    ):
-        raise fields.wrong("layer_types", f"{num_layers} times {_SLIDING} or {_FULL}")
-    return [*kinds[:-1], _FULL]
+    default = [_SLIDING if (layer + 1) % 6 else _FULL for layer in range(num_layers)]
+    return [*fields.kinds("layer_types", (_SLIDING, _FULL), default)[:-1], _FULL]
 
 
 def _read_rope(fields: Fields, kind: str) -> RopeConfig:

@@ -36,7 +36,6 @@ _ROPE = {
 def read_config(fields: Fields) -> NativeConfig:
     """The intermediate size is that of an expert."""
     fields.refuse_others(_FIELDS)
-    attention_bias = fields.flag("attention_bias", True)
     if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
         rope = _ROPE | {"rope_theta": fields.number("rope_theta", 150_000.0)}
         fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
@@ -46,8 +45,7 @@ def read_config(fields: Fields) -> NativeConfig:
         fields,
         ARCHITECTURE,
         head_dim=64,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.flag("attention_bias", True),
         windows=windows_of_kinds(fields, windows_of_all(fields, 128), lambda layer: layer % 2 == 0),
         experts=_read_experts(fields),
         sinks=True,

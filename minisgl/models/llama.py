@@ -15,11 +15,9 @@ def read_config(fields: Fields) -> NativeConfig:
     A sliding window has no effect, as in transformers.
     """
     fields.refuse_others(DECODER_FIELDS | field_names("attention_bias mlp_bias"))
-    attention_bias = fields.flag("attention_bias", False)
     return read_decoder(
         fields,
         ARCHITECTURE,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
     )

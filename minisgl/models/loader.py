@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError
-from minisgl.kernels.linear.quantized import (
-    multiplies_fp8,
-)
+from minisgl.kernels.linear.quantized import multiplies_fp8
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import DenseFormat, QuantizedFormat, WeightFormat
 from minisgl.layers.linear import Linear
@@ -216,9 +214,8 @@ def fill_from_files(to: Destinations, names: Names, files: list[Path], progress:
             if to.tied_head is not None and name == to.tied_head.name:
                 tied_head = _part(stored, to.tied_head.target.cut)
                 continue
-            if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
-                continue
-            if is_kv_scale(name):
+            # Old checkpoints have the frequencies, which are computed from the config.
+            if name.endswith("rotary_emb.inv_freq") or is_kv_scale(name):
                 continue
             dtype = stored.get_dtype()
             stack = stacks.get(name)

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minisgl.config import (
-    BLOCK,
-    FP8_WHILE_LOADING,
-    Activations,
-    QuantScheme,
-    Storage,
-)
+from minisgl.config import BLOCK, FP8_WHILE_LOADING, Activations, QuantScheme, Storage
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError, one_of
 from minisgl.models.config_reader import (
     CONFIG_FILE,
@@ -536,12 +530,9 @@ def scale_dtype(
 
     dtype: the model's.
     """
-    names = {stored[name].dtype for map in maps for name in _scales(map) if name in stored}
+    scales = (f"{map}.{kind}" for map in maps for kind in ("weight_scale", "scales"))
+    names = {stored[name].dtype for name in scales if name in stored}
     kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
     if dtype == torch.float32 or len(names) != 1:
         return torch.float32
     return kinds.get(names.pop(), torch.float32)
-
-
-def _scales(name: str) -> tuple[str, str]:
-    return f"{name}.weight_scale", f"{name}.scales"

@@ -13,4 +13,4 @@ def read_config(fields: Fields) -> NativeConfig:
     """The biases of q, k and v are always there; o has none."""
     fields.refuse_others(DECODER_FIELDS)
     windows = switched_windows_of_some(fields, 4096)
-    return read_decoder(fields, ARCHITECTURE, qkv_bias=True, windows=windows)
+    return read_decoder(fields, ARCHITECTURE, qkv_bias=True, o_bias=False, windows=windows)

@@ -12,13 +12,11 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 def read_config(fields: Fields) -> NativeConfig:
     """attention_bias switches the biases of q, k, v and o on. head_dim is 128 by default."""
     fields.refuse_others(DECODER_FIELDS | field_names("attention_bias"))
-    attention_bias = fields.flag("attention_bias", False)
     return read_decoder(
         fields,
         ARCHITECTURE,
         head_dim=128,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.flag("attention_bias", False),
         qk_norm=True,
         windows=switched_windows_of_some(fields, 4096),
     )

@@ -19,7 +19,7 @@ from minisgl.layers.gated_delta import DeltaHeads, GatedDeltaNet
 from minisgl.layers.linear import MergedMap
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, sparse_layers
 from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
@@ -83,14 +83,12 @@ def read_config(whole: Fields) -> HybridConfig:
         raise UnsupportedModelError(
             f"{fields.where}: output_gate_type {gate!r} is not supported; allowed: silu or swish"
         )
-    head_dim, attention_bias = fields.count("head_dim", 256), fields.flag("attention_bias", False)
     experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")
     read = read_decoder(
         Fields(_plain(fields.values, experts), fields.where),
         architecture,
-        head_dim=head_dim,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        head_dim=256,
+        qkv_bias=fields.flag("attention_bias", False),
         qk_norm=True,
         experts=experts,
         rotary_share=0.25,
@@ -139,20 +137,13 @@ def name_of(stored_name: str) -> str | None:
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:
     """linear_attention or full_attention of each layer."""
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
+    linear, full = allowed = "linear_attention", "full_attention"
+    interval = 1
+    if fields.values.get("layer_types") is None:
         interval = fields.count("full_attention_interval", 4)
-        kinds = [
-            "linear_attention" if (layer + 1) % interval else "full_attention"
-            for layer in range(num_layers)
-        ]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {"linear_attention", "full_attention"}
-    ):
-        raise fields.wrong("layer_types", f"{num_layers} times linear_attention or full_attention")
-    if "full_attention" not in kinds:
+    default = [linear if (layer + 1) % interval else full for layer in range(num_layers)]
+    kinds = fields.kinds("layer_types", allowed, default)
+    if full not in kinds:
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: no layer has full_attention, which is not supported."
         )
@@ -170,18 +161,12 @@ def _plain(values: Mapping[str, Any], experts: ExpertsConfig | None) -> dict[str
 def _read_experts(fields: Fields) -> ExpertsConfig | None:
     if not fields.values.get("num_experts"):
         return None
-    dense = frozenset(fields.whole_numbers("mlp_only_layers"))
-    step = fields.count("decoder_sparse_step", 1)
     return ExpertsConfig(
         num_experts=fields.count("num_experts"),
         num_chosen=fields.count("num_experts_per_tok"),
         size=fields.count("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", True),
-        layers=frozenset(
-            layer
-            for layer in range(fields.count("num_hidden_layers"))
-            if layer not in dense and (layer + 1) % step == 0
-        ),
+        layers=sparse_layers(fields),
         shared_size=fields.count("shared_expert_intermediate_size", 512),
     )
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from minisgl.layers.experts import ExpertsConfig
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_windows
+from minisgl.models.decoder_reader import (
+    DECODER_FIELDS,
+    read_decoder,
+    sparse_layers,
+    switched_windows,
+)
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -21,12 +26,10 @@ def read_config(fields: Fields) -> NativeConfig:
     """As Qwen3, except that head_dim has no default of its own and a sliding window, where it is
     switched on, applies to every layer."""
     fields.refuse_others(_FIELDS)
-    attention_bias = fields.flag("attention_bias", False)
     return read_decoder(
         fields,
         ARCHITECTURE,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.flag("attention_bias", False),
         qk_norm=True,
         windows=switched_windows(fields, 4096),
         experts=_read_experts(fields),
@@ -36,16 +39,10 @@ def read_config(fields: Fields) -> NativeConfig:
 def _read_experts(fields: Fields) -> ExpertsConfig:
     # transformers 4 and 5 name the number differently.
     name = "num_local_experts" if fields.values.get("num_local_experts") else "num_experts"
-    dense = frozenset(fields.whole_numbers("mlp_only_layers"))
-    step = fields.count("decoder_sparse_step", 1)
     return ExpertsConfig(
         num_experts=fields.count(name),
         num_chosen=fields.count("num_experts_per_tok"),
         size=fields.count("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", False),
-        layers=frozenset(
-            layer
-            for layer in range(fields.count("num_hidden_layers"))
-            if layer not in dense and (layer + 1) % step == 0
-        ),
+        layers=sparse_layers(fields),
     )

@@ -215,21 +215,16 @@ class _OfHeads:
             )
         outputs = self.size // cut.whole  # of each entry of the tensor
         begin, wide = self.start // outputs // self.num_heads, self.whole_size // outputs
-        heads = slice(cut.first // each, (cut.first + cut.size) // each)
+        first_head, num_heads = cut.first // each, cut.size // each
         wide_each = wide // self.num_heads
 
         def store(weight: Tensor, part: Tensor) -> None:
-            of_heads = part.unflatten(at, (heads.stop - heads.start, wide_each))
+            of_heads = part.unflatten(at, (num_heads, wide_each))
             target.store(weight, of_heads.narrow(at + 1, begin, each).flatten(at, at + 1))
 
-        interleaved = Shard(heads.start * wide_each, part_size(heads) * wide_each, wide)
+        interleaved = Shard(first_head * wide_each, num_heads * wide_each, wide)
         whole_cut = (*target.cut[:at], interleaved, *target.cut[at + 1 :])
         return replace(target, cut=whole_cut, store=store)
-
-
-def part_size(part: slice) -> int:
-    size: int = part.stop - part.start
-    return size
 
 
 def _expert_targets(

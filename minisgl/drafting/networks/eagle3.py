@@ -79,12 +79,10 @@ def read_eagle3(values: Mapping[str, Any], where: str, target: ModelConfig) -> E
             f"{where}: an EAGLE-3 head that attends over latents (kv_lora_rank) is not supported; "
             "take one with the attention of Llama, mtp or ngram."
         )
-    has_bias = fields.flag("attention_bias", False)
     layer = read_decoder(
         Fields({**fields.values, "num_hidden_layers": 1}, where),
         "Eagle3",
-        qkv_bias=has_bias,
-        o_bias=has_bias,
+        qkv_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
         rotary_share=1.0,
     )
