@@ -58,7 +58,6 @@ from minisgl.server.requests.request_types import (
 )
 from minisgl.server.requests.templating import Reading
 from minisgl.server.requests.translation import TranslatedChat
-from minisgl.server.served_engine import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +291,8 @@ class Routes:
         """The chat request that one to the Messages API stands for."""
         chat = translated(
             body,
-            system_anywhere=await _takes_system_anywhere(asked.engine, body.has_late_system),
+            system_anywhere=body.has_late_system
+            and (await asked.engine.template_facts()).system_anywhere,
             can_think=self._state.answer_format().reasoning is not None,
             images=body.images or self._reading.images,
         )
@@ -365,11 +365,6 @@ class Routes:
         app = answer(asked.engine, reply, limit_field=limit_field, headers=headers)
         around = self._state.around
         return app if around is None else around(asked.scope, reply, app)
-
-
-async def _takes_system_anywhere(engine: ServedEngine, is_late: bool) -> bool:
-    """Whether a conversation with a late system message may keep it where it is."""
-    return is_late and (await engine.template_facts()).system_anywhere
 
 
 async def _put_together(texts: Callable[[Sequence[int]], Put], token_ids: Sequence[int]) -> Put:

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import Alignment, PlacedToken, place_prompt
-from minisgl.server.answers.content_scores import LOWEST_LOGPROB
+from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import EndReason, Reply, ReplyChoice
 from minisgl.server.apis.openai.answer_types import (
@@ -227,20 +227,17 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         return placed if self.scores_all else [token for token in placed if token.data]
 
     def _prompt_token(self, scored: TokenLogprobs) -> dict[str, PromptToken]:
+        text_of = self._tokenizer.token_text if self._tokenizer else named_by_id
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
         found = {scored.token_id: scored.logprob} | dict(scored.top[: self.job.prompt_logprobs])
         return {
             str(token_id): PromptToken(
                 logprob=max(logprob, LOWEST_LOGPROB),
                 rank=ranks.get(token_id),
-                decoded_token=self._token_text(token_id),
+                decoded_token=text_of(token_id),
             )
             for token_id, logprob in found.items()
         }
-
-    def _token_text(self, token_id: int) -> str:
-        tokenizer = self._tokenizer
-        return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
 
     def _token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
