@@ -487,35 +487,46 @@ TOOL_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [('{"city": "Paris"}', "stop"), ('{"city": Paris}', "length"), ('{"city": "Paris', "length")],
-)
-def test_reasoning_and_calls_are_taken_out_of_the_text(
-    monkeypatch: pytest.MonkeyPatch, arguments: str, reason: str
-) -> None:
-    """The model is held to what a reasoning model with tools would write. Arguments that are no
-    object are as an answer that was cut."""
-    written = 'I look it up.</think>Wait.<tool_call>{"name": "get_weather", "arguments": '
-    written += arguments + ("}</tool_call>" if arguments.endswith("}") else "")
+def written(arguments: str) -> str:
+    """What a reasoning model with tools would write."""
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}'
+    return f"I look it up.</think>Wait.{call}" + "}</tool_call>" * arguments.endswith("}")
+
+
+def hold_to(llm: LLM, text: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the model write nothing but `text`."""
+    matcher = llm._wait_for(llm.engine.compile(StructuredOutput(choice=[text])))
+    submit = llm.engine.submit
+    patch.setattr(
+        llm.engine,
+        "submit",
+        lambda *args, **options: submit(*args, **{**options, "matcher": matcher.matcher()}),
+    )
+
+
+def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(device="cpu", num_pages=100) as llm:
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None
         tokenizer._tokenizer.chat_template = TOOL_TEMPLATE
-        matcher = llm._wait_for(llm.engine.compile(StructuredOutput(choice=[written])))
-        submit = llm.engine.submit
-        monkeypatch.setattr(
-            llm.engine,
-            "submit",
-            lambda *args, **options: submit(*args, **{**options, "matcher": matcher.matcher()}),
-        )
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
+        # Arguments that are no object are as an answer that was cut.
+        for arguments in ('{"city": Paris}', '{"city": "Paris'):
+            with monkeypatch.context() as patch:
+                hold_to(llm, written(arguments), patch)
+                output = llm.chat(CAPITAL, tools=[get_weather], **options)
+            assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
+            [call] = output.tool_calls
+            assert (call.name, call.arguments) == ("get_weather", arguments)
+            assert output.finish_reason == "length"
+
+        hold_to(llm, written('{"city": "Paris"}'), monkeypatch)
         variables = {"style": "plain"}
         output = llm.chat(CAPITAL, tools=[get_weather], chat_template_kwargs=variables, **options)
         assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
         [call] = output.tool_calls
-        assert (call.name, call.arguments) == ("get_weather", arguments)
-        assert output.finish_reason == reason
+        assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
+        assert output.finish_reason == "stop"
         prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
         assert '"description": "Look the weather up."' in prompt and "plain" in prompt
         events = [

@@ -95,10 +95,10 @@ def test_items_that_requests_have_in_common_are_kept_once() -> None:
 @pytest.mark.parametrize(
     ("num_responses", "items"),
     [
-        (60, lambda serial: [b'{"type":"reasoning"}'] * 8190),
-        (4, lambda serial: [b"%d %d" % (serial, index) for index in range(8190)]),
-        (2000, lambda serial: [b"%d" % serial]),
-        (2000, lambda serial: []),
+        (60, lambda serial: [b'{"type":"reasoning"}'] * 1000),
+        (4, lambda serial: [b"%d %d" % (serial, index) for index in range(1000)]),
+        (250, lambda serial: [b"%d" % serial]),
+        (250, lambda serial: []),
     ],
     ids=["one many times", "many", "one", "none"],
 )
@@ -106,7 +106,7 @@ def test_the_bound_is_what_memory_grows_by(
     num_responses: int, items: Callable[[int], list[bytes]]
 ) -> None:
     """However many clients have filled the store in turn."""
-    max_bytes = 3_000_000
+    max_bytes = 375_000
     store = ResponseStore(max_bytes)
     gc.collect()
     tracemalloc.start()

@@ -33,7 +33,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.runner import load
 from minisgl.text.rendering import render
 from minisgl.text.tokenizer import Tokenizer
-from minisgl.verify import reference, run, texts
+from minisgl.verify import answers, reference, run, texts
 from minisgl.verify.plain import plain_weights
 from minisgl.verify.prompts import TEXTS, Prompts
 from minisgl.verify.run import Findings, verify
@@ -41,17 +41,22 @@ from minisgl.verify.verdict import Distance, PathResult
 from minisgl_cli.main import app
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+NUM_NEW_TOKENS = 17  # so that answers cross a page
 
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = Prompts.of
+    of, generate = Prompts.of, answers._generate
+
+    def shorter(*args: Any, **given: Any) -> Any:
+        return generate(*args, **{"num_new": NUM_NEW_TOKENS, **given})
 
     def fewer(*args: Any) -> Prompts:
         prompts = of(*args)
         return Prompts(prompts.short[:2], [ids[:200] for ids in prompts.long[:1]])
 
     monkeypatch.setattr(run.Prompts, "of", fewer)
+    monkeypatch.setattr(answers, "_generate", shorter)
 
 
 def findings(model: str | Path = "", **options: Any) -> Findings:
