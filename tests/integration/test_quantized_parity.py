@@ -209,7 +209,9 @@ def test_inputs_are_rounded_as_by_the_reference(
     for name in [name for name in seen if name.endswith("mlp.experts")]:
         router = reference.get_submodule(f"model.{name.replace('experts', 'gate')}")
         x, wanted = seen[name]
-        got = ours[name](x, ByRouter(torch.nn.functional.linear(x, router.weight), ROUTING))
+        got = ours[name].reference(
+            x, ByRouter(torch.nn.functional.linear(x, router.weight), ROUTING)
+        )
         assert relative_error(got, wanted) < TOLERANCE, name
     # It matters, and the whole model does it.
     exact, whole = exact_logits(spec, format), logits_of(case)
