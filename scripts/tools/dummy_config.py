@@ -278,6 +278,7 @@ MODELS = {
         "model_type": "gemma2",
         "num_key_value_heads": 8,
         "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
     },
     "Gemma-3-12B": sizes(3840, 15360, 48, 16)
     | {
@@ -288,6 +289,7 @@ MODELS = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "sliding_window": 1024,
         "sliding_window_pattern": 6,
+        "vocab_size": 262208,
     },
     "Olmo-3-7B": sizes(4096, 11008, 32, 32)
     | {
@@ -311,6 +313,7 @@ MODELS = {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",
         "dtype": "bfloat16",
+        "vocab_size": 152576,
     },
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from minisgl.device.lanes import EventMark, HostCopy, Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.peers import PeerCommunicator
+from minisgl.kernels.tuning import H200, UNTRIED, DeviceTuning
 from minisgl.matcher import MaskRows
 from minisgl.models.adopted.rows import Later
 
@@ -125,11 +126,18 @@ def pretended_ranks(num_ranks: int, hidden_size: int, dtype: torch.dtype) -> Com
     return PeerCommunicator(nccl, hidden_size, dtype)
 
 
+# Where UNTRIED has tiles of its own for a kernel. It lets libraries do what the others would.
+UNTRIED_TILES = (
+    *("prefill_tiles", "fp8_prefill_tiles", "latent_decode_tiles", "latent_prefill_tiles"),
+    *("delta_prefill", "mxfp4_many_tiles"),
+)
+
+
 @contextlib.contextmanager
 def pretended(device: Device) -> Iterator[None]:
     """Let torch, Triton and the engine find this device, and no other, in a process that has not
-    asked for one before. Our kernels count as tried on it, so that all of them are launched.
-    Weights stay as they are allocated, and torch does what cuBLASLt would."""
+    asked for one before. Our kernels count as tried on it, so that all of them are launched, with
+    the tiles that ship. Weights stay as they are allocated, and torch does what cuBLASLt would."""
     _let_triton_find(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_of(device)))
@@ -139,10 +147,17 @@ def pretended(device: Device) -> Iterator[None]:
             ("minisgl.models.loader.fill_randomly", lambda model, device, seed: None),
             ("minisgl.kernels.linear.cublaslt.load_products", lambda dtype, device: None),
             ("minisgl.kernels.hardware._GENERATIONS", (device.capability[0],)),
+            ("minisgl.kernels.tuning.H200", _tuning_of(device)),
         ):
             stack.enter_context(mock.patch(replaced, stand_in))
         stack.enter_context(MetaAsGPU())
         yield
+
+
+def _tuning_of(device: Device) -> DeviceTuning:
+    if device.capability[0] == 9:
+        return H200
+    return replace(H200, **{name: getattr(UNTRIED, name) for name in UNTRIED_TILES})
 
 
 def _cuda_of(device: Device) -> dict[str, Callable[..., Any]]:
