@@ -22,7 +22,7 @@ MEMORY_BYTES = 1 << 30  # that a task may allocate beyond what its idle process 
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Worker:
     """A process that does one task at a time, started when first needed."""
 

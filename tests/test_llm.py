@@ -332,6 +332,10 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"n": 0}, "n: must be an integer of at least 1"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: are not supported"),
         ({"tools": ["f"]}, "tools: "),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            "tools: f: parameters must be a JSON schema",
+        ),
         ({"tools": print}, "tools: must be a list of functions"),
         ({"stop": 5}, "stop: must be a list, not 5"),
         ({"sampling_params": 5}, "sampling_params: must be SamplingParams"),

@@ -114,4 +114,6 @@ def _described(tool: Any) -> Mapping[str, Any]:
             'must be a list of functions, or of {"type": "function", "function": {"name": ..., '
             '"parameters": ...}}.',
         )
+    if not isinstance(function.get("parameters"), Mapping | None):
+        raise InvalidRequestError("tools", f"{function['name']}: parameters must be a JSON schema.")
     return {"type": "function", **tool}

@@ -58,10 +58,12 @@ async def read_conversation(
     tools: ToolUse | None,
     options: Mapping[str, Any],
     any_length: bool = False,
+    or_else: str = "",
 ) -> Conversation:
     """Tokenize a conversation, with the tools that it offers.
 
     fit: its messages, for a template with these facts. takes_facts: whether they depend on them.
+    or_else: what else a caller can do whose tools the template leaves out.
     Raises InvalidRequestError, and whatever `encode_chat` does.
     """
     facts = await engine.template_facts() if takes_facts or tools is not None else TemplateFacts()
@@ -70,7 +72,7 @@ async def read_conversation(
             raise InvalidRequestError(
                 "tools",
                 "are not supported by this model: its chat template leaves them out. Leave them "
-                "out as well.",
+                f"out as well{or_else}.",
             )
         options = {**options, "tools": tools.described}
     prompt = await engine.encode_chat(fit(facts), any_length, **options)

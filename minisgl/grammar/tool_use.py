@@ -75,9 +75,10 @@ def offered(functions: Sequence[Mapping[str, Any]]) -> ToolUse | None:
         Tool(
             name=function["name"],
             parameters=function.get("parameters"),
-            strict=bool(function.get("strict")),
+            strict=function.get("strict") is True,
+            field=f"tools[{index}].function.parameters",
         )
-        for function in (each["function"] for each in functions)
+        for index, function in enumerate(each["function"] for each in functions)
     )
     return ToolUse(tools=tools, described=functions, callable=tools) if tools else None
 

@@ -25,7 +25,7 @@ class InFlight:
     step: int  # whose plan carries it; UNPLANNED before that
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Loads:
     _cache: RadixCache
     _device: PagePool

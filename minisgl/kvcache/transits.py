@@ -30,7 +30,7 @@ class Transit:
     failed: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Transits:
     _cache: RadixCache
     _device: PagePool

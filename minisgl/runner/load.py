@@ -287,7 +287,7 @@ def _load_model(
         raise DeviceMemoryError(f"The {what} do not fit into the {room}; {remedy}.") from error
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Builder:
     """Makes runners of one model with different numbers of pages."""
 

@@ -139,9 +139,9 @@ def probe(render: Render) -> TemplateFacts:
             break
     names, text_beside = (CALLED_NAME, OTHER_CALLED_NAME), {"content": TEXT}
     # DeepSeek-R1's template leaves out the text of all but the first such message.
-    said = with_calls(given, *names, one_each=True, said=text_beside) or with_calls(
-        given, CALLED_NAME, said=text_beside
-    )
+    said, num_said = with_calls(given, *names, one_each=True, said=text_beside), 2
+    if not said:
+        said, num_said = with_calls(given, CALLED_NAME, said=text_beside), 1
     thought = with_calls(given, CALLED_NAME, said=with_reasoning({}, THOUGHT))
     both = with_calls(given, CALLED_NAME, said=with_reasoning(text_beside, THOUGHT))
     takes_two = all(name in with_calls(given, *names) for name in names)
@@ -175,7 +175,7 @@ def probe(render: Render) -> TemplateFacts:
         )
         > 1,
         needs_question=SYSTEM in with_system and SYSTEM not in text_of([system]),
-        leaves_out_text=said.count(TEXT) < said.count(VALUE),
+        leaves_out_text=VALUE in said and said.count(TEXT) < num_said,
         takes_one_text=THOUGHT in thought and not both,
         takes_one_call=takes_each and not takes_two,
     )

@@ -36,7 +36,7 @@ class Rank:
         self.ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.exchange = PageExchange(
             Address(path=str(folder / name)),
-            b"",
+            b"a secret",
             RANK,
             PAGE_BYTES,
             lambda pages: self.views(pages),
@@ -138,6 +138,10 @@ def test_an_error_ends_the_transfer(
     sender.send(3, 5)
     receiver.receive(3, sender, 0)
     assert (sender.end(), receiver.end()) == ((3, 0), (3, 0))
+
+
+def test_the_secret_is_not_in_what_is_printed_of_an_exchange(ranks: tuple[Rank, Rank]) -> None:
+    assert "a secret" not in repr(ranks[0].exchange)
 
 
 def test_nothing_ends_after_the_exchange_is_closed(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ async def conversation_of(
         tools=tool_use(body.tools, body.tool_choice, parallel),
         options=template_options(body, reading),
         any_length=any_length,
+        or_else=', or set tool_choice to "none"',
     )
 
 

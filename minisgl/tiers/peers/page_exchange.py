@@ -43,7 +43,7 @@ MAX_ENGINES = 64  # whose speeds are kept, the least recently used first to go
 NAME_BYTES = 16
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PageExchange:
     """The part of one rank, which listens at its address. Any thread may call it. Moves of pages
     that have no carrier end at once. Raises OSError if the address cannot be had."""

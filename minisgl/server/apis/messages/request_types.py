@@ -194,7 +194,7 @@ class Prompt(TranslatedFields, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     """Whether the model must call a tool, and which. Default: auto. Example: `{"type": "auto"}`"""
     thinking: Thinking | None = None
-    """Whether the model thinks. Default: as the model does. Example: `{"type": "disabled"}`"""
+    """Whether the model thinks. Default: off. Example: `{"type": "disabled"}`"""
     output_config: OutputConfig | None = None
     """The form of the answer, and how much to think. Default: none. Example: `{"effort": "low"}`"""
     output_format: SchemaFormat | None = None
