@@ -189,7 +189,8 @@ class Batch:
         differed = self.check(sampled.token_ids)
         assert sampled.scores is not None
         self.check_scores(sampled.scores, sampled.token_ids)
-        self.sampler._count(self.slots, sampled.token_ids)
+        ones = torch.ones_like(sampled.token_ids, dtype=torch.int32)
+        self.history().index_put_((self.slots.long(), sampled.token_ids), ones, accumulate=True)
         for slot in self.slots.tolist():
             if self.sampler.features([slot]).penalties:
                 assert torch.equal(after[slot], self.history()[slot])
