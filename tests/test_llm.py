@@ -514,35 +514,35 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.Monke
         assert tokenizer is not None
         tokenizer._tokenizer.chat_template = TOOL_TEMPLATE
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
+        variables = {"style": "plain"}
         # Arguments that are no object are as an answer that was cut.
-        for arguments in ('{"city": Paris}', '{"city": "Paris'):
+        for arguments, reason in (
+            ('{"city": "Paris"}', "stop"),
+            ('{"city": Paris}', "length"),
+            ('{"city": "Paris', "length"),
+        ):
             with monkeypatch.context() as patch:
                 hold_to(llm, written(arguments), patch)
-                output = llm.chat(CAPITAL, tools=[get_weather], **options)
+                output = llm.chat(
+                    CAPITAL, tools=[get_weather], chat_template_kwargs=variables, **options
+                )
+                events = [
+                    event
+                    for piece in llm.stream(CAPITAL, tools=[get_weather], **options)
+                    for event in piece.events
+                ]
+                named = llm.chat(CAPITAL, tools=[get_weather], **cast(Any, variables), **options)
+                untold = llm.chat(CAPITAL, **options)  # calls are parsed where tools were offered
             assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
             [call] = output.tool_calls
             assert (call.name, call.arguments) == ("get_weather", arguments)
-            assert output.finish_reason == "length"
+            assert output.finish_reason == reason
+            prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            assert '"description": "Look the weather up."' in prompt and "plain" in prompt
+            assert any(getattr(event, "name", "") == "get_weather" for event in events)
+            assert named.prompt_token_ids == output.prompt_token_ids
+            assert untold.tool_calls == [] and "<tool_call>" in untold.text
 
-        hold_to(llm, written('{"city": "Paris"}'), monkeypatch)
-        variables = {"style": "plain"}
-        output = llm.chat(CAPITAL, tools=[get_weather], chat_template_kwargs=variables, **options)
-        assert (output.reasoning, output.text) == ("I look it up.", "Wait.")
-        [call] = output.tool_calls
-        assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
-        assert output.finish_reason == "stop"
-        prompt = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-        assert '"description": "Look the weather up."' in prompt and "plain" in prompt
-        events = [
-            event
-            for piece in llm.stream(CAPITAL, tools=[get_weather], **options)
-            for event in piece.events
-        ]
-        assert any(getattr(event, "name", "") == "get_weather" for event in events)
-        named = llm.chat(CAPITAL, tools=[get_weather], **cast(Any, variables), **options)
-        assert named.prompt_token_ids == output.prompt_token_ids
-        untold = llm.chat(CAPITAL, **options)  # calls are parsed where tools were offered
-        assert untold.tool_calls == [] and "<tool_call>" in untold.text
         with pytest.raises(MinisglError, match=r"tools: .* cannot be described"):
             llm.chat(CAPITAL, tools=[lambda city: city])
         for name in ("comment", "function", "stile"):

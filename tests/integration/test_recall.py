@@ -49,9 +49,12 @@ def answers(llm: LLM, asked: list[HeldOutCase]) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({"page_size": 1}, id="page size 1"),
         pytest.param({"page_size": 64}, id="page size 64"),
         pytest.param({"page_size": 16, "max_prefill_length": 100}, id="chunks of 100"),
+        pytest.param({"page_size": 8, "max_prefill_length": 333}, id="chunks of 333"),
         pytest.param({"cache_type": "naive"}, id="no prefix cache"),
+        pytest.param({"max_running_requests": 1}, id="one at a time"),
     ],
 )
 def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ("name", "options"),
     [
         # The mixture has dense layers, too, and the same convolutions.
-        *(("dense", OPTIONS[each]) for each in ("plain", "dp")),
+        *(("dense", OPTIONS[each]) for each in ("plain", "padded", "dp")),
         *(("experts", options) for options in OPTIONS.values()),
     ],
     ids=str,
