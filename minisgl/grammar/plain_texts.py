@@ -47,6 +47,10 @@ def _found(pattern: str) -> Iterator[str]:
         for ends in (True, False) if "$" in anchors else (False,):
             void = {} if begins else {"^": NOTHING}
             void |= {} if ends else {"$": NOTHING}
-            regex = ANCHOR.sub(lambda found: void.get(found[0], found[0]), pattern)  # noqa: B023
+            regex = _replaced(pattern, void)
             before, after = "" if begins else ANYTHING, "" if ends else ANYTHING
             yield inline_regex(f"{before}(?:{regex}){after}")
+
+
+def _replaced(pattern: str, anchors: Mapping[str, str]) -> str:
+    return ANCHOR.sub(lambda found: anchors.get(found[0], found[0]), pattern)
