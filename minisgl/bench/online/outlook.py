@@ -33,13 +33,13 @@ class Outlook:
     repeat: int
     clock: Callable[[], float] = time.perf_counter
     _began: float = field(init=False)
+    _num_tokens: int = field(init=False)
+    _last_due_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(request.max_tokens for request in self.schedule)
+        self._num_tokens = sum(request.max_tokens for request in self.schedule)
+        self._last_due_s = max((request.due_s for request in self.schedule), default=0.0)
 
     def look(self) -> str | None:
         """The warning; "" if the measurement is short; None if it is too early to tell."""
@@ -53,10 +53,9 @@ class Outlook:
         run_s = elapsed_s / done
         # At the start of a timed schedule few requests have been sent, so that a server that keeps
         # up seems up to twice as slow as it is.
-        last_due_s = max((request.due_s for request in self.schedule), default=0.0)
-        paced = run_s <= 2 * last_due_s
+        paced = run_s <= 2 * self._last_due_s
         if paced:
-            run_s = last_due_s
+            run_s = self._last_due_s
         total_s = run_s * self.repeat
         if total_s <= LONG_S:
             return ""
