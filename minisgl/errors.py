@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 UNFORESEEN = "Something went wrong here."
@@ -246,6 +246,16 @@ def one_of(values: Iterable[object]) -> str:
     """'allowed: a, b or c', for messages."""
     *rest, last = [str(value) for value in values]
     return f"allowed: {', '.join(rest)} or {last}" if rest else f"allowed: {last}"
+
+
+def nearest(
+    name: str, names: Iterable[str], familiar: Mapping[str, str] | None = None
+) -> str | None:
+    """The one of `names` that is meant by a name which is none of them; None: none is like it.
+
+    familiar: names that other programs have, and what they are here.
+    """
+    return (familiar or {}).get(name) or next(iter(get_close_matches(name, names, n=1)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+
+from minisgl.errors import nearest
 
 QUOTES = '"""'
 
@@ -60,10 +61,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def did_you_mean(name: str, names: Sequence[str], familiar: Mapping[str, str] = {}) -> str:
-    """A sentence with the nearest name and a trailing blank, or an empty text.
-
-    familiar: names that other programs have, and what they are here.
-    """
-    near = [familiar[name]] if name in familiar else get_close_matches(name, names, n=1)
-    return f"Did you mean {near[0]}? " if near else ""
+def did_you_mean(name: str, names: Sequence[str], familiar: Mapping[str, str] | None = None) -> str:
+    """A sentence with the nearest name and a trailing blank, or an empty text; see `nearest`."""
+    near = nearest(name, names, familiar)
+    return f"Did you mean {near}? " if near else ""

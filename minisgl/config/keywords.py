@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.options import option_names
-from minisgl.errors import ConfigError, one_of
+from minisgl.errors import ConfigError, nearest, one_of
 
 Text: TypeAlias = str | os.PathLike[str]
 OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
@@ -180,6 +179,6 @@ def _unknown(name: str) -> str:
     """What to say of a keyword that does not exist."""
     if name in INSTEAD:
         return f"there is no such option; {INSTEAD[name]}"
-    near = [FAMILIAR[name]] if name in FAMILIAR else get_close_matches(name, KEYWORDS, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest(name, KEYWORDS, FAMILIAR)
+    hint = f"did you mean {near}? " if near else ""
     return f"there is no such option; {hint}{one_of(SPECS)}"
