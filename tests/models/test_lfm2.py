@@ -146,15 +146,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "dp": DP,
     "pp": {"pp": 2},
+    "ep": {"tp": 2, "ep": True},
+    "dp-ep": DP | {"ep": True, "padded": 8},
 }
-OF_EXPERTS = {"ep": {"tp": 2, "ep": True}, "dp-ep": DP | {"ep": True, "padded": 8}}
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(("dense", options) for options in OPTIONS.values()),
-        *(("experts", options) for options in (OPTIONS | OF_EXPERTS).values()),
+        # The mixture has dense layers, too, and the same convolutions.
+        *(("dense", OPTIONS[each]) for each in ("plain", "dp")),
+        *(("experts", options) for options in OPTIONS.values()),
     ],
     ids=str,
 )

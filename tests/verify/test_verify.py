@@ -153,8 +153,10 @@ MISTAKES: dict[str, tuple[Plant, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mistake", MISTAKES)
+# Bounds are closest in float32, so that what is found in bfloat16 is found there, too.
+@pytest.mark.parametrize(
+    ("mistake", "dtype"), [("norm", "float32"), *((mistake, "bfloat16") for mistake in MISTAKES)]
+)
 def test_a_mistake_is_found(mistake: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, paths = MISTAKES[mistake]
     plant(monkeypatch)
