@@ -6,13 +6,16 @@ from itertools import product
 from typing import Any
 
 import pytest
-from support.checkpoints import LATENT_SPECS
 from support.tensor_parallel import check_with_aborts, short_case_of
 
 # With one rank there is nothing to divide: tests/config/ shows that each option is refused there.
+# Stages know nothing of what the ranks of each divide.
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": tp, "pp": pp, "ep": ep, "dp_attention": by_request}
-    for (tp, pp), ep, by_request in product([(2, 1), (4, 1), (2, 2)], [False, True], [False, True])
+    {"tp": tp, "pp": 1, "ep": ep, "dp_attention": by_request}
+    for tp, ep, by_request in product([2, 4], [False, True], [False, True])
+] + [
+    {"tp": 2, "pp": 2, "ep": False, "dp_attention": False},
+    {"tp": 2, "pp": 2, "ep": True, "dp_attention": True},
 ]
 # On each of four ranks that divide the requests: so few that some are retracted there, too.
 PAGES_OF_FOUR = {"num_pages": 23, "max_seq_len_override": 88}
@@ -37,10 +40,17 @@ def test_tokens_of_a_mixture_equal_those_of_transformers(layout: dict[str, Any])
     check("moe-5" if has_five else "moe-60", layout)
 
 
-# Each model in three layouts.
+# The experts of these models are those of the mixture above, in groups.
 LATENT = [
-    pytest.param(LATENT_SPECS[(place + place // 4) % 4].name, layout, id=said(layout))
-    for place, layout in enumerate(LAYOUTS)
+    pytest.param(name, layout, id=f"{name} {said(layout)}")
+    for name, layout in [
+        ("deepseek-v2", {"tp": 2, "pp": 1, "ep": False, "dp_attention": False}),
+        ("deepseek-v2-groups", {"tp": 2, "pp": 1, "ep": False, "dp_attention": True}),
+        ("deepseek-v3", {"tp": 4, "pp": 1, "ep": False, "dp_attention": True}),
+        ("glm-flash", {"tp": 2, "pp": 1, "ep": True, "dp_attention": False}),
+        ("deepseek-v3", {"tp": 2, "pp": 2, "ep": True, "dp_attention": True}),
+        ("deepseek-v2-groups", {"tp": 4, "pp": 1, "ep": True, "dp_attention": False}),
+    ]
 ]
 
 

@@ -13,11 +13,12 @@ from support.tensor_parallel import NUM_TOKENS, check_with_aborts, short_case_of
 
 from minisgl.engine import AsyncEngine
 
-# Ranks know nothing of RoPE, so its variants are left to one rank.
-ON_TWO = [spec.name for spec in SPECS if spec.name not in ("llama-linear", "llama-dynamic")]
 # With a KV head for each rank, with half of one and with a quarter, with biases and without, tied
 # and untied; the 14 heads of the other Qwen2 do not divide by 4.
 ON_FOUR = ["llama-biased", "mistral", "qwen2-12-heads", "qwen3-biased"]
+# Ranks know nothing of RoPE, so its variants are left to one rank.
+ON_ONE = ["llama-linear", "llama-dynamic"]
+ON_TWO = [spec.name for spec in SPECS if spec.name not in (*ON_ONE, *ON_FOUR)]
 
 
 @pytest.mark.parametrize(

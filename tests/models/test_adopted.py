@@ -77,6 +77,8 @@ def test_tokens_equal_those_of_transformers(architecture: str, folder: Path) -> 
 # Maps that are split by outputs and inputs, experts, packed maps, sinks, and one KV head that two
 # ranks share.
 DIVIDED_IN_CI = ("Gemma3ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Olmo3ForCausalLM")
+# Layers of two kinds, whose norms and scales are unlike those of others.
+STAGED = TESTED if ALL else ("Gemma3ForCausalLM",)
 
 
 @pytest.mark.parametrize("architecture", TESTED if ALL else DIVIDED_IN_CI)
@@ -86,7 +88,7 @@ def test_ranks_and_stages_give_the_same_tokens(architecture: str, folder: Path) 
     assert isinstance(config, AdoptedConfig)
     if config.divides.one_rank is None:
         check(case, alone=False, tp=2, page_size=4, max_prefill_length=7)
-    if config.divides.one_stage is None:
+    if config.divides.one_stage is None and architecture in STAGED:
         check(case, alone=False, pp=2, page_size=4, max_prefill_length=7)
 
 

@@ -1,5 +1,6 @@
 """Whole experts on each rank (--ep): tokens as of transformers and of one rank, in every family and
-every format, and mistakes that must show. Those of Qwen3-MoE are in integration/test_layouts.py."""
+every format, and mistakes that must show. Those of Qwen3-MoE and of attention over latents are in
+integration/test_layouts.py."""
 
 from __future__ import annotations
 
@@ -100,19 +101,8 @@ def test_tokens_of_adopted_models_equal_those_of_transformers(
     check_adopted(case, alone=False, page_size=4, max_prefill_length=7, tp=2, ep=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("moe-5", {"tp": 2, "dp_attention": True}),
-        ("moe-60", {"tp": 4}),
-        ("glm-flash", {"tp": 2}),
-    ],
-    ids=str,
-)
-def test_tokens_of_other_mixtures_equal_those_of_transformers(
-    name: str, options: dict[str, Any]
-) -> None:
-    check_with_aborts(short_case_of(name), **options, ep=True)
+def test_tokens_of_uneven_ranks_that_divide_requests_equal_those_of_transformers() -> None:
+    check_with_aborts(short_case_of("moe-5"), tp=2, dp_attention=True, ep=True)
 
 
 def test_sampled_tokens_equal_those_of_one_rank() -> None:
