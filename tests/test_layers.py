@@ -20,9 +20,9 @@ ROWS = (
         *("shards", "config", "paths", "keys", "progress", "subprocesses"),
     ),
     ("text", "kvcache"),
-    ("grammar", "scheduler", "client"),
+    ("grammar", "scheduler", "parts", "client"),
     ("kernels", "device", "distributed", "attention", "layers", "models", "drafting"),
-    ("tiers", "runner", "ranks"),
+    ("tiers", "parts.device", "runner", "ranks"),
     ("engine", "llm"),
     ("server", "bench", "verify"),
     ("router",),
@@ -144,8 +144,14 @@ def test_imports_are_resolved_to_files() -> None:
 
 
 def module_of(parts: tuple[str, ...]) -> str:
-    """('minisgl', 'models', 'hub') → 'models'; all of cli/ is one module."""
-    return "cli" if parts[0] == "cli" else parts[1].removesuffix(".py") if len(parts) > 1 else ""
+    """('minisgl', 'models', 'hub') → 'models'; all of cli/ is one module. What parts have on the
+    device is apart from what they have on the host."""
+    if parts[0] == "cli":
+        return "cli"
+    names = [part.removesuffix(".py") for part in parts[1:]]
+    if names[:1] == ["parts"] and any(name.startswith("device") for name in names):
+        return "parts.device"
+    return names[0] if names else ""
 
 
 def imports(path: Path, name: Path) -> Iterator[tuple[int, tuple[str, ...]]]:

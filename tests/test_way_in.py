@@ -10,6 +10,7 @@ PAGE = (ROOT / "minisgl/README.md").read_text()
 SECTION = PAGE.partition("## The way in\n")[2].partition("\n## ")[0]
 ROW = re.compile(r"\| (\d+) \| \[`(.+)`\]\((.+)\) \| ([\d,]+) \| .+ \|")
 ROWS = ROW.findall(SECTION)
+PARTS = re.compile(r"(?:from|import) (minisgl\.parts\S*)")
 MOST_LINES = 4000
 MOST_FILES = 18
 
@@ -31,6 +32,17 @@ def test_the_way_in_numbers_and_links_its_files() -> None:
 def test_the_way_in_stays_short() -> None:
     assert 0 < len(ROWS) <= MOST_FILES
     assert sum(num_lines(name) for _, name, *_ in ROWS) <= MOST_LINES
+
+
+def test_the_way_in_imports_no_part() -> None:
+    """A part is known there by its interface alone."""
+    known = {"minisgl.parts.device_part"}
+    found = {
+        (name, imported)
+        for _, name, *_ in ROWS
+        for imported in PARTS.findall((ROOT / "minisgl" / name).read_text())
+    }
+    assert {imported for _, imported in found} <= known, found
 
 
 def num_lines(name: str) -> int:

@@ -14,8 +14,8 @@ from minisgl.engine.stats import Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import HostMemoryError, MinisglError
 from minisgl.request import FinishReason, Request, RequestStatus
+from minisgl.scheduler.launched import Settled
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.state import Settled
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer

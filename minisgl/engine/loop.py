@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.failures import Failures
-from minisgl.engine.masks import FailedRequests, MaskFiller
+from minisgl.engine.masked_steps import MaskedSteps
 from minisgl.engine.page_moves import PageMoves
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import Meter
 from minisgl.engine.waiting_thread import WaitingThread
-from minisgl.matcher import MaskRows
-from minisgl.request import Request
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
-
-logger = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -41,7 +35,7 @@ class StepLoop:
         self._meter = meter
         self.moves = PageMoves(loaded, scheduler, self.wake)
         self.failures = Failures(loaded, scheduler, delivery, self.moves)
-        self._masks = MaskFiller(loaded.model.vocab_size, loaded.defaults.eos_token_ids)
+        self._masks = MaskedSteps(loaded, scheduler, delivery, meter)
         # One step beyond those that run, one in each stage, is launched, so that the device never
         # waits for the loop.
         self._max_in_flight = loaded.config.pp + loaded.config.overlap
@@ -81,7 +75,7 @@ class StepLoop:
         if self._scheduler.num_in_flight == 1:
             self._meter.step_began(time.monotonic())
         try:
-            masks = self._fill_masks(plan) if plan.masked_slots and not plan.deferred else None
+            masks = self._masks.filled(plan) if plan.parts and not plan.deferred else None
             handle = self._runner.launch(plan, masks)
         except Exception as error:
             self._fail(plan.step, error)
@@ -125,20 +119,22 @@ class StepLoop:
         now = time.monotonic()
         seconds = self._meter.step_ended(now, captured=result.captured)
         settled = self._scheduler.settle(result, seconds)
-        if settled.masked:
-            self._follow(settled.masked)
+        if settled.launched.parts:
+            self._masks.follow(settled.launched)
         if self._deferred is not None:
             self._sample(*self._deferred)
         self._launch_steps()
         self._delivery.hand_out(settled, now)
 
     def _sample(self, plan: StepPlan, handle: Any) -> None:
-        """Let the rest of the deferred plan follow, if its masks can be filled."""
-        if not self._scheduler.can_fill_masks(plan):
+        """Let the rest of the deferred plan follow, if what it waits for is known."""
+        if not self._scheduler.can_sample(plan):
             return
         self._deferred = None
         try:
-            self._runner.sample(handle, self._fill_masks(plan))
+            masks = self._masks.filled(plan)
+            assert masks is not None, "only masks defer a plan"
+            self._runner.sample(handle, masks)
         except Exception as error:
             self._fail(plan.step, error)
         else:
@@ -147,29 +143,6 @@ class StepLoop:
     def _fail(self, step: int, error: Exception) -> None:
         self._deferred = None  # it is later than any step that may fail
         self.failures.step_failed(step, error)
-
-    # -- masks -------------------------------------------------------------------------------------
-
-    def _follow(self, masked: Sequence[Request]) -> None:
-        """Tell matchers their requests' new tokens, and end the requests that are complete."""
-        self._end(self._masks.accept(masked))
-        for request in masked:
-            complete = request.matcher is not None and request.matcher.finished
-            if complete and not request.finished:
-                self._scheduler.finish(request, request.num_output_tokens)
-
-    def _fill_masks(self, plan: StepPlan) -> MaskRows:
-        masks: MaskRows = self._runner.new_masks(plan)
-        began = time.perf_counter()
-        failed = self._masks.fill(self._scheduler.masked_requests(plan.step), masks)
-        self._meter.masks_filled(len(masks), time.perf_counter() - began)
-        self._end(failed)
-        return masks
-
-    def _end(self, failed: FailedRequests) -> None:
-        for request, error in failed:
-            logger.warning("request %s: %s", request.id, error)
-            self._delivery.cancel(request, error)
 
     # -- the end -----------------------------------------------------------------------------------
 

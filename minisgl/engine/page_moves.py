@@ -16,6 +16,7 @@ from minisgl.engine.stats import HostStats, TransferStats
 from minisgl.engine.waiting_thread import WaitingThread
 from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.parts.copies.host import CopyPlan
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -46,7 +47,8 @@ class PageMoves:
 
     def launched(self, plan: StepPlan, handle: Any) -> None:
         """Follow the loads of a launched plan."""
-        if self._landings is not None and plan.copies is not None and plan.copies.loads:
+        planned = plan.part(CopyPlan)
+        if self._landings is not None and planned is not None and planned.copies.loads:
             self._landings.add(handle)
 
     def _wait_for(self, handle: Any) -> None:

@@ -20,14 +20,14 @@ class Runner(Protocol[Handle]):
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> Handle:
         """Queue one step and return at once. Called on the event loop.
 
-        masks: from `new_masks`, filled; None for a plan without masked slots, and for a deferred
-        one: of that only the forward pass is queued.
+        masks: from `new_masks`, filled; None for a plan without masks, and for a deferred one: of
+        that only the forward pass is queued.
         """
 
-    def new_masks(self, plan: StepPlan) -> MaskRows:
-        """Memory for the masks of the plan's masked slots, a row each, to be filled and passed on.
+    def new_masks(self, step: int, num_rows: int) -> MaskRows:
+        """Memory for the masks of a step, to be filled and passed on.
 
-        It must not be written once it was passed on. Called at most once for a plan.
+        It must not be written once it was passed on. Called at most once for a step.
         """
 
     def sample(self, handle: Handle, masks: MaskRows) -> None:

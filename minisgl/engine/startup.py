@@ -34,6 +34,7 @@ from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.pooling import EmbeddingRules, default_rules, read_embedding_rules
 from minisgl.models.registry import read_model_config
+from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
@@ -170,8 +171,9 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
 def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     """The scheduler for what was loaded."""
     config, capacity = loaded.config, loaded.capacity
+    kv = _cache_of(loaded)
     return Scheduler(
-        kv=_cache_of(loaded),
+        kv=kv,
         num_slots=capacity.num_slots,
         max_seq_len=capacity.max_seq_len,
         max_prefill_length=config.max_prefill_length,
@@ -182,6 +184,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         speculation=loaded.speculation(),
         num_stages=config.pp,
         look_ahead=config.overlap,
+        parts=host_parts(kv, has_host_cache=bool(config.num_host_pages)),
     )
 
 

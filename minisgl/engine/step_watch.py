@@ -106,10 +106,10 @@ class StepWatch:
 
 def _kind(plan: StepPlan) -> Kind:
     """The kind of a step, for steps of similar duration: numbers of rows, context and chunks, each
-    rounded to a power of two, and whether prompt tokens are scored."""
-    num_rows, longest, scores = len(plan.decode_slots), plan.longest_decode, False
+    rounded to a power of two, and whether a part reads the rows."""
+    num_rows, longest = len(plan.decode_slots), plan.longest_decode
+    reads_rows = any(part.reads_rows for part in plan.parts)
     for chunk in plan.chunks:
         num_rows += len(chunk.token_ids)
         longest = max(longest, chunk.end)
-        scores |= bool(chunk.scored_token_ids or chunk.pooling)
-    return num_rows.bit_length(), longest.bit_length(), len(plan.chunks).bit_length(), scores
+    return num_rows.bit_length(), longest.bit_length(), len(plan.chunks).bit_length(), reads_rows

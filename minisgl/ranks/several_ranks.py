@@ -185,8 +185,8 @@ class SeveralRanks:
         self.others.send(self._encoder.encode(plan), sent)
         return self._own.launch(plan, masks)
 
-    def new_masks(self, plan: StepPlan) -> MaskRows:
-        return self.others.channel.masks.rows(plan)
+    def new_masks(self, step: int, num_rows: int) -> MaskRows:
+        return self.others.channel.masks.rows(step, num_rows)
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
         self.others.pass_on(SAMPLE, StepMasks(handle.step, masks))

@@ -161,21 +161,20 @@ class StepGraphs:
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
-        if not (plan.masked_slots or plan.chunks):
+        masked = any(part.changes_sampling for part in plan.parts)
+        if not (masked or plan.chunks):
             num_rows = self._shape_of(plan).num_decodes
             for step in self._of_kind.get((plan.max_run, variant), ()):
                 if step.key.shape.num_decodes >= num_rows:
                     return step
             return None
-        kind: Kind = "masked" if plan.masked_slots else "mixed"
-        if _scores(plan) or (kind == "mixed" and variant is SamplingVariant.FULL):
+        kind: Kind = "masked" if masked else "mixed"
+        if any(part.reads_rows for part in plan.parts) or (
+            kind == "mixed" and variant is SamplingVariant.FULL
+        ):
             return None
         shape = self._shape_of(plan)
         for step in self._of_kind.get((plan.max_run, kind), ()):
             if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
                 return step
         return None
-
-
-def _scores(plan: StepPlan) -> bool:
-    return any(chunk.scored_token_ids or chunk.pooling for chunk in plan.chunks)

@@ -37,6 +37,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
+from minisgl.parts.device import device_parts
 from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
@@ -385,7 +386,16 @@ class _Builder:
             drafter=self._drafter(capacity),
             window=0 if windows is None else windows.window,
         )
-        runner = ModelRunner(computation, capacity, tiers=tiers, load_rule=load_rule, disk=disk)
+        parts = device_parts(
+            self.lanes,
+            computation.vocab_size,
+            computation.whole_logits,
+            computation.sampler.mask,
+            None if tiers is None else tiers.copies,
+        )
+        runner = ModelRunner(
+            computation, capacity, parts, tiers=tiers, load_rule=load_rule, disk=disk
+        )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self.lanes.synchronize()
         return runner
@@ -421,7 +431,9 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
             runner.collect(runner.launch(widest_step(config)))
     except StepError as error:
         raise DeviceMemoryError(f"The largest step cannot run here. {error}") from error
-    if not all(math.isfinite(entry.logprob) for entry in result.prompt_logprobs.get(0, ())):
+    [scores] = result.parts
+    assert isinstance(scores, dict)
+    if not all(math.isfinite(entry.logprob) for entry in scores.get(0, ())):
         raise CheckpointError(
             f"The model's logits are not finite in {config.dtype}: its weights are broken, or too "
             "large for this --dtype."

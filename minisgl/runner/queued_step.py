@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, repeat
 
 from torch import Tensor
 
-from minisgl.device.copy_lanes import CopyMark
 from minisgl.device.lanes import EventMark
+from minisgl.kernels.sampling.listed import list_logprobs
+from minisgl.parts.device_part import StepPart
 from minisgl.request import TokenLogprobs
 from minisgl.runner.graphs import CapturedStep
-from minisgl.runner.pooled_rows import PooledVectors
-from minisgl.runner.prompt_scores import PromptScores
-from minisgl.runner.sampled_rows import SampleRows, list_logprobs
+from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.step_outputs import StepOutputs
 from minisgl.runner.step_shape import StepShape
@@ -29,21 +28,17 @@ class QueuedStep:
     step: int
     done: EventMark
     captured: bool
-    loads: Mapping[int, CopyMark]  # the ends of the loads that the plan carries, by id
+    parts: Sequence[StepPart]  # of the plan
     ring_entry: int = 0
     # Rows of the entry that are sampled, in the order of the plan; last those of chunks.
-    parts: tuple[range, ...] = ()
+    sampled: tuple[range, ...] = ()
     num_logprobs: Sequence[int | None] = ()  # requested by each sampled slot; empty if none
-    run: int = 1  # rows per request in the other parts; the ring says how many are valid
-    prompt_scores: PromptScores | None = None
-    pooled: PooledVectors | None = None
+    run: int = 1  # rows per request in the others; the ring says how many are valid
 
     def collect(self, outputs: StepOutputs) -> StepResult:
         """Block until the step is done, and read its outputs."""
         self.done.wait()
-        pooled = {} if self.pooled is None else self.pooled.by_chunk()
-        prompt_logprobs = {} if self.prompt_scores is None else self.prompt_scores.logprobs()
-        parts: Sequence[range] = self.parts
+        parts: Sequence[range] = self.sampled
         num_logprobs, run_lengths, num_drafted = self.num_logprobs, None, None
         if self.run > 1:
             *decodes, chunks = parts
@@ -70,8 +65,7 @@ class QueuedStep:
             self.step,
             token_ids,
             logprobs,
-            prompt_logprobs,
-            pooled,
+            [part.outcome() for part in self.parts],
             self.captured,
             run_lengths,
             num_drafted,
@@ -87,10 +81,9 @@ class ForwardedStep:
     shape: StepShape
     features: SamplingFeatures
     captured: CapturedStep | None
+    parts: Sequence[StepPart]
     logits: Tensor | None = None  # of `samples`; None if there are none, or a graph has them
     samples: SampleRows | None = None
-    prompt_scores: PromptScores | None = None
-    pooled: PooledVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)

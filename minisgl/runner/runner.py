@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,26 +31,22 @@ from torch import Tensor
 
 from minisgl.attention.state import distinct
 from minisgl.config import Capacity
-from minisgl.device.copy_lanes import CopyMark
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows, mask_words
+from minisgl.parts.device_part import DeviceParts
 from minisgl.runner.capture import Capture
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.launching import LaunchThread
-from minisgl.runner.pooled_rows import pool_rows
-from minisgl.runner.prompt_scores import score_prompts
 from minisgl.runner.queued_step import ForwardedStep, QueuedStep, StepHandle
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.tiers.tiers import Tiers
-
-T = TypeVar("T")
 
 
 class ModelRunner:
@@ -65,25 +61,27 @@ class ModelRunner:
         self,
         computation: Computation,
         capacity: Capacity,
+        parts: DeviceParts,
         *,
         tiers: Tiers | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
     ) -> None:
-        """tiers: carry out the copies of plans, with `load_rule` and `disk` for whoever
-        makes them."""
+        """tiers: the memories behind the device, with `load_rule` and `disk` for whoever plans
+        copies."""
         self.capacity = capacity
         self.vocab_size = computation.vocab_size
         self.lanes = computation.lanes
         self.load_rule = load_rule
         self.disk = disk
+        self._parts = parts
         self._tiers = tiers
         self._computation = computation
         self._capture = Capture(computation)
         self._graphs = StepGraphs()
         self._worker = LaunchThread(self.lanes.enter_thread)
         # The last plan, if it is deferred and not sampled.
-        self._deferred: Future[tuple[ForwardedStep, dict[int, CopyMark]]] | None = None
+        self._deferred: Future[ForwardedStep] | None = None
         # The device may still copy from these while the host is two steps ahead, and in a pipeline
         # one more for each further stage.
         self._masks: deque[Tensor] = deque(maxlen=3 + computation.stage.pipeline.size)
@@ -105,11 +103,11 @@ class ModelRunner:
             self._computation.tables.counts_lengths = False
         self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
 
-    def new_masks(self, plan: StepPlan) -> MaskRows:
-        """Pinned memory for the plan's masks, [len(masked_slots), mask_words(vocab_size)]."""
+    def new_masks(self, step: int, num_rows: int) -> MaskRows:
+        """Pinned memory for the masks of a step, [num_rows, mask_words(vocab_size)]."""
         self._masks.append(
             torch.empty(
-                (len(plan.masked_slots), mask_words(self.vocab_size)),
+                (num_rows, mask_words(self.vocab_size)),
                 dtype=torch.int32,
                 pin_memory=self.lanes.device.type == "cuda",
             )
@@ -119,23 +117,17 @@ class ModelRunner:
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
         """Queue one step. Returns at once; errors are raised by `collect`.
 
-        masks: of the plan's masked slots; None if there are none, or the plan is deferred.
+        masks: if a part of the plan has any, and the plan is not deferred.
         """
         handle, replay = StepHandle(plan.step, Future()), self._quick_replay(plan)
         quick = replay is not None
         if plan.deferred and self._computation.stage.is_last:
             self._deferred = Future()
-            self._worker.run(
-                self._deferred,
-                lambda: self._unless_failed(plan, lambda: self._queue_forward(plan, replay)),
-                quick=quick,
-            )
+            forward = partial(self._queue_forward, plan, replay)
+            self._worker.run(self._deferred, forward, quick=quick)
         else:
-            self._worker.run(
-                handle.queued,
-                lambda: self._unless_failed(plan, lambda: self._queue(plan, replay, masks)),
-                quick=quick,
-            )
+            whole = partial(self._queue, plan, replay, masks)
+            self._worker.run(handle.queued, whole, quick=quick)
         return handle
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
@@ -143,24 +135,20 @@ class ModelRunner:
         is_idle, stage = self._worker.is_idle, self._computation.stage
         if not stage.is_last:
             noted: Future[None] = Future()
-            self._worker.run(noted, lambda: stage.will_return(handle.step), quick=is_idle)
+            self._worker.run(noted, partial(stage.will_return, handle.step), quick=is_idle)
             return
         deferred, self._deferred = self._deferred, None
         assert deferred is not None, "only a deferred plan is sampled, and once"
-        quick = is_idle and not deferred.exception() and deferred.result()[0].captured is not None
-
-        def queue() -> QueuedStep:
-            step, loads = deferred.result()
-            return self._unless_failed(step.plan, lambda: self._queue_sampling(step, loads, masks))
-
-        self._worker.run(handle.queued, queue, quick=quick)
+        quick = is_idle and not deferred.exception() and deferred.result().captured is not None
+        rest = partial(self._queue_sampling, deferred, masks)
+        self._worker.run(handle.queued, rest, quick=quick)
 
     def _quick_replay(self, plan: StepPlan) -> CapturedStep | None:
         """The graph that the calling thread may replay itself for a plan: the worker has no earlier
         plan to queue. None if the plan takes longer to queue; it may be a replay even so."""
-        if plan.chunks or plan.copies is not None or not plan.num_tokens:
+        if plan.chunks or not plan.num_tokens or not self._worker.is_idle:
             return None
-        if not self._worker.is_idle:
+        if not all(part.is_quick for part in plan.parts):
             return None
         return self._graphs.find(plan, self._features(plan).variant)
 
@@ -184,12 +172,11 @@ class ModelRunner:
     def loads(self, handle: StepHandle) -> Iterator[int]:
         """Block for each load of a step's plan, and yield its id. Nothing for a step that fails."""
         try:
-            marks = handle.queued.result().loads
+            parts = handle.queued.result().parts
         except Exception:  # `collect` raises it
             return
-        for load_id, mark in marks.items():
-            mark.wait()
-            yield load_id
+        for part in parts:
+            yield from part.follow()
 
     def move(self, moves: Sequence[Move], done: Done) -> None:
         """Begin moves after the launched steps and their copies.
@@ -224,8 +211,9 @@ class ModelRunner:
 
     # -- queueing a step ---------------------------------------------------------------------------
 
-    def _unless_failed(self, plan: StepPlan, queue: Callable[[], T]) -> T:
-        """Queue a part of a step, or refuse it with StepError if an earlier step of its epoch has
+    @contextlib.contextmanager
+    def _queueing(self, plan: StepPlan) -> Iterator[None]:
+        """For a half of a step, or all of it. Raises StepError if an earlier step of the epoch has
         failed.
 
         The failed step may have left the tables half updated, so this one could write to pages of
@@ -234,7 +222,7 @@ class ModelRunner:
         if plan.epoch <= self._failed_epoch:
             raise StepError(f"Step {plan.step} was launched after one that failed.")
         try:
-            return queue()
+            yield
         except Exception:
             self._failed_epoch = plan.epoch
             with contextlib.suppress(RuntimeError):  # the device is lost
@@ -245,39 +233,38 @@ class ModelRunner:
     def _queue(
         self, plan: StepPlan, replay: CapturedStep | None, masks: MaskRows | None
     ) -> QueuedStep:
-        with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
-            queue_loads = self._queue_copies(plan)
+        name = f"step {plan.step}: {plan.num_tokens} tokens"
+        with self._queueing(plan), self.lanes.compute(name):
             step = self._forward(plan, replay)
-            return self._queue_end(step, masks, queue_loads)
+            queued = self._queue_end(step, masks)
+            for part in step.parts:
+                part.end()
+            return queued
 
     @torch.inference_mode()
-    def _queue_forward(
-        self, plan: StepPlan, replay: CapturedStep | None
-    ) -> tuple[ForwardedStep, dict[int, CopyMark]]:
-        """Queue a deferred plan up to its sampling; returns the ends of its loads, too."""
-        with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
-            queue_loads = self._queue_copies(plan)
-            return self._forward(plan, replay), queue_loads()
+    def _queue_forward(self, plan: StepPlan, replay: CapturedStep | None) -> ForwardedStep:
+        """Queue a deferred plan up to its sampling, and what follows it."""
+        name = f"forward of step {plan.step}: {plan.num_tokens} tokens"
+        with self._queueing(plan), self.lanes.compute(name):
+            step = self._forward(plan, replay)
+            for part in step.parts:
+                part.end()
+            return step
 
     @torch.inference_mode()
-    def _queue_sampling(
-        self, step: ForwardedStep, loads: dict[int, CopyMark], masks: MaskRows
-    ) -> QueuedStep:
-        with self.lanes.compute(f"sampling of step {step.plan.step}"):
-            return self._queue_end(step, masks, lambda: loads)
-
-    def _queue_copies(self, plan: StepPlan) -> Callable[[], dict[int, CopyMark]]:
-        """Queue what the plan copies between the tiers, before its step. Returns a function
-        to be called after the step: it queues the loads, and returns their ends by id."""
-        if plan.copies is None:
-            return dict
-        assert self._tiers is not None, "plans copy nothing without a host cache"
-        return self._tiers.copies.queue(plan.copies)
+    def _queue_sampling(self, forwarded: Future[ForwardedStep], masks: MaskRows) -> QueuedStep:
+        step = forwarded.result()
+        name = f"sampling of step {step.plan.step}"
+        with self._queueing(step.plan), self.lanes.compute(name):
+            return self._queue_end(step, masks)
 
     def _forward(self, plan: StepPlan, replay: CapturedStep | None) -> ForwardedStep:
         """Update the tables and queue the forward pass; rows of a stage that is not the last are
         sent to the next one. replay: of `_quick_replay`."""
         computation, stage = self._computation, self._computation.stage
+        parts = [self._parts[type(part)](part) for part in plan.parts]
+        for part in parts:
+            part.begin()
         computation.join(plan.joins)
         computation.tables.update(plan)
         stage.begin(plan, computation.tables.returned)
@@ -286,7 +273,7 @@ class ModelRunner:
         if captured is None and plan.num_tokens:
             captured = self._graphs.find(plan, features.variant)
         shape = StepShape.of(plan) if captured is None else captured.key.shape
-        step = ForwardedStep(plan, shape, features, captured)
+        step = ForwardedStep(plan, shape, features, captured, parts)
         chunks = computation.tables.upload_chunks(plan, shape)
         received = stage.receive(plan, shape.num_rows, captured=captured is not None)
         if captured is not None:
@@ -296,36 +283,27 @@ class ModelRunner:
                 captured.forward()
             if not stage.is_last:
                 stage.send(plan, stage.outbox[: shape.num_rows].clone())
-        elif plan.num_tokens:  # otherwise it has copies, grants, or joins that wait for loads
+        elif plan.num_tokens:  # otherwise it has parts, grants, or joins that wait for loads
             hidden, samples = computation.forward(shape, chunks, received, plan)
             if not stage.is_last:
                 stage.send(plan, hidden)
                 return step
-            scores = score_prompts(plan, hidden, computation)
-            pooled = pool_rows(plan, hidden, computation)
-            logits = computation.logits(hidden, samples)
-            return replace(
-                step, logits=logits, samples=samples, prompt_scores=scores, pooled=pooled
-            )
+            if any(part.reads_rows for part in plan.parts):
+                first_rows = computation.tables.order.first_rows(plan)
+                for part in parts:
+                    part.read_rows(hidden, first_rows)
+            return replace(step, logits=computation.logits(hidden, samples), samples=samples)
         return step
 
-    def _queue_end(
-        self,
-        step: ForwardedStep,
-        masks: MaskRows | None,
-        queue_loads: Callable[[], dict[int, CopyMark]],
-    ) -> QueuedStep:
-        """Queue the sampling, which only the last stage does, and the loads that follow the step.
-
-        queue_loads: of `_queue_copies`.
-        """
+    def _queue_end(self, step: ForwardedStep, masks: MaskRows | None) -> QueuedStep:
+        """Queue the sampling, which only the last stage does."""
         computation, plan, shape = self._computation, step.plan, step.shape
         if not computation.stage.is_last:
-            return QueuedStep(
-                plan.step, self.lanes.mark(), step.captured is not None, queue_loads()
-            )
+            is_captured = step.captured is not None
+            return QueuedStep(plan.step, self.lanes.mark(), is_captured, step.parts)
         if masks is not None:
-            computation.sampler.mask(plan.masked_slots, self.lanes.upload_masks(masks))
+            for part in step.parts:
+                part.change_sampling(masks)
         ring_entry = 0
         if step.captured is not None:
             ring_entry = computation.outputs.open()
@@ -341,15 +319,13 @@ class ModelRunner:
             step=plan.step,
             done=self.lanes.mark(),
             captured=step.captured is not None,
-            loads=queue_loads(),
+            parts=step.parts,
             ring_entry=ring_entry,
-            parts=computation.tables.order.sampled_rows(plan, shape),
+            sampled=computation.tables.order.sampled_rows(plan, shape),
             num_logprobs=computation.sampler.logprobs_wanted(plan.sampled_slots)
             if wants_logprobs
             else (),
             run=shape.run,
-            prompt_scores=step.prompt_scores,
-            pooled=step.pooled,
         )
 
     def _features(self, plan: StepPlan) -> SamplingFeatures:

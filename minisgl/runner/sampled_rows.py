@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from minisgl.drafting.drafter import ChunkEnds, DraftStep
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.request import TokenLogprobs
 from minisgl.runner.chunk_tensors import ChunkTensors
 from minisgl.runner.row_order import RankRows
 from minisgl.runner.step_shape import StepShape
@@ -53,25 +51,3 @@ class SampledRows:
     # Logprobs, with at least the largest number of top tokens that a row requested; entries beyond
     # what a row requested are undefined. May be None if no row requested any.
     scores: TokenScores | None
-
-
-def list_logprobs(
-    token_ids: Sequence[int], scores: TokenScores, num_logprobs: Sequence[int | None]
-) -> dict[int, TokenLogprobs]:
-    """The logprobs of each row that requested any, by row; of sampled tokens or of a prompt.
-
-    token_ids: one per row. scores: of these tokens, on the host. num_logprobs: the number of top
-    tokens that each row requested, None for no logprobs at all.
-    """
-    asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
-    rows = [row for row, _ in asked]
-    logprob = scores.logprob[rows].tolist()
-    top_ids, top = scores.top_ids[rows].tolist(), scores.top_logprobs[rows].tolist()
-    return {
-        row: TokenLogprobs(
-            token_ids[row],
-            logprob[place],
-            tuple(zip(top_ids[place][:num], top[place][:num], strict=True)),
-        )
-        for place, (row, num) in enumerate(asked)
-    }

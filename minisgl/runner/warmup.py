@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl.config import ResolvedConfig
+from minisgl.parts.scores.host import ScoredChunk, ScorePlan
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
@@ -24,10 +25,17 @@ def longest_step(
     rank: that has it, of those that divide requests."""
     slot = rank * (config.max_running_requests // config.num_attending)
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
-    chunk = Chunk(slot, 0, tokens, samples=True, scored_token_ids=tokens[1:] if scored else ())
+    scores = ScorePlan((ScoredChunk(0, tokens[1:], num_top=0),))
     pages = tuple(range(1, pages_for_largest_step(config)))
     grants = _grants(config, (slot,), pages)
-    return StepPlan(1, (), chunks=(chunk,), joins=(_join(slot),), grants=grants)
+    return StepPlan(
+        1,
+        (),
+        chunks=(Chunk(slot, 0, tokens, samples=True),),
+        joins=(_join(slot),),
+        grants=grants,
+        parts=(scores,) if scored else (),
+    )
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
-from minisgl.kvcache.copies import Copies
 from minisgl.kvcache.manager import TakenSnapshot
-from minisgl.request import Pooling, SamplingParams, TokenLogprobs, Vector
+from minisgl.request import SamplingParams, TokenLogprobs
+
+P = TypeVar("P", bound="PartPlan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,23 @@ class Chunk:
     start: int  # position of the first token; all earlier positions are in the KV cache
     token_ids: Sequence[int]
     samples: bool  # the chunk ends with the last known token, so its last row is sampled
-    # Prompt tokens whose logprobs the first rows of the chunk compute, one per row, and the number
-    # of top logprobs to report for each.
-    scored_token_ids: Sequence[int] = ()
-    prompt_logprobs: int = 0
     snapshots: tuple[TakenSnapshot, ...] = ()  # of the slot's state within the chunk, in order
-    pooling: Pooling | None = None  # of which the chunk has rows
     next_token: int = -1  # that follows the chunk; -1: it is not known
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+class PartPlan:
+    """What a step does for a part (scheduler/parts.py), as plain data of the part's own."""
+
+    __slots__ = ()
+
+    reads_rows: ClassVar[bool] = False  # hidden states, which a captured step does not keep
+    # It comes between the forward pass and the sampling, which are captured apart for it.
+    changes_sampling: ClassVar[bool] = False
+    is_quick: ClassVar[bool] = False  # to queue: a matter of microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +97,17 @@ class StepPlan:
     # plans of the epoch, because they depend on device state that does not exist.
     epoch: int = 0
     max_run: int = 1  # maximum number of tokens that a decode row samples
-    # The slots of the sampled rows that need a mask of allowed tokens, in the order of the rows.
-    masked_slots: tuple[int, ...] = ()
-    # One of these masks depends on a token that is not settled: the step is launched without its
-    # sampling, which follows once the masks are known.
+    parts: tuple[PartPlan, ...] = ()  # one of a kind, of those that take part in the step
+    # A part needs tokens that are not settled before it samples: the step is launched without its
+    # sampling, which follows once they are.
     deferred: bool = False
     # The inputs of decode rows were sampled by steps up to `step - lag`: 1 without a
     # pipeline, and up to the number of stages with one.
     lag: int = 1
-    # Between the tiers of the KV cache, before anything else of the step, which may have no rows.
-    copies: Copies | None = None
+
+    def part(self, kind: type[P]) -> P | None:
+        """What the step does for the part with plans of this kind; None: nothing."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def num_tokens(self) -> int:
@@ -126,10 +135,7 @@ class StepResult:
     token_ids: Sequence[int]  # the runs of all sampled rows, concatenated
     # by index in token_ids, ascending; only of rows that requested them
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    # of the chunk's scored_token_ids, by chunk index
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # of the chunk's pooling, by chunk index
-    pooled: dict[int, Vector] = field(default_factory=dict)
+    parts: Sequence[object] = ()  # the outcome of each of the plan's parts
     captured: bool = False  # the step was replayed as a CUDA graph
     run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token per row
     # [num_samples]: drafts that were verified; None: no row had any

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from minisgl.request import Request
+from minisgl.scheduler.launched import Launched
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.run_lengths import RunChooser
-from minisgl.scheduler.state import Launched, Running, StepWork
+from minisgl.scheduler.state import Running, StepWork
 
 
 @dataclass(slots=True)
@@ -32,10 +33,10 @@ class Speculation:
         self._max_rows = max_rows
         self._last_rows: tuple[Collection[Running], int] = ((), 0)  # and those that take drafts
 
-    def max_run(self, decoding: Sequence[Running], work: StepWork) -> int:
+    def max_run(self, work: StepWork) -> int:
         """Maximum number of tokens that each row of a step samples."""
-        num_rows = len(decoding) + len(work.sampling)
-        num_drafting = self._num_drafting(decoding) + sum(
+        num_rows = len(work.decoding) + len(work.sampling)
+        num_drafting = self._num_drafting(work.decoding) + sum(
             running.takes_drafts for running in work.sampling
         )
         num = 0
@@ -52,7 +53,7 @@ class Speculation:
         seconds: float | None,
     ) -> None:
         """Count the drafts of a step. num_tokens: that requests have got. seconds: its time."""
-        rows, counters = launched.decoding, self.counters
+        rows, counters = launched.work.decoding, self.counters
         num_drafting, lengths = self._num_drafting(rows), (result.run_lengths or ())[: len(rows)]
         self._chooser.settled(
             len(rows),

@@ -27,16 +27,16 @@ from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import Admission
 from minisgl.scheduler.decode_rows import DecodeRows
-from minisgl.scheduler.plan import PageGrant, StepPlan, StepResult
+from minisgl.scheduler.launched import Launched, Settled
+from minisgl.scheduler.parts import Part
+from minisgl.scheduler.plan import PageGrant, PartPlan, StepPlan, StepResult
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.slots import Slots
 from minisgl.scheduler.state import (
     DecodeGroup,
-    Launched,
     Running,
     SchedulerCounters,
-    Settled,
     StepWork,
     Waiting,
 )
@@ -57,10 +57,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         num_stages: int = 1,
         look_ahead: bool = True,
+        parts: Sequence[Part] = (),
     ) -> None:
         """client_share: the part of what other clients leave that one client may take, see
         `Slots.has_its_share`. speculation: None if no row samples several tokens in a step.
-        num_stages, look_ahead: see `DecodeRows`.
+        num_stages, look_ahead: see `DecodeRows`. parts: that requests may ask for, in the order in
+        which they plan.
         """
         self.kv = kv
         self.counters = SchedulerCounters()
@@ -68,7 +70,7 @@ class Scheduler:
         self._max_prefill_length = max_prefill_length
         self._max_queued = max_queued_requests
         self._waiting = WaitingQueue()
-        self._slots = Slots(num_slots, client_share, kv.num_ranks)
+        self._slots = Slots(num_slots, client_share, kv.num_ranks, parts)
         self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
@@ -102,18 +104,14 @@ class Scheduler:
         """The step of the oldest plan in flight."""
         return self._launched[0].plan.step if self._launched else None
 
-    def can_fill_masks(self, plan: StepPlan) -> bool:
-        """Whether all tokens that the masks of a plan in flight depend on are settled."""
+    def can_sample(self, plan: StepPlan) -> bool:
+        """Whether all tokens that the sampling of a deferred plan depends on are settled."""
         oldest = self.next_to_settle
         return oldest is not None and oldest > plan.step - plan.lag
 
-    def masked_requests(self, step: int) -> list[Request]:
-        """The requests of a plan in flight whose rows need masks, in the order of masked_slots.
-
-        Some may have ended, or been retracted: the sampled token of a retracted one is settled.
-        """
-        masked = next(each.masked for each in self._launched if each.plan.step == step)
-        return [running.request for running in masked]
+    def work_of(self, plan: StepPlan) -> StepWork:
+        """Whose rows a plan in flight computes."""
+        return next(each.work for each in self._launched if each.plan is plan)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or QueueFullError."""
@@ -217,12 +215,10 @@ class Scheduler:
         self._admission.ratio.step()
         if self.kv.snapshots is not None:
             self._take_snapshots(work)
-        decoding, masked = group.rows, list[Running]()
-        max_run = 1 if self.speculation is None else self.speculation.max_run(decoding, work)
+        work.decoding = group.rows
+        max_run = 1 if self.speculation is None else self.speculation.max_run(work)
         longest = self._rows.advance(group, work.step, max_run)
-        if self._slots.num_masked:
-            sampled = (*decoding, *work.sampling)
-            masked = [running for running in sampled if running.request.matcher is not None]
+        parts, planned = self._plan_parts(work)
         plan = StepPlan(
             step=work.step,
             decode_slots=group.slots,
@@ -232,15 +228,25 @@ class Scheduler:
             grants=tuple(work.grants),
             epoch=self._epoch,
             max_run=max_run,
-            masked_slots=tuple([running.slot for running in masked]),
-            deferred=any(map(_blind, masked)),
             lag=lag,
-            copies=self.kv.take_copies(work.step),
+            parts=planned,
+            deferred=work.deferred,
         )
-        self._launched.append(Launched(plan, work, decoding, masked))
+        self._launched.append(Launched(plan, work, parts))
         if work.chunks:
             self._launch_chunks(work)
         return plan
+
+    def _plan_parts(self, work: StepWork) -> tuple[list[Part], tuple[PartPlan, ...]]:
+        """The parts for which the step does something, and what."""
+        parts: list[Part] = []
+        planned: list[PartPlan] = []
+        for part in self._slots.parts:
+            plan = part.plan(work)
+            if plan is not None:
+                parts.append(part)
+                planned.append(plan)
+        return parts, tuple(planned)
 
     def _take_snapshots(self, work: StepWork) -> None:
         """Let the chunks leave the snapshots that later requests can start from."""
@@ -249,12 +255,12 @@ class Scheduler:
                 chunk,
                 snapshots=self.kv.take_snapshots(running.lease, chunk.start, chunk.end, work.step),
             )
-            for chunk, running in zip(work.chunks, work.chunk_owners, strict=True)
+            for chunk, running in work.owned_chunks
         ]
 
     def _launch_chunks(self, work: StepWork) -> None:
         """Count the tokens of chunks as computed."""
-        for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
+        for chunk, running in work.owned_chunks:
             running.num_scheduled = chunk.end
             # Whole pages of the prompt may be matched from the next step on.
             num_tokens = running.request.num_shared(chunk.end)
@@ -280,11 +286,11 @@ class Scheduler:
         self.counters.num_retractions += 1
         self._admission.ratio.retracted(other.request for other in self._slots.running)
         request = running.request
+        for part in self._slots.parts:
+            if part.concerns(request):
+                part.retracted(request)
         self._leave(running, keep=True)
         request.status = RequestStatus.WAITING
-        if request.wants_prompt_logprobs:
-            request.prompt_logprobs.clear()  # recomputed from the start
-        request.pooled.clear()
         sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_to_prefill
         num_expected = running.num_scheduled + 1 if sampled else len(request.token_ids)
         self._waiting.put(Waiting(request, running.arrival, num_expected, retracted=True))
@@ -304,12 +310,13 @@ class Scheduler:
         nothing; None if there are none. Nothing may be running."""
         assert not self._slots.running
         self.kv.offload_all()
-        copies = self.kv.take_copies(self._step + 1)
-        if copies is None:
+        work = StepWork(self._step + 1, budget=0)
+        parts, planned = self._plan_parts(work)
+        if not planned:
             return None
-        self._step += 1
-        plan = StepPlan(step=self._step, decode_slots=(), epoch=self._epoch, copies=copies)
-        self._launched.append(Launched(plan, StepWork(plan.step, budget=0)))
+        self._step = work.step
+        plan = StepPlan(step=work.step, decode_slots=(), epoch=self._epoch, parts=planned)
+        self._launched.append(Launched(plan, work, parts))
         return plan
 
     # -- settling ----------------------------------------------------------------------------------
@@ -324,18 +331,12 @@ class Scheduler:
         work = launched.work
         assert work.step == result.step, "steps are settled in the order of their launch"
         self.kv.settled(work.step)
-        rows = launched.decoding
-        if work.sampling:
-            rows = rows + work.sampling
+        rows = work.sampled if work.sampling else work.decoding
         run_lengths = result.run_lengths
         if run_lengths is not None:  # one entry per token instead of per row
             rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]
-        for index, scores in result.prompt_logprobs.items():
-            if work.chunk_owners[index].active:
-                work.chunk_owners[index].request.prompt_logprobs += scores
-        for index, vector in result.pooled.items():
-            if work.chunk_owners[index].active:
-                work.chunk_owners[index].request.pooled.append(vector)
+        for part, outcome in zip(launched.parts, result.parts, strict=True):
+            part.settle(work, outcome)
         progressed: list[Request] = []
         finished: list[Request] = []
         finished_status = RequestStatus.FINISHED
@@ -357,23 +358,23 @@ class Scheduler:
                 request = rows[row].request
                 if len(request.logprobs) < request.num_output_tokens:
                     request.logprobs.append(logprobs)
-        for chunk, running in zip(work.chunks, work.chunk_owners, strict=True):
+        for chunk, running in work.owned_chunks:
             if running.active and chunk.end == running.num_to_prefill and not chunk.samples:
                 finished.append(running.request)  # which wants no output
                 self._end(running.request, FinishReason.LENGTH)
         if launched.plan.max_run > 1:
             self._take_back(launched, run_lengths)
-        masked = [running.request for running in launched.masked]
         if self.speculation is None:
-            return Settled(progressed, [1] * len(progressed), finished, masked)
+            return Settled(progressed, [1] * len(progressed), finished, launched)
         num_tokens = Counter(progressed)
         self.speculation.settled(launched, result, num_tokens, seconds)
-        return Settled([*num_tokens], [*num_tokens.values()], finished, masked)
+        return Settled([*num_tokens], [*num_tokens.values()], finished, launched)
 
     def _take_back(self, launched: Launched, run_lengths: Sequence[int] | None) -> None:
         """Reduce `num_scheduled` of decode rows whose runs were shorter than planned."""
-        lengths = run_lengths or [1] * len(launched.decoding)
-        for running, length in zip(launched.decoding, lengths, strict=False):  # chunks follow
+        decoding = launched.work.decoding
+        lengths = run_lengths or [1] * len(decoding)
+        for running, length in zip(decoding, lengths, strict=False):  # chunks follow
             missing = running.longest_run(launched.plan) - length
             assert missing >= 0, "a run is longer than planned"
             running.num_scheduled -= missing
@@ -397,7 +398,7 @@ class Scheduler:
         failed: list[Request] = []
         for launched in lost:
             work = launched.work
-            for running in (*launched.decoding, *work.chunk_owners, *work.loading):
+            for running in (*work.decoding, *work.chunk_owners, *work.joining):
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
@@ -423,16 +424,10 @@ class Scheduler:
             assert self._prefilling.count(running) == int(prefilling)
             if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
-                    running.longest_run(launched.plan) * launched.decoding.count(running)
+                    running.longest_run(launched.plan) * launched.work.decoding.count(running)
                     + launched.work.sampling.count(running)
                     for launched in self._launched
                 )
                 assert running.num_scheduled == num_known - 1, "the two clocks disagree"
         queued = self._waiting.check()
         assert all(waiting.request.status is RequestStatus.WAITING for waiting in queued)
-
-
-def _blind(running: Running) -> bool:
-    """Whether the mask of a sampled row depends on a token that is not settled. That of a chunk
-    does not, because its tokens are known."""
-    return len(running.request.token_ids) < running.num_scheduled

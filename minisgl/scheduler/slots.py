@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import ValuesView
+from collections.abc import Sequence, ValuesView
 from itertools import filterfalse
 from operator import attrgetter
 
+from minisgl.scheduler.parts import Part
 from minisgl.scheduler.state import Running
 
 
 class Slots:
     """The slots of the device tables: free, or with a running request."""
 
-    def __init__(self, num_slots: int, client_share: float, num_ranks: int = 1) -> None:
+    def __init__(
+        self, num_slots: int, client_share: float, num_ranks: int = 1, parts: Sequence[Part] = ()
+    ) -> None:
         """client_share: see `has_its_share`. num_ranks: that divide the requests. Each has as many
         slots, those of rank 0 come first."""
         self.by_id: dict[str, Running] = {}  # by request id, in order of admission
-        self.num_masked = 0  # requests with a matcher
+        self._parts = parts
+        self._num_concerned = Counter[Part]()
+        self.parts = self._present()  # that always take part in steps, or for running requests
         self._num_each = num_slots // num_ranks
         each = range(self._num_each - 1, -1, -1)
         self._free = [[rank * self._num_each + slot for slot in each] for rank in range(num_ranks)]
@@ -41,7 +46,7 @@ class Slots:
     def join(self, running: Running) -> None:
         self.by_id[running.request.id] = running
         self._num_of[running.client] += 1
-        self.num_masked += running.request.matcher is not None
+        self._count(running, 1)
 
     def leave(self, running: Running) -> None:
         self._free[running.lease.rank].append(running.slot)
@@ -49,8 +54,19 @@ class Slots:
         self._num_of[running.client] -= 1
         if not self._num_of[running.client]:
             del self._num_of[running.client]
-        self.num_masked -= running.request.matcher is not None
+        self._count(running, -1)
         running.active = False
+
+    def _count(self, running: Running, change: int) -> None:
+        """Note that a request, and the parts that it concerns, come or go."""
+        concerned = [part for part in self._parts if part.concerns(running.request)]
+        if concerned:
+            for part in concerned:
+                self._num_concerned[part] += change
+            self.parts = self._present()
+
+    def _present(self) -> list[Part]:
+        return [part for part in self._parts if part.always or self._num_concerned[part]]
 
     def has_its_share(self, client: str) -> bool:
         """Whether a client has as many running requests as it may. So a slot is free for another
@@ -92,6 +108,7 @@ class Slots:
             taken = [running.slot for running in self.running if running.lease.rank == rank]
             own = range(rank * self._num_each, (rank + 1) * self._num_each)
             assert sorted(taken + free) == [*own], "a slot is lost, or of another rank"
-        masked = [running for running in self.running if running.request.matcher is not None]
-        assert self.num_masked == len(masked)
+        for part in self._parts:
+            concerned = [running for running in self.running if part.concerns(running.request)]
+            assert self._num_concerned[part] == len(concerned)
         assert all(running.active for running in self.running)

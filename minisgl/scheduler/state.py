@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.windows import WindowPages, Windows
-from minisgl.request import PooledRows, Pooling, Request
+from minisgl.request import Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 
@@ -105,7 +105,7 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step is to compute, without its decode rows."""
+    """What a step is to compute, and for whom."""
 
     step: int
     budget: int  # tokens of prompts that it may compute besides
@@ -114,13 +114,25 @@ class StepWork:
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_owners: list[Running] = field(default_factory=list)
-    loading: list[Running] = field(default_factory=list)  # join with pages on their way
+    joining: list[Running] = field(default_factory=list)
     sampling: list[Running] = field(default_factory=list)  # of the chunks that have a sampled row
+    decoding: Sequence[Running] = ()  # never changed after the launch
+    deferred: bool = False  # see StepPlan
 
     @property
     def num_computed(self) -> int:
         """Number of tokens of prompts that it computes."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> tuple[Running, ...]:
+        """The requests of the sampled rows, in their order."""
+        return (*self.decoding, *self.sampling)
+
+    @property
+    def owned_chunks(self) -> Iterator[tuple[Chunk, Running]]:
+        """Each chunk with its request."""
+        return zip(self.chunks, self.chunk_owners, strict=True)
 
     def join(self, running: Running) -> None:
         """Let a request take its slot and its pages."""
@@ -138,13 +150,12 @@ class StepWork:
                 snapshot=running.lease.start_snapshot,
             )
         )
+        self.joining.append(running)
         self.grants.append(PageGrant(running.slot, 0, tuple(running.lease.pages)))
         held = running.lease.windows
         if held is not None:
             self._grant_windowed(running, held, list(held.pages))
-        if running.loading:
-            self.loading.append(running)
-        else:
+        if not running.loading:
             self.close_gap(running)
 
     def close_gap(self, running: Running) -> None:
@@ -160,9 +171,6 @@ class StepWork:
             return
         self.budget -= end - start
         request = running.request
-        scored: list[int] = []
-        if request.wants_prompt_logprobs:
-            scored = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
         samples = end == running.num_to_prefill and request.max_tokens > 0
         self.chunks.append(
             Chunk(
@@ -170,9 +178,6 @@ class StepWork:
                 start=start,
                 token_ids=request.token_ids[start:end],
                 samples=samples,
-                scored_token_ids=scored,
-                prompt_logprobs=request.params.prompt_logprobs or 0,
-                pooling=_pooling_of(request, start, end),
                 next_token=request.token_ids[end] if end < len(request.token_ids) else -1,
             )
         )
@@ -194,39 +199,6 @@ class StepWork:
         if pages:
             index = held.end - len(pages)
             self.grants.append(PageGrant(running.slot, index, tuple(pages), windowed=True))
-
-
-def _pooling_of(request: Request, start: int, end: int) -> Pooling | None:
-    """The pooling of a request, if tokens `start` to `end` have some of its rows."""
-    pooling = request.pooling
-    if pooling is None:
-        return None
-    has_some = {
-        PooledRows.LAST: end == request.num_prompt_tokens,
-        PooledRows.FIRST: start == 0,
-        PooledRows.MEAN: end > pooling.num_skipped,
-    }
-    return pooling if has_some[pooling.rows] else None
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A plan in flight, and the requests of its rows."""
-
-    plan: StepPlan
-    work: StepWork
-    decoding: list[Running] = field(default_factory=list)  # never changed after the launch
-    masked: Sequence[Running] = ()  # of the plan's masked_slots
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The changes made by a step. A finished request is also in `progressed` if it got a token."""
-
-    progressed: list[Request]  # requests with new tokens
-    num_tokens: list[int]  # number of new tokens of each of `progressed`
-    finished: list[Request]
-    masked: list[Request]  # whose tokens were sampled under a mask, one each
 
 
 @dataclass(slots=True)

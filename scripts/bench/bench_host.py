@@ -16,6 +16,7 @@ import time
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.parts.host import host_parts
 from minisgl.request import Request, SamplingParams
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
@@ -27,16 +28,18 @@ NUM_STEPS = 400
 
 def step_cost(page_size: int, context: int) -> float:
     """Seconds that plan + settle take for one request and step, two steps in flight."""
+    kv = KVCacheManager(
+        num_pages=2 + NUM_REQUESTS * (context + NUM_STEPS + page_size) // page_size,
+        page_size=page_size,
+        cache_type="radix",
+    )
     scheduler = Scheduler(
-        kv=KVCacheManager(
-            num_pages=2 + NUM_REQUESTS * (context + NUM_STEPS + page_size) // page_size,
-            page_size=page_size,
-            cache_type="radix",
-        ),
+        kv=kv,
         num_slots=NUM_REQUESTS,
         max_seq_len=context + NUM_STEPS + 8,
         max_prefill_length=1 << 30,
         max_queued_requests=NUM_REQUESTS,
+        parts=host_parts(kv, has_host_cache=False),
     )
     params = SamplingParams(ignore_eos=True)
     for index in range(NUM_REQUESTS):

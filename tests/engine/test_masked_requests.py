@@ -13,10 +13,10 @@ from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, wit
 from support.fake_runner import expected_output
 from support.waiting import until
 
-from minisgl.engine.masks import MaskFiller
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import GrammarError, StepError
 from minisgl.matcher import MASK_LIMIT_S, MaskRows, mask_words
+from minisgl.parts.masks.filling import MaskFiller
 from minisgl.request import FinishReason, Request, RequestStatus, SamplingParams
 
 RULE = without(EOS, tokens_after(VOCAB))
@@ -70,7 +70,7 @@ async def test_a_step_without_masked_rows_is_planned_as_if_there_were_no_masks()
         await tokens_of(engine.submit([1, 2, 3], params(4), matcher=FakeMatcher(RULE)))
         count = len(runner.launched)
         await tokens_of(engine.submit([1, 2, 3], params(9, ignore_eos=True)))
-    assert not any(plan.masked_slots or plan.deferred for plan in runner.launched[count:])
+    assert not any(plan.parts or plan.deferred for plan in runner.launched[count:])
 
 
 async def test_a_finished_matcher_ends_its_request_without_a_stop_token() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -159,13 +160,7 @@ class CapturedRunner(ScriptedRunner):
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
         result = super().launch(plan, masks)
-        return StepResult(
-            result.step,
-            result.token_ids,
-            result.logprobs,
-            result.prompt_logprobs,
-            captured=not plan.chunks,
-        )
+        return replace(result, captured=not plan.chunks)
 
 
 async def test_steps_replayed_as_graphs_are_counted() -> None:

@@ -9,10 +9,10 @@ from typing import Literal
 import pytest
 import torch
 
+from minisgl.kernels.sampling.listed import list_logprobs
 from minisgl.kernels.sampling.philox import uniform
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.request import SamplingParams
-from minisgl.runner.sampled_rows import list_logprobs
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin

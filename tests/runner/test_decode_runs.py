@@ -97,7 +97,7 @@ def answers(
         max_run=max_run,
     )
     computation.streams, computation.wrong = streams, wrong
-    runner = ModelRunner(computation, capacity)
+    runner = ModelRunner(computation, capacity, {})
     scheduler = Scheduler(
         kv=KVCacheManager(num_pages=NUM_PAGES, page_size=PAGE_SIZE, cache_type="radix"),
         num_slots=NUM_SLOTS,

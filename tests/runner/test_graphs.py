@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from minisgl.device.lanes import Lanes
+from minisgl.parts.masks.host import MaskPlan
+from minisgl.parts.scores.host import ScoredChunk, ScorePlan
 from minisgl.runner.graphs import (
     CHUNK_ROWS,
     MAX_CHUNKS,
@@ -43,11 +45,9 @@ def decode_plan(num_rows: int) -> StepPlan:
 
 
 def mixed_plan(num_rows: int, *lengths: int, scored: bool = False) -> StepPlan:
-    chunks = tuple(
-        Chunk(num_rows + i, 0, [1] * length, True, scored_token_ids=[1] if scored else ())
-        for i, length in enumerate(lengths)
-    )
-    return StepPlan(1, tuple(range(num_rows)), chunks=chunks)
+    chunks = tuple(Chunk(num_rows + i, 0, [1] * length, True) for i, length in enumerate(lengths))
+    parts = (ScorePlan((ScoredChunk(0, [1], 0),)),) if scored else ()
+    return StepPlan(1, tuple(range(num_rows)), chunks=chunks, parts=parts)
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 7, 8, 33, 256, 300, 512])
@@ -81,7 +81,7 @@ def test_a_step_with_runs_has_a_graph_of_its_own_as_long_as_it_has_few_rows() ->
     for plan in (decode_plan(3), decode_plan(128), mixed_plan(3, 100), mixed_plan(100, 400)):
         for variant in (SamplingVariant.FILTERED, SamplingVariant.FULL):
             for masked in ((), (0,)):
-                one = replace(plan, masked_slots=masked)
+                one = replace(plan, parts=(MaskPlan(masked),) if masked else ())
                 single, alone = captured.find(one, variant), plain.find(one, variant)
                 assert (single and single.key) == (alone and alone.key)
                 step = captured.find(replace(one, max_run=4), variant)
@@ -116,7 +116,8 @@ def test_masked_steps_have_few_shapes_and_every_variant() -> None:
     captured = graphs(256)
 
     def shape(plan: StepPlan) -> StepShape | None:
-        step = captured.find(replace(plan, masked_slots=(0,)), SamplingVariant.FULL)
+        masked = replace(plan, parts=(MaskPlan((0,)), *plan.parts))
+        step = captured.find(masked, SamplingVariant.FULL)
         assert step is None or step.key.masked
         return None if step is None else step.key.shape
 

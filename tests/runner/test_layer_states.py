@@ -133,7 +133,7 @@ def runner_of_toy() -> ModelRunner:
         captured_attention=attention,
         lanes=lanes,
     )
-    return ModelRunner(computation, capacity)
+    return ModelRunner(computation, capacity, {})
 
 
 def states_of(num_pages: int) -> list[LayerState]:

@@ -22,6 +22,7 @@ from minisgl.device.lanes import Lanes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
+from minisgl.parts.masks.host import MaskPlan
 from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
 from minisgl.runner.capture import Capture
@@ -186,12 +187,12 @@ def masked_prompt(step: int, slot: int, epoch: int = 0) -> StepPlan:
         joins=(join,),
         grants=(PageGrant(slot, 0, (slot + 1,)),),
         epoch=epoch,
-        masked_slots=(slot,),
+        parts=(MaskPlan((slot,)),),
     )
 
 
 def only(runner: ModelRunner, plan: StepPlan, token_id: int) -> MaskRows:
-    masks = runner.new_masks(plan)
+    masks = runner.new_masks(plan.step, 1)
     masks.fill(0)
     masks[:, token_id // 32] = 1 << token_id % 32
     return masks
@@ -202,13 +203,13 @@ def test_a_deferred_plan_is_sampled_later_or_forgotten(padded: int) -> None:
     runner: ModelRunner = load_engine(case_of("llama3").folder, padded=padded).runner
     prompt = masked_prompt(1, slot=0)
     first = runner.launch(prompt, only(runner, prompt, 9))
-    blind = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,), deferred=True)
+    blind = StepPlan(2, (0,), longest_decode=4, parts=(MaskPlan((0,)),), deferred=True)
     second = runner.launch(blind)
     assert runner.collect(first).token_ids == [9]
     assert not second.queued.done()
     runner.sample(second, only(runner, blind, 40))
     assert runner.collect(second).token_ids == [40]
-    runner.launch(StepPlan(3, (0,), longest_decode=5, masked_slots=(0,), deferred=True))
+    runner.launch(StepPlan(3, (0,), longest_decode=5, parts=(MaskPlan((0,)),), deferred=True))
     other = masked_prompt(4, slot=1, epoch=1)
     assert runner.collect(runner.launch(other, only(runner, other, 11))).token_ids == [11]
     runner.close()
@@ -219,7 +220,7 @@ def test_a_step_without_chunks_replays_none_of_an_earlier_step() -> None:
     runner: ModelRunner = load_engine(case_of("llama3").folder, padded=0).runner
     runner.capture([GraphKey(mixed_shape(2, 8), masked=True)], lambda done: None)
     prompt = masked_prompt(1, slot=0)
-    decode = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,))
+    decode = StepPlan(2, (0,), longest_decode=4, parts=(MaskPlan((0,)),))
     for plan in (prompt, decode):
         result = runner.collect(runner.launch(plan, only(runner, plan, 9)))
         assert result.captured and result.token_ids == [9]
@@ -240,7 +241,7 @@ def test_a_failed_half_of_a_step_is_raised_by_collect_and_later_steps_run(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    blind = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,), deferred=True)
+    blind = StepPlan(2, (0,), longest_decode=4, parts=(MaskPlan((0,)),), deferred=True)
     with monkeypatch.context() as broken:
         broken.setattr(ModelRunner, half, fail)
         handle = runner.launch(blind)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling_oracle import choose
 
+from minisgl.kernels.sampling.listed import list_logprobs
 from minisgl.kernels.sampling.reference import margin, top_logprobs
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
-from minisgl.runner.sampled_rows import SampledRows, list_logprobs
+from minisgl.runner.sampled_rows import SampledRows
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.scheduler.plan import SlotJoin

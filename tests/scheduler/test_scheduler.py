@@ -14,11 +14,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.draft_policies import speculation_of
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
-from support.fake_runner import FakeDisk, FakeRunner, expected_output, mix
+from support.fake_runner import (
+    FakeDisk,
+    FakeRunner,
+    copies_of,
+    expected_output,
+    masked_slots,
+    mix,
+)
 from support.folders import ROOT
 
 from minisgl.config import Capacity, WindowSizes
-from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
@@ -29,6 +35,9 @@ from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.matcher import MaskRows
+from minisgl.parts.host import host_parts
+from minisgl.parts.masks.filling import MaskFiller
+from minisgl.parts.masks.host import masked_rows
 from minisgl.request import (
     EVERYONE,
     MAX_SALT_CHARS,
@@ -39,10 +48,11 @@ from minisgl.request import (
     cache_namespace,
 )
 from minisgl.scheduler.admission import LPM_WINDOW
+from minisgl.scheduler.launched import Settled
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.queue import Line, Turns
-from minisgl.scheduler.scheduler import Scheduler, Settled
-from minisgl.scheduler.state import Running, Waiting
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.state import Running, StepWork, Waiting
 
 EOS = 7
 
@@ -69,6 +79,10 @@ def make_request(
         cache_salt=cache_salt,
         matcher=None if rule is None else FakeMatcher(rule),
     )
+
+
+def masked_requests(work: StepWork) -> list[Request]:
+    return [running.request for running in masked_rows(work)]
 
 
 @dataclass
@@ -147,6 +161,7 @@ class Harness:
             speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
+            parts=host_parts(kv, has_host_cache=True),
         )
         self.num_granted = 0  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then
@@ -194,7 +209,7 @@ class Harness:
         self.short.clear()
         if plan is not None:
             self.deferred = plan if plan.deferred else None
-            masked = bool(plan.masked_slots) and not plan.deferred
+            masked = bool(masked_slots(plan)) and not plan.deferred
             masks = self.masks_of(plan) if masked else None
             self.in_flight.append(self.runner.launch(plan, masks))
             self.plans.append(plan)
@@ -207,8 +222,9 @@ class Harness:
         return plan
 
     def masks_of(self, plan: StepPlan) -> MaskRows:
-        masks = self.runner.new_masks(plan)
-        assert not self.masks.fill(self.scheduler.masked_requests(plan.step), masks)
+        requests = masked_requests(self.scheduler.work_of(plan))
+        masks = self.runner.new_masks(plan.step, len(requests))
+        assert not self.masks.fill(requests, masks)
         return masks
 
     def check_namespaces(self, plan: StepPlan) -> None:
@@ -217,10 +233,10 @@ class Harness:
         for running in self.scheduler._slots.by_id.values():
             self.slot_namespaces[running.slot] = running.request.namespace
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
-        if plan.copies is not None:
-            for page, host_page in plan.copies.offloads:
+        if copies_of(plan) is not None:
+            for page, host_page in copies_of(plan).offloads:
                 self.host_namespaces[host_page] = self.page_namespaces[page]
-            for load in plan.copies.loads:
+            for load in copies_of(plan).loads:
                 for host_page, page in zip(load.host_pages, load.pages, strict=True):
                     self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
@@ -242,16 +258,16 @@ class Harness:
     def check_offloads(self, plan: StepPlan) -> None:
         """A plan with decode rows offloads no more than it may, beside as many as they take."""
         granted, self.num_granted = self.num_granted, 0
-        if self.offloads_per_plan is None or plan.copies is None or not plan.decode_slots:
+        if self.offloads_per_plan is None or copies_of(plan) is None or not plan.decode_slots:
             return
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
-        assert len(plan.copies.offloads) <= granted + max(most, piece)
+        assert len(copies_of(plan).offloads) <= granted + max(most, piece)
 
     def check_loads(self, plan: StepPlan) -> None:
         """None begins while others keep the lane busy."""
-        copies = plan.copies
+        copies = copies_of(plan)
         if self.max_loading is None or copies is None:
             return
         for load in copies.awaits:  # it has landed, or nobody wants it any more
@@ -275,13 +291,16 @@ class Harness:
         came = dict(zip(settled.progressed, settled.num_tokens, strict=True))
         assert came == {request: count for request, count in grown.items() if count}
         self.ended(settled.finished)
-        assert not self.masks.accept(settled.masked)
-        for request in settled.masked:
+        masked: list[Request] = []
+        if masked_slots(settled.launched.plan):
+            masked = masked_requests(settled.launched.work)
+        assert not self.masks.accept(masked)
+        for request in masked:
             if not request.finished and request.matcher is not None and request.matcher.finished:
                 self.scheduler.finish(request, request.num_output_tokens)
                 self.ended([request])
         deferred = self.deferred
-        if deferred is not None and self.scheduler.can_fill_masks(deferred):
+        if deferred is not None and self.scheduler.can_sample(deferred):
             self.deferred = None
             self.runner.sample(self.in_flight[-1], self.masks_of(deferred))
         self.scheduler.audit()
@@ -429,19 +448,19 @@ def test_a_step_is_deferred_only_while_a_mask_depends_on_a_token_in_flight() -> 
     masked = make_request("masked", [3, 4], 6, ignore_eos=True, rule=tokens_after(50))
     harness.scheduler.submit(plain)
     first, second = harness.launch(), harness.launch()
-    assert first is not None and not first.masked_slots
-    assert second is not None and not second.masked_slots
+    assert first is not None and not masked_slots(first)
+    assert second is not None and not masked_slots(second)
     harness.scheduler.submit(masked)
     prompt, blind = harness.launch(), harness.launch()
-    assert prompt is not None and len(prompt.masked_slots) == 1 and not prompt.deferred
-    assert blind is not None and blind.masked_slots == prompt.masked_slots and blind.deferred
+    assert prompt is not None and len(masked_slots(prompt)) == 1 and not prompt.deferred
+    assert blind is not None and masked_slots(blind) == masked_slots(prompt) and blind.deferred
     assert harness.launch() is None
     while harness.in_flight:
         harness.settle()
     known = harness.launch()
-    assert known is not None and known.masked_slots and not known.deferred
+    assert known is not None and masked_slots(known) and not known.deferred
     harness.run()
-    assert not harness.plans[-1].masked_slots
+    assert not masked_slots(harness.plans[-1])
     check_output(plain)
     check_output(masked)
 
@@ -1179,7 +1198,7 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
     scheduler.submit(again)
     scheduler.submit(other)
     plan = harness.launch()
-    assert plan is not None and plan.copies is not None
+    assert plan is not None and copies_of(plan) is not None
     assert [len(chunk.token_ids) for chunk in plan.chunks] == [3]  # the other's
     while not other.finished:
         harness.launch()
@@ -1188,7 +1207,7 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
     assert harness.launch() is None
     harness.land()
     plan = harness.launch()
-    assert plan is not None and plan.copies is not None and len(plan.copies.awaits) == 1
+    assert plan is not None and copies_of(plan) is not None and len(copies_of(plan).awaits) == 1
     assert [chunk.end for chunk in plan.chunks] == [40]
     harness.run()
     check_output(again)
@@ -1220,8 +1239,8 @@ def test_loads_begin_one_after_the_other_and_hold_nobody_up(policy: str) -> None
         if plan is None:
             harness.land()
         elif plan.chunks:
-            assert plan.copies is not None
-            loads.append([len(load.pages) for load in plan.copies.loads])
+            assert copies_of(plan) is not None
+            loads.append([len(load.pages) for load in copies_of(plan).loads])
             ends.append([chunk.end for chunk in plan.chunks])
     assert ends == [[3], [21], [21], [21], [21]]
     assert loads == [[10], [10], [10], [10], []]
@@ -1249,8 +1268,8 @@ def test_a_load_has_its_turn_though_requests_of_its_tenant_pass_it(
     for number in range(5):
         scheduler.submit(make_request(f"small {number}", [number], 1, tenant=patient))
         plan = harness.launch()
-        assert plan is not None and plan.copies is not None
-        assert len(plan.copies.loads) == 1  # and so the lane is busy
+        assert plan is not None and copies_of(plan) is not None
+        assert len(copies_of(plan).loads) == 1  # and so the lane is busy
         harness.settle()
         harness.land()
     harness.run()
@@ -1317,7 +1336,7 @@ def filled_disk(prompt: list[int]) -> Harness:
 def offload(harness: Harness) -> None:
     """Take everything off the device."""
     plan = harness.scheduler.plan_offload()
-    assert plan is not None and plan.copies is not None and not plan.num_tokens
+    assert plan is not None and copies_of(plan) is not None and not plan.num_tokens
     harness.in_flight.append(harness.runner.launch(plan))
     harness.check_namespaces(plan)
     harness.settle()
@@ -1385,7 +1404,7 @@ def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk()
 def test_a_plan_without_copies_says_nothing_of_them() -> None:
     harness = Harness(num_host_pages=100)
     harness.run(*random_requests(random.Random(0), 3))
-    assert all(plan.copies is None for plan in harness.plans)  # the device has room for all
+    assert all(copies_of(plan) is None for plan in harness.plans)  # the device has room for all
 
 
 def test_a_working_set_inside_the_device_copies_nothing() -> None:
@@ -1393,7 +1412,7 @@ def test_a_working_set_inside_the_device_copies_nothing() -> None:
     prompts = [list(range(n, n + 9)) for n in range(0, 120, 10)]
     for turn in range(3):
         harness.run(*(make_request(f"{turn}-{p[0]}", p, 2, ignore_eos=True) for p in prompts))
-    assert all(plan.copies is None for plan in harness.plans)
+    assert all(copies_of(plan) is None for plan in harness.plans)
 
 
 def filled(**options: Any) -> Harness:
@@ -1430,7 +1449,7 @@ def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
         waits += not plan.joins
         joined = {join.slot for join in plan.joins}
         granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
-        sizes.append((0 if plan.copies is None else len(plan.copies.offloads)) - granted)
+        sizes.append((0 if copies_of(plan) is None else len(copies_of(plan).offloads)) - granted)
         harness.settle()
     if offloads_per_plan is None:
         assert waits == 0 and sizes[0] > 10
@@ -1478,8 +1497,8 @@ def test_a_request_that_computes_as_much_as_it_displaces_joins_at_once() -> None
     other = make_request("other", list(range(60, 90)), 4, ignore_eos=True)
     harness.scheduler.submit(other)
     plan = harness.launch()
-    assert plan is not None and plan.copies is not None and plan.decode_slots
-    assert plan.joins and 3 < len(plan.copies.offloads) <= 3 + 15
+    assert plan is not None and copies_of(plan) is not None and plan.decode_slots
+    assert plan.joins and 3 < len(copies_of(plan).offloads) <= 3 + 15
     harness.run()
     check_output(other)
 
@@ -1491,8 +1510,8 @@ def test_a_request_joins_at_once_where_nobody_decodes() -> None:
     again = make_request("again", list(range(40)), 4, ignore_eos=True)
     harness.scheduler.submit(again)
     plan = harness.launch()
-    assert plan is not None and plan.copies is not None
-    assert plan.joins and len(plan.copies.offloads) > 10
+    assert plan is not None and copies_of(plan) is not None
+    assert plan.joins and len(copies_of(plan).offloads) > 10
     harness.run()
     check_output(again)
 

@@ -23,6 +23,9 @@ from minisgl.distributed.addresses import Listening
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
 from minisgl.kvcache.moves import Move, Place
 from minisgl.matcher import MaskRows, mask_words
+from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.masks.host import MaskPlan
+from minisgl.parts.scores.host import ScorePlan
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
 
@@ -70,6 +73,25 @@ def expected_output(
             break
         state = mix(state, token_id)
     return output
+
+
+def masked_slots(plan: StepPlan) -> tuple[int, ...]:
+    masked = plan.part(MaskPlan)
+    return () if masked is None else masked.slots
+
+
+def copies_of(plan: StepPlan) -> Copies | None:
+    planned = plan.part(CopyPlan)
+    return None if planned is None else planned.copies
+
+
+def _outcomes(plan: StepPlan) -> list[object]:
+    return [
+        {each.index: [TokenLogprobs(t, -1.0) for t in each.token_ids] for each in part.chunks}
+        if isinstance(part, ScorePlan)
+        else {}
+        for part in plan.parts
+    ]
 
 
 @dataclass
@@ -147,9 +169,10 @@ class FakeRunner:
         self._forwarded = None
         if plan.step in self.fail_at:
             raise RuntimeError(f"step {plan.step} was told to fail")
-        if plan.copies is not None:
-            self._copy(plan.copies)
-            self._loads_of[plan.step] = plan.copies.loads
+        copies = copies_of(plan)
+        if copies is not None:
+            self._copy(copies)
+            self._loads_of[plan.step] = copies.loads
         for join in plan.joins:
             slot = self._slots[join.slot] = _Slot(join)
             if join.snapshot is not None:
@@ -164,12 +187,11 @@ class FakeRunner:
         ranks = [*map(self.rank_of, plan.decode_slots)]
         assert ranks == sorted(ranks), "decode rows are in the order of their ranks"
         longest = max((self._slots[slot].length + 1 for slot in plan.decode_slots), default=0)
-        if plan.masked_slots:
+        if masked_slots(plan):
             return self._launch_masked(plan, masks)
         tokens: list[int] = []
         run_lengths: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
-        scores: dict[int, list[TokenLogprobs]] = {}
         for slot_id in plan.decode_slots:
             run_lengths.append(self._run(self._slots[slot_id], plan.max_run, tokens, logprobs))
         self._has_runs |= plan.max_run > 1
@@ -177,15 +199,20 @@ class FakeRunner:
             assert plan.longest_decode == longest
         else:  # how long the runs before it were is not known to whoever planned
             assert plan.longest_decode >= longest
-        for slot in self._compute_chunks(plan, scores):
+        for slot in self._compute_chunks(plan):
             self._report(slot, self._draw(slot), tokens, logprobs)
             run_lengths.append(1)
         self.num_computed_tokens += plan.num_tokens
         if plan.max_run == 1:
-            return StepResult(plan.step, tokens, logprobs, scores)
+            return StepResult(plan.step, tokens, logprobs, _outcomes(plan))
         num_drafted = self._num_drafted(plan)
         return StepResult(
-            *(plan.step, tokens, logprobs, scores), run_lengths=run_lengths, num_drafted=num_drafted
+            plan.step,
+            tokens,
+            logprobs,
+            _outcomes(plan),
+            run_lengths=run_lengths,
+            num_drafted=num_drafted,
         )
 
     def _num_drafted(self, plan: StepPlan) -> list[int] | None:
@@ -220,7 +247,13 @@ class FakeRunner:
         self._has_runs |= plan.max_run > 1
         run_lengths: list[int] | None = [] if plan.max_run > 1 else None
         num_drafted = self._num_drafted(plan)
-        result = StepResult(plan.step, [], run_lengths=run_lengths, num_drafted=num_drafted)
+        result = StepResult(
+            plan.step,
+            [],
+            parts=_outcomes(plan),
+            run_lengths=run_lengths,
+            num_drafted=num_drafted,
+        )
         rows = [self._slots[slot] for slot in plan.decode_slots]
         self._sampled = {}
         for slot in rows:
@@ -230,10 +263,10 @@ class FakeRunner:
                 tokens: list[int] = []
                 self._run(slot, plan.max_run, tokens, {})
                 self._sampled[slot.join.slot] = tokens
-        rows += self._compute_chunks(plan, result.prompt_logprobs)
+        rows += self._compute_chunks(plan)
         self.num_computed_tokens += plan.num_tokens
         masked = [slot.join.slot for slot in rows if slot.join.masked]
-        assert plan.masked_slots == tuple(masked), "a row lacks its mask, or has another's"
+        assert masked_slots(plan) == tuple(masked), "a row lacks its mask, or has another's"
         self._forwarded = plan, rows, result
         assert plan.deferred == (masks is None)
         if masks is not None:
@@ -244,7 +277,7 @@ class FakeRunner:
         assert self._forwarded is not None
         plan, rows, result = self._forwarded
         assert result is handle, "sampled is what was launched last"
-        assert masks.shape == (len(plan.masked_slots), mask_words(self.vocab_size))
+        assert masks.shape == (len(masked_slots(plan)), mask_words(self.vocab_size))
         self._forwarded = None
         tokens: list[int] = []
         left = iter(masks)
@@ -258,15 +291,13 @@ class FakeRunner:
         masks.fill(0)  # nobody may read it again
         handle.token_ids[:] = tokens  # type: ignore[index]
 
-    def new_masks(self, plan: StepPlan) -> MaskRows:
-        return np.zeros((len(plan.masked_slots), mask_words(self.vocab_size)), dtype=np.uint32)
+    def new_masks(self, step: int, num_rows: int) -> MaskRows:
+        return np.zeros((num_rows, mask_words(self.vocab_size)), dtype=np.uint32)
 
-    def _compute_chunks(
-        self, plan: StepPlan, scores: dict[int, list[TokenLogprobs]]
-    ) -> list[_Slot]:
+    def _compute_chunks(self, plan: StepPlan) -> list[_Slot]:
         """Compute the chunks' KV; returns the slots of those that sample."""
         sampling: list[_Slot] = []
-        for index, chunk in enumerate(plan.chunks):
+        for chunk in plan.chunks:
             slot = self._slots[chunk.slot]
             for position, token_id in enumerate(chunk.token_ids, chunk.start):
                 self._compute(slot, position, token_id)
@@ -278,8 +309,6 @@ class FakeRunner:
                 sampling.append(slot)
             else:
                 slot.last_token = -1  # must not be fed
-            if chunk.scored_token_ids:
-                scores[index] = [TokenLogprobs(t, -1.0) for t in chunk.scored_token_ids]
         return sampling
 
     def collect(self, handle: StepResult) -> StepResult:

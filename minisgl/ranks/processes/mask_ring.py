@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from minisgl.matcher import MaskRows, mask_words
-from minisgl.scheduler.plan import StepPlan
 
 # Rank 0 fills the masks of step N once step N - 1 - stages is settled, to whose forward pass every
 # rank of its stage has contributed; so all of them are done with the masks of the step before that.
@@ -42,9 +41,9 @@ class MaskRing:
         words = context.RawArray("I", size * max_rows * mask_words(vocab_size))
         return MaskRing(words, size, max_rows, vocab_size)
 
-    def rows(self, plan: StepPlan) -> MaskRows:
-        """The masks of the plan's masked slots: written by rank 0, read by all."""
-        return self._entry(plan.step)[: len(plan.masked_slots)]
+    def rows(self, step: int, num_rows: int) -> MaskRows:
+        """The masks of a step: written by rank 0, read by all."""
+        return self._entry(step)[:num_rows]
 
     def put(self, masks: StepMasks) -> None:
         """Write masks that were filled on another machine. Raises ValueError if they do not fit."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from minisgl.parts.host import PLANS
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
@@ -23,8 +24,9 @@ LISTEN = b"\4"  # begins a message with an address and a token
 
 Content = TypeVar("Content")
 
-# (True if the decode slots are those of the last plan and therefore omitted, the plan).
-_Message = tuple[bool, StepPlan]
+# (True if the decode slots are those of the last plan and therefore omitted, the plan without its
+# parts, and these: the place of each in PLANS, and its content).
+_Message = tuple[bool, StepPlan, list[tuple[int, msgspec.Raw]]]
 
 
 class PlanEncoder:
@@ -39,12 +41,12 @@ class PlanEncoder:
         same_batch = plan.decode_slots is last.decode_slots
         if (
             same_batch
-            and not (plan.chunks or plan.joins or plan.grants or plan.copies)
+            and not (plan.chunks or plan.joins or plan.grants)
             and plan.step == self._plans[-1].step + 1
             and plan.longest_decode == last.longest_decode + last.max_run
             and plan.epoch == last.epoch
             and plan.max_run == last.max_run
-            and plan.masked_slots == last.masked_slots
+            and plan.parts == last.parts
             and plan.deferred == last.deferred
             and plan.lag == last.lag
         ):
@@ -52,7 +54,12 @@ class PlanEncoder:
         else:
             slots = () if same_batch else plan.decode_slots
             joins = tuple(map(_without_text, plan.joins))
-            message: _Message = same_batch, replace(plan, decode_slots=slots, joins=joins)
+            parts = [
+                (PLANS.index(type(part)), msgspec.Raw(self._msgpack.encode(part)))
+                for part in plan.parts
+            ]
+            without = replace(plan, decode_slots=slots, joins=joins, parts=())
+            message: _Message = same_batch, without, parts
             data = self._msgpack.encode(message)
         self._plans.append(plan)
         return data
@@ -95,13 +102,14 @@ class PlanDecoder:
                 longest_decode=last.longest_decode + last.max_run,
                 epoch=last.epoch,
                 max_run=last.max_run,
-                masked_slots=last.masked_slots,
+                parts=last.parts,
                 deferred=last.deferred,
                 lag=last.lag,
             )
         else:
-            same_batch, plan = self._msgpack.decode(data)
-            if same_batch:
-                plan = replace(plan, decode_slots=last.decode_slots)
+            same_batch, without, raw = self._msgpack.decode(data)
+            slots = last.decode_slots if same_batch else without.decode_slots
+            parts = (msgspec.msgpack.decode(content, type=PLANS[kind]) for kind, content in raw)
+            plan = replace(without, decode_slots=slots, parts=tuple(parts))
         self._plans.append(plan)
         return plan

@@ -25,7 +25,9 @@ from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
 from minisgl.kvcache.moves import Move
+from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
+from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Failed,
@@ -147,6 +149,11 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
 
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
+
+    def masks_of(plan: StepPlan) -> MaskRows | None:
+        masked = plan.part(MaskPlan)
+        return None if masked is None else end.masks.rows(plan.step, len(masked.slots))
+
     decoder = PlanDecoder(num_stages)
     deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
@@ -160,11 +167,12 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
             plan, handle = deferred
-            runner.sample(handle, end.masks.rows(plan))
+            masks = masks_of(plan)
+            assert masks is not None, "only masks defer a plan"
+            runner.sample(handle, masks)
         else:
             plan = decoder.decode(data)
-            has_masks = plan.masked_slots and not plan.deferred
-            handle = runner.launch(plan, end.masks.rows(plan) if has_masks else None)
+            handle = runner.launch(plan, None if plan.deferred else masks_of(plan))
             if plan.deferred:
                 deferred = plan, handle
                 continue

@@ -9,9 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import Copies, Load
+from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.masks.host import MaskPlan
+from minisgl.parts.scores.host import ScoredChunk, ScorePlan
+from minisgl.parts.vectors.host import PooledChunk, VectorPlan
 from minisgl.ranks.processes.plan_codec import AGAIN, PlanDecoder, PlanEncoder
-from minisgl.request import SamplingParams
-from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
+from minisgl.request import PooledRows, Pooling, SamplingParams
+from minisgl.scheduler.plan import Chunk, PageGrant, PartPlan, SlotJoin, StepPlan
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
 PARAMS = st.builds(
@@ -40,8 +44,6 @@ CHUNKS = st.builds(
     start=st.integers(0, 99),
     token_ids=IDS,
     samples=st.booleans(),
-    scored_token_ids=IDS,
-    prompt_logprobs=st.integers(0, 20),
 )
 GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99), pages=IDS)
 COPIES = st.builds(
@@ -50,6 +52,20 @@ COPIES = st.builds(
     loads=st.lists(st.builds(Load, st.integers(1, 9), IDS, IDS), max_size=2).map(tuple),
     awaits=IDS,
 )
+SCORED = st.builds(ScoredChunk, st.integers(0, 9), IDS, st.integers(0, 20))
+POOLED = st.builds(
+    PooledChunk,
+    st.integers(0, 9),
+    st.integers(0, 99),
+    st.integers(1, 99),
+    st.builds(Pooling, st.sampled_from(PooledRows), st.integers(0, 9), IDS),
+)
+PARTS = st.tuples(
+    st.builds(MaskPlan, IDS),
+    st.builds(ScorePlan, st.lists(SCORED, max_size=2).map(tuple)),
+    st.builds(VectorPlan, st.lists(POOLED, max_size=2).map(tuple)),
+    st.builds(CopyPlan, COPIES),
+).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), max_size=4, unique_by=type).map(tuple))
 
 
 @st.composite
@@ -62,7 +78,7 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
             batch = draw(IDS)
         longest = draw(st.just(longest + 1) | st.integers(1, 9999))
         rest: dict[str, object] = {
-            "masked_slots": draw(st.just(()) | st.just(batch)),
+            "parts": draw(PARTS),
             "deferred": draw(st.booleans()),
             "lag": draw(st.just(1) | st.integers(1, 3)),
         }
@@ -73,8 +89,6 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
                 "grants": draw(st.lists(GRANTS, max_size=2).map(tuple)),
                 "epoch": draw(st.integers(0, 2)),
             }
-        if draw(st.booleans()):
-            rest["copies"] = draw(COPIES)
         found.append(StepPlan(step, batch, longest, **rest))  # type: ignore[arg-type]
     return found
 
@@ -83,10 +97,7 @@ def as_tuples(plan: StepPlan) -> StepPlan:
     """Sequences of any kind as tuples, which compare."""
     return replace(
         plan,
-        chunks=tuple(
-            replace(c, token_ids=tuple(c.token_ids), scored_token_ids=tuple(c.scored_token_ids))
-            for c in plan.chunks
-        ),
+        chunks=tuple(replace(chunk, token_ids=tuple(chunk.token_ids)) for chunk in plan.chunks),
         joins=tuple(
             replace(
                 j,
@@ -96,7 +107,14 @@ def as_tuples(plan: StepPlan) -> StepPlan:
             for j in plan.joins
         ),
         grants=tuple(replace(g, pages=tuple(g.pages)) for g in plan.grants),
+        parts=tuple(map(_scores_as_tuples, plan.parts)),
     )
+
+
+def _scores_as_tuples(part: PartPlan) -> PartPlan:
+    if not isinstance(part, ScorePlan):
+        return part
+    return ScorePlan(tuple(replace(c, token_ids=tuple(c.token_ids)) for c in part.chunks))
 
 
 def without_text(plan: StepPlan) -> StepPlan:
@@ -146,7 +164,7 @@ def test_steady_decode_sends_one_byte() -> None:
         data = encoder.encode(plan)
         assert data == AGAIN
         assert decoder.decode(data) == plan
-    masked = [StepPlan(step, batch, 5000 + step, masked_slots=batch) for step in (6, 7)]
+    masked = [StepPlan(step, batch, 5000 + step, parts=(MaskPlan(batch),)) for step in (6, 7)]
     sent = [encoder.encode(plan) for plan in masked]
     assert (sent[0] == AGAIN, sent[1] == AGAIN) == (False, True)
     assert [decoder.decode(data) for data in sent] == masked

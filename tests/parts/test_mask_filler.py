@@ -11,10 +11,10 @@ import pytest
 from support.fake_matcher import FakeMatcher
 from support.grammars import GrammarBench, open_bench
 
-from minisgl.engine.masks import POOL_ROWS, MaskFiller
 from minisgl.grammar.matching import GrammarMatcher, GrammarPool
 from minisgl.grammar.reasoning import ReasoningGate
 from minisgl.matcher import MASK_LIMIT_S, MaskRows, Matcher, mask_words
+from minisgl.parts.masks.filling import POOL_ROWS, MaskFiller
 from minisgl.request import Request, SamplingParams, StructuredOutput
 
 SHAPE = StructuredOutput(

@@ -1,0 +1,1 @@
+"""Copies of pages between the device and host memory."""

@@ -1,0 +1,37 @@
+"""The device halves of all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from minisgl.device.lanes import Lanes
+from minisgl.parts.copies.device import CopyStep
+from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.device_part import DeviceParts
+from minisgl.parts.masks.device import MaskStep
+from minisgl.parts.masks.host import MaskPlan
+from minisgl.parts.scores.device import ScoreStep
+from minisgl.parts.scores.host import ScorePlan
+from minisgl.parts.vectors.device import VectorStep
+from minisgl.parts.vectors.host import VectorPlan
+from minisgl.tiers.host.host_copies import HostCopies
+
+
+def device_parts(
+    lanes: Lanes,
+    vocab_size: int,
+    whole_logits: Callable[[Tensor], Tensor],
+    mask: Callable[[tuple[int, ...], Tensor], None],
+    copies: HostCopies | None,
+) -> DeviceParts:
+    """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
+    copies: None without a host cache."""
+    parts: DeviceParts = {
+        MaskPlan: partial(MaskStep, lanes, mask),
+        ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
+        VectorPlan: partial(VectorStep, lanes, whole_logits),
+    }
+    return parts if copies is None else {**parts, CopyPlan: partial(CopyStep, copies)}

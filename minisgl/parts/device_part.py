@@ -1,0 +1,45 @@
+"""What the runner asks of a part: the device half of a feature that takes part in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from minisgl.matcher import MaskRows
+from minisgl.scheduler.plan import PartPlan
+
+
+class StepPart:
+    """What one step does for a part, on one rank; each hook does nothing unless the part has
+    something to do.
+
+    The first four are called in the order in which they stand here, on the compute lane; the others
+    block until the device is done, on threads of their own.
+    """
+
+    def begin(self) -> None:
+        """Queue what comes before the rows of the step, which may have none."""
+
+    def read_rows(self, hidden: Tensor, first_rows: Sequence[int]) -> None:
+        """Queue what is computed of the hidden states of all rows: on the last stage of a step
+        whose plan says `reads_rows`. first_rows: of each chunk."""
+
+    def change_sampling(self, masks: MaskRows) -> None:
+        """Queue what must be there before the step samples: if its plan says `changes_sampling`.
+        masks: of `Runner.new_masks`, filled."""
+
+    def end(self) -> None:
+        """Queue what follows the step."""
+
+    def follow(self) -> Iterator[int]:
+        """Wait for each thing that goes on after the step, and yield its id."""
+        return iter(())
+
+    def outcome(self) -> object:
+        """What the host half settles, once the step is done."""
+
+
+# The device half of each part, by the class of its plans: makes what a step does of its plan.
+DeviceParts = Mapping[type[PartPlan], Callable[[Any], StepPart]]

@@ -1,0 +1,19 @@
+"""The host halves of all parts."""
+
+from __future__ import annotations
+
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.parts.copies.host import CopyPlan, PageCopies
+from minisgl.parts.masks.host import MaskPlan, Masks
+from minisgl.parts.scores.host import ScorePlan, Scores
+from minisgl.parts.vectors.host import VectorPlan, Vectors
+from minisgl.scheduler.parts import Part
+from minisgl.scheduler.plan import PartPlan
+
+PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan)
+
+
+def host_parts(kv: KVCacheManager, *, has_host_cache: bool) -> list[Part]:
+    """In the order in which they plan."""
+    parts: list[Part] = [Masks(), Scores(), Vectors()]
+    return [*parts, PageCopies(kv)] if has_host_cache else parts

@@ -1,0 +1,1 @@
+"""Masks of the tokens that a constraint allows."""

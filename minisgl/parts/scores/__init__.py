@@ -1,0 +1,1 @@
+"""Logprobs of prompt tokens."""
