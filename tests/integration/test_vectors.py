@@ -226,7 +226,7 @@ def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     import minisgl.engine.vectors as made
-    import minisgl.runner.pooled_rows as rows
+    import minisgl.parts.vectors.device as rows
 
     folder = checkpoint("qwen3", "lasttoken")
     with loaded(folder) as llm:

@@ -461,7 +461,7 @@ def test_a_mistake_shows(
 ) -> None:
     from dataclasses import replace
 
-    import minisgl.runner.pooled_rows as rows
+    import minisgl.parts.vectors.device as rows
 
     vectors = embedder.engine.vectors
     if mistake == "no-norm":
