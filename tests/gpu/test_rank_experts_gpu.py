@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from support.fp8_expert_cases import STEP
 from support.rank_expert_cases import (
     FORMATS,
     check_choose_of,
@@ -27,7 +28,9 @@ SIZES = [tp for tp in (2, 4) if tp <= torch.cuda.device_count()]
 @pytest.mark.parametrize("num_rows", [1, 3, 24, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_parts_of_all_ranks_add_up_to_the_whole(name: str, num_rows: int) -> None:
-    tolerance = 3e-2 if name.startswith("fp8") else 1e-3
+    torch.manual_seed(num_rows)
+    # Sums on FP8 tensor cores are rounded, so a number may fall to the next one of e4m3.
+    tolerance = STEP if name.startswith("fp8") else 1e-3
     check_parts(FORMATS[name](GPU), num_rows, device=GPU, tolerance=tolerance)
 
 
