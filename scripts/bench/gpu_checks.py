@@ -45,6 +45,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from dummy_config import config_of
 from dummy_tokenizer import write_tokenizer
+from pages import as_table
 
 from minisgl.bench.environment import checkout_commit
 
@@ -388,15 +389,16 @@ def told(run: Run) -> str:
 
 def listed(checks: Sequence[Check]) -> str:
     """A table in Markdown."""
-    rows = ["| check | shows | GPUs | minutes | last runs |", "|---|---|---|---|---|"]
+    rows = []
     for check in checks:
-        runs = [f"{gpu}, {run.date[:10]}: {told(run)}" for gpu, run in check.runs.items()] or [
-            "never"
-        ]
+        runs = [
+            f"{', '.join(filter(None, (gpu, run.date[:10], run.commit)))}: {told(run)}"
+            for gpu, run in check.runs.items()
+        ] or ["never"]
         runs += [f"again: {check.again}"] if check.again else []
         cells = (check.name, check.shows, str(check.gpus), f"{check.minutes:g}", "; ".join(runs))
-        rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return "\n".join(rows)
+        rows.append([cell.replace("|", "/") for cell in cells])
+    return as_table(["check", "shows", "GPUs", "minutes", "last runs"], rows)
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -436,7 +438,7 @@ def main(words: Sequence[str] | None = None) -> int:
     checks = read_checks(arguments.file)
     chosen = named(checks, arguments.only)
     if arguments.list:
-        print(listed(chosen))
+        print(listed(chosen), end="")
         return 0
     machine = Machine.found()
     print(f"{machine.gpus} x {machine.gpu}, torch {machine.torch}, triton {machine.triton}")
