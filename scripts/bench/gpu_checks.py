@@ -116,7 +116,7 @@ class Check:
     gpus: int = 1
     hosts: int = 1  # with more, the command is one to be given by hand
     memory_gb: float = 0.0  # of each GPU
-    needs: list[str] = field(default_factory=list)  # modules that are no dependency of minisgl
+    needs: list[str] = field(default_factory=list)  # modules that minisgl does not depend on
     covers: list[str] = field(default_factory=list)  # files below minisgl/ that it is about
     figures: list[Figure] = field(default_factory=list)
     again: str | None = None  # why it must be shown again, until it was

@@ -40,7 +40,7 @@ def read_records(folder: Path) -> list[Record]:
 
 def places(files: set[str], records: list[Record]) -> dict[str, list[str]]:
     """The environments in which each test has run. Where a package is missing, whole files are
-    skipped: one of `files` of which no record knows a test stands for its tests."""
+    skipped: a file without a test in any record stands for its tests."""
     known = {test for each in records for test in each.ran | each.skipped}
     wanted = known | (files - {*map(file_of, known)})
     return {test: [each.name for each in records if test in each.ran] for test in sorted(wanted)}
