@@ -118,11 +118,11 @@ class NativeConfig(ModelConfig):
         return []
 
     def by_request(self) -> Self:
-        """As in ModelConfig."""
+        """The same decoder whose ranks divide requests in attention, in place of heads."""
         return replace(self, divides_heads=False)
 
     def facts(self) -> ModelFacts:
-        """As in ModelConfig."""
+        """The properties that option resolution needs, from the sizes of the matrices."""
         hidden, scheme = self.hidden_size, self.quantization
         num_sparse = len(self.experts.layers) if self.experts else 0
         num_dense = self.num_layers - num_sparse

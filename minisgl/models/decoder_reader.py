@@ -146,14 +146,14 @@ def windows_of_all(fields: Fields, default: int | None = None) -> Windows:
 
 
 def switched_windows(fields: Fields, default: int) -> Windows:
-    """As `windows_of_all`, where the window applies only if use_sliding_window is set."""
+    """The window of every layer if use_sliding_window is set, and none otherwise."""
     if fields.flag("use_sliding_window", False):
         return windows_of_all(fields, default)
     return (None,) * fields.count("num_hidden_layers")
 
 
 def switched_windows_of_some(fields: Fields, default: int) -> Windows:
-    """As `switched_windows`, where only some layers have the window."""
+    """The same of the layers from max_window_layers on; the others see all."""
     # transformers 4 wrote no layer_types
     num_full = fields.number("max_window_layers", 28)
     return windows_of_kinds(

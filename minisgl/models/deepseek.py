@@ -107,7 +107,7 @@ class LatentConfig(NativeConfig):
     scale: float  # of scores
 
     def attention(self, layer: int) -> AttentionSpec:
-        """As in NativeConfig: over latents."""
+        """Attention over latents: one key for all heads, whose first numbers are the value."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=1,
@@ -118,15 +118,16 @@ class LatentConfig(NativeConfig):
         )
 
     def rotation(self, layer: int) -> tuple[RopeConfig, int]:
-        """As in NativeConfig."""
+        """The rope, and how many numbers of a head rotate: those beside the latent."""
         return self.rope, self.sizes.rope_dim
 
     def attention_maps(self, layer: int) -> list[tuple[int, int]]:
-        """As in NativeConfig."""
+        """Rows and columns of the maps to latents, from them, and to the output."""
         return self.sizes.maps(self.hidden_size, self.num_heads)
 
     def facts(self) -> ModelFacts:
-        """As in NativeConfig. The map from latents to heads is none of the quantised."""
+        """The facts of a decoder, with the weights of the maps to latents. The map from latents to
+        heads is not quantised."""
         to_latents = self.num_layers * (self.sizes.q_rank or 0) * self.hidden_size
         facts = dataclasses.replace(NativeConfig.facts(self), num_latent_weights=to_latents)
         if (scheme := self.quantization) is None or facts.quantized is None:
@@ -312,7 +313,7 @@ class LatentForCausalLM(CausalLM):
     layer_type = LatentDecoderLayer
 
     def prepare(self, *, dense_copies: bool = False) -> None:
-        """As in CausalLM."""
+        """Prepare the maps of latents, then the kernels of all layers."""
         prepare_latents(self)
         super().prepare(dense_copies=dense_copies)
 

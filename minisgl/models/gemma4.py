@@ -77,7 +77,7 @@ class GemmaConfig(NativeConfig):
     softcap: float | None  # of the logits
 
     def attention(self, layer: int) -> AttentionSpec:
-        """As in NativeConfig."""
+        """Attention without a scale; global layers have heads of their own."""
         is_global = layer in self.global_layers
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -88,7 +88,7 @@ class GemmaConfig(NativeConfig):
         )
 
     def rotation(self, layer: int) -> tuple[RopeConfig, int]:
-        """As in NativeConfig."""
+        """The rope of layer `layer`, and how many numbers of a head rotate: all."""
         is_global = layer in self.global_layers
         return (self.global_rope, self.global_head_dim) if is_global else (self.rope, self.head_dim)
 
@@ -97,7 +97,7 @@ class GemmaConfig(NativeConfig):
         return self.shares_kv and layer in self.global_layers
 
     def attention_maps(self, layer: int) -> list[tuple[int, int]]:
-        """As in NativeConfig."""
+        """Rows and columns of the matrices; values that are the keys have none."""
         spec, hidden = self.attention(layer), self.hidden_size
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return [(q, hidden), *[(kv, hidden)] * (1 if self.v_is_k(layer) else 2), (hidden, q)]
@@ -389,6 +389,6 @@ class GemmaForCausalLM(CausalLM):
             self.embed_tokens.scale = float(scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As in Decoder."""
+        """The rank's part of the logits, with the config's soft cap."""
         logits = super().logits(hidden)
         return logits if self._softcap is None else dispatch.soft_cap(logits, self._softcap)

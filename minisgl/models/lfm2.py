@@ -52,13 +52,13 @@ class ConvConfig(NativeConfig):
     conv_layers: frozenset[int]
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
-        """As in NativeConfig."""
+        """The state of a convolution, or what attention computes."""
         if layer in self.conv_layers:
             return state_of(self.hidden_size, self.conv_width, self.dtype)
         return self.attention(layer)
 
     def state_maps(self) -> list[tuple[int, int]]:
-        """As in NativeConfig."""
+        """Rows and columns of the map into a convolution and of the one out of it."""
         return [(3 * self.hidden_size, self.hidden_size), (self.hidden_size, self.hidden_size)]
 
 

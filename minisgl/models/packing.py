@@ -52,7 +52,7 @@ def numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
 
 
 def awq_numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
-    """As `numbers_of`, in the order of AWQ's kernels."""
+    """Those of the range `outputs`, packed in the order of AWQ's kernels."""
     return numbers(packed, _AWQ_ORDER)[..., _within(outputs, PER_INT32)]
 
 

@@ -54,13 +54,13 @@ class HybridConfig(NativeConfig):
     merged: tuple[MergedMap, ...]  # the maps of these layers that a checkpoint has together
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
-        """As in NativeConfig."""
+        """The state of a gated delta net, or what attention computes."""
         if layer in self.delta_layers:
             return self.delta_heads.state(self.dtype)
         return self.attention(layer)
 
     def state_maps(self) -> list[tuple[int, int]]:
-        """As in NativeConfig."""
+        """Rows and columns of the maps to a delta net's heads, to its gates, and to the output."""
         heads, hidden = self.delta_heads, self.hidden_size
         keys, values = heads.num_keys, heads.num_values
         to_heads, to_gates = (keys + keys + values + values, hidden), heads.num_value_heads

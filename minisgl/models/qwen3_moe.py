@@ -23,8 +23,8 @@ _FIELDS = DECODER_FIELDS | field_names(
 
 
 def read_config(fields: Fields) -> NativeConfig:
-    """As Qwen3, except that head_dim has no default of its own and a sliding window, where it is
-    switched on, applies to every layer."""
+    """Unlike in Qwen3, head_dim has no default of its own, and a sliding window that is switched on
+    applies to every layer."""
     fields.refuse_others(_FIELDS)
     return read_decoder(
         fields,

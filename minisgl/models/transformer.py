@@ -164,8 +164,8 @@ class CausalLM(nn.Module):
         received: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """As in Decoder: the rows after the final norm; of a stage that is not the last, the
-        residual stream."""
+        """Run the rows of one step. Returns them after the final norm; of a stage that is not the
+        last, the residual stream."""
         if self.is_first:
             assert self.embed_tokens is not None
             received = self.embed_tokens(batch.token_ids)
@@ -184,17 +184,17 @@ class CausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As in Decoder: [n, vocab.size]."""
+        """The rank's part of the logits: [n, vocab.size]."""
         assert self._head is not None
         return self._head(hidden)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in Decoder."""
+        """What each layer keeps between steps, with the KV cache in `kv_dtype`."""
         return self._facts.layer_specs(kv_dtype)
 
     @property
     def dense_copy_bytes(self) -> int:
-        """As in Decoder."""
+        """The memory of the dense copies that `prepare` can make."""
         return select_product.dense_copy_bytes(self._products(), self._dtype)
 
     def prepare(self, *, dense_copies: bool = False) -> None:

@@ -4,7 +4,7 @@ Decode and chunks are captured, with the calls of several layers, whose caches t
 into L2. Chunks have the padding of the runner's graphs. Prompts are timed without a graph. Bytes
 and operations are those that the arithmetic needs: each key and value is read once, and masked
 scores are left out. `latents`: query heads of GLM-4.7-Flash (20) or DeepSeek-V2-Lite (16), over one
-key of 576 numbers, of which 512 are the value.
+key of 576 numbers, the first 512 of which are the value.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Heads:
         )
 
     def tiles(self, pairs: int | None = None) -> Any:
-        """Those in use for prompts, or to decode so many pairs of a row and a KV head."""
+        """The tiles in use for prompts, or to decode `pairs` of a row and a KV head."""
         from minisgl.attention.triton_attention import decode_tiles, prefill_tiles
 
         v_in_k, tuning = self.rank is not None, tuning_of(DEVICE)
@@ -183,7 +183,7 @@ def prompt_problem(case: Sequences) -> Problem:
 
 
 def chunk_problem(case: Sequences) -> Problem:
-    """By Triton alone: other backends read no chunks that only the device knows. `unsplit`: all
+    """By Triton only: other backends read no chunks that only the device knows. `unsplit`: all
     keys of a tile in one program."""
     layers, table = case.caches(case.num_layers)
     num_rows = case.count * case.length

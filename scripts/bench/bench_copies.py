@@ -1,8 +1,9 @@
 """Measures what limits the copies of a host cache: `python scripts/bench/bench_copies.py`.
 
-A load in pieces, and how long small uploads, as of each step, wait behind it. Offloads in pieces:
-alone, beside a load, and while a thread pins memory as torch does it. Then how fast a host cache
-has its memory, and copies to that. Needs a GPU, and 14 GB of host memory.
+It times a load in pieces, and how long a small upload waits behind it, such as that of each step.
+Then it times offloads in pieces: with nothing beside them, beside a load, and while a thread pins
+memory by torch. Then it times the allocation of a host cache's memory, and copies to it. Needs a
+GPU, and 14 GB of host memory.
 """
 
 from __future__ import annotations

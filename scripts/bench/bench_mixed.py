@@ -202,6 +202,7 @@ async def measure(
     freeze_memory()
     await measure_phase(mixed, min(arguments.seconds, max(WARM_UP_S, 1.5 / arguments.rate)))
     without = await measure_phase(replace(mixed, arrivals=None), arguments.seconds)
+    without_ms = without.itl_s(99) * 1e3
     phases = {"without": without, "with": await measure_phase(mixed, arguments.seconds)}
     table = Table("arrivals")
     columns = ("p50 ms", "p99 ms", "p99 / without", "p99.9 ms", "longest ms", "tok/s")
@@ -212,9 +213,8 @@ async def measure(
         ttft_s = percentile(sorted(phase.ttfts_s), 50) if phase.ttfts_s else None
         table.add_row(
             name,
-            *(f"{p50:,.2f}", f"{p99:,.2f}", f"{p99 / without.itl_s(99) / 1e3:.2f}"),
-            *(f"{p999:,.2f}", f"{longest:,.2f}", f"{len(phase.gaps_s) / phase.seconds:,.0f}"),
-            f"{phase.num_arrived:,}",
+            *(f"{value:,.2f}" for value in (p50, p99, p99 / without_ms, p999, longest)),
+            *(f"{value:,.0f}" for value in (len(phase.gaps_s) / phase.seconds, phase.num_arrived)),
             "-" if ttft_s is None else f"{ttft_s * 1e3:,.1f}",
         )
     console.print(table)

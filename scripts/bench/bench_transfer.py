@@ -36,7 +36,7 @@ from minisgl.tiers.peers.page_exchange import PageExchange
 
 NAME = b"name of the transfer"
 LIMIT_S = 120
-NUM_PLANES = 80  # of a page on a device, as of a model with 40 layers
+NUM_PLANES = 80  # of a page on a device: a model with 40 layers has as many
 
 
 class Rank:
@@ -92,7 +92,7 @@ class Rank:
 
 
 class DeviceRank(Rank):
-    """The same with pages of a device, but for the scratch page."""
+    """Pages of a device, in place of host memory. The scratch page does not travel."""
 
     def __init__(self, gpu: int, address: str, num_pages: int, page_bytes: int) -> None:
         """gpu: counted as a list is."""

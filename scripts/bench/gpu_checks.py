@@ -41,10 +41,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from dummy_config import config_of
 from dummy_tokenizer import write_tokenizer
+from pages import as_table
 
 from minisgl.bench.environment import checkout_commit
 
@@ -55,6 +58,7 @@ STOP_S = 10  # from asking a check to end until it is killed
 LAST_LINES = 15  # that are shown of the output of a check that failed
 SHOWN = ("ok", "worse", "ran")  # verdicts of a check that came to its end
 NOT_SHOWN = ("failed", "cut off")
+Number = int | float  # which is written as it was read
 
 # Asks in a process of its own, so that this one holds no memory of the GPU.
 PROBE = """
@@ -74,7 +78,7 @@ class Figure:
     name: str
     find: str  # regular expression; its group is the number, and its last match counts
     # By a part of the GPU's name, such as H200. Without one for this GPU the figure is only noted.
-    expected: dict[str, float] = field(default_factory=dict)
+    expected: dict[str, Number] = field(default_factory=dict)
     better: str = "less"  # or more
 
     def read(self, output: str) -> float | None:
@@ -97,8 +101,8 @@ class Run:
     date: str
     capability: str
     verdict: str  # of SHOWN or NOT_SHOWN
-    figures: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
+    figures: dict[str, Number] = field(default_factory=dict)
+    seconds: Number | None = None
     gpus: int | None = None  # of the machine
     torch: str | None = None
     triton: str | None = None
@@ -111,11 +115,11 @@ class Check:
     name: str
     shows: str
     command: str
-    minutes: float  # estimate
+    minutes: Number  # estimate
     gpus: int = 1
     hosts: int = 1  # with more, the command is one to be given by hand
-    memory_gb: float = 0.0  # of each GPU
-    needs: list[str] = field(default_factory=list)  # modules that are no dependency of minisgl
+    memory_gb: Number = 0.0  # of each GPU
+    needs: list[str] = field(default_factory=list)  # modules that minisgl does not depend on
     covers: list[str] = field(default_factory=list)  # files below minisgl/ that it is about
     figures: list[Figure] = field(default_factory=list)
     again: str | None = None  # why it must be shown again, until it was
@@ -178,14 +182,7 @@ def generation(of: Run | Machine) -> str:
 
 
 def read_checks(path: Path) -> list[Check]:
-    return [
-        Check(
-            **entry
-            | {"figures": [Figure(**figure) for figure in entry.get("figures", ())]}
-            | {"runs": {gpu: Run(**run) for gpu, run in entry.get("runs", {}).items()}}
-        )
-        for entry in json.loads(path.read_text())
-    ]
+    return msgspec.json.decode(path.read_bytes(), type=list[Check])
 
 
 def write_checks(path: Path, checks: Sequence[Check]) -> None:
@@ -388,15 +385,16 @@ def told(run: Run) -> str:
 
 def listed(checks: Sequence[Check]) -> str:
     """A table in Markdown."""
-    rows = ["| check | shows | GPUs | minutes | last runs |", "|---|---|---|---|---|"]
+    rows = []
     for check in checks:
-        runs = [f"{gpu}, {run.date[:10]}: {told(run)}" for gpu, run in check.runs.items()] or [
-            "never"
-        ]
+        runs = [
+            f"{', '.join(filter(None, (gpu, run.date[:10], run.commit)))}: {told(run)}"
+            for gpu, run in check.runs.items()
+        ] or ["never"]
         runs += [f"again: {check.again}"] if check.again else []
         cells = (check.name, check.shows, str(check.gpus), f"{check.minutes:g}", "; ".join(runs))
-        rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return "\n".join(rows)
+        rows.append([cell.replace("|", "/") for cell in cells])
+    return as_table(["check", "shows", "GPUs", "minutes", "last runs"], rows)
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -436,7 +434,7 @@ def main(words: Sequence[str] | None = None) -> int:
     checks = read_checks(arguments.file)
     chosen = named(checks, arguments.only)
     if arguments.list:
-        print(listed(chosen))
+        print(listed(chosen), end="")
         return 0
     machine = Machine.found()
     print(f"{machine.gpus} x {machine.gpu}, torch {machine.torch}, triton {machine.triton}")

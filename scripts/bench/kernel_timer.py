@@ -144,7 +144,7 @@ def graph_s(
 
 def median_s(work: Call, *, rounds: int, before: Call | None = None) -> float:
     """Seconds on the device that `work` takes, whose host time stays in front of it: the median of
-    so many rounds, after some that warm up. `before`: runs before each round, untimed."""
+    `rounds`, after some that warm up. `before`: runs before each round, untimed."""
     times: list[float] = []
     for _ in range(WARM_UP + rounds):
         if before is not None:

@@ -189,7 +189,7 @@ def latent_maps(config: Config) -> Sequence[Tensor]:
 
 
 def mapped(name: str, given: Sequence[Any], num_bytes: float) -> Problem:
-    """`separate`: what happens with so many rows that no kernel of ours maps them."""
+    """`separate`: what the engine does with more rows than our kernels map."""
     from minisgl.kernels.elementwise import latents_kernel
 
     function, tuning = getattr(latents_kernel, name), tuning_of(DEVICE)
@@ -209,8 +209,8 @@ def mapped(name: str, given: Sequence[Any], num_bytes: float) -> Problem:
 def sampling_problem(
     params: SamplingParams, variant: SamplingVariant, rows: int, vocab_size: int, scale: float
 ) -> Problem:
-    """Samples a row of logits for each of as many requests, as a captured step does: for any mix
-    of requests. `torch`: for these alone."""
+    """Samples a row of logits for each of as many requests, as a captured step does, for any mix
+    of requests. `torch`: for these requests only."""
     logits = (torch.randn(rows, vocab_size, device=DEVICE) * scale).to(DTYPE)
     slots = torch.arange(rows, device=DEVICE)
     index = torch.full((rows,), 3, device=DEVICE)

@@ -52,7 +52,7 @@ ADAM_BETAS = (0.9, 0.95)
 WARMUP = 0.01  # of the run
 COOLDOWN = 0.50
 
-REPORT_EVERY = 10  # shards
+REPORT_EVERY, EVALUATE_EVERY = 10, 50  # shards
 SHARD_TIMEOUT_S = 600.0  # bounds the wait for a worker that was killed
 
 CHECKPOINT = "checkpoint.pt"
@@ -196,7 +196,6 @@ def train_until(
     trainer: Trainer,
     shards: Iterator[DataShard],
     cases: Sequence[TokenizedCase],
-    eval_every: int,
 ) -> None:
     """Train until the last shard or the deadline, on at least one shard."""
     progress, last = trainer.progress, trainer.settings.shards
@@ -221,7 +220,7 @@ def train_until(
         done = progress.next_shard
         if done % REPORT_EVERY == 0 or done in (1, last):
             report(progress, last)
-        if eval_every and done % eval_every == 0 and done < last:
+        if done % EVALUATE_EVERY == 0 and done < last:
             print(table(evaluate(trainer.model, cases, trainer.settings.batch_tokens)), flush=True)
         if time.monotonic() > deadline:
             return
@@ -331,9 +330,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=8 * BATCH_UNIT)
     parser.add_argument("--minutes", type=float, default=9.2, help="then leave a checkpoint")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--eval-every", type=int, default=50, help="shards; 0: only at the end")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     arguments = parser.parse_args()
     if arguments.batch_tokens <= 0 or arguments.batch_tokens % BATCH_UNIT:
         parser.error(f"--batch-tokens must be a multiple of {BATCH_UNIT}")
@@ -363,11 +359,9 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
     settings = Settings(
         arguments.seed, arguments.shards, arguments.shard_tokens, arguments.batch_tokens
     )
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = torch.cuda.is_available()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would compile for each shape of batch
-    trainer = Trainer(settings, torch.device(device), compiles=not arguments.no_compile)
+    trainer = Trainer(settings, torch.device("cuda" if on_gpu else "cpu"), compiles=on_gpu)
     checkpoint = folder / CHECKPOINT
     if checkpoint.exists():
         trainer.load(checkpoint)
@@ -377,7 +371,7 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
     trainer.warm_up()
     cases = tokenized_cases(folder)
     print(f"ready to train on {trainer.device}", flush=True)
-    train_until(deadline, trainer, shards, cases, arguments.eval_every)
+    train_until(deadline, trainer, shards, cases)
     if trainer.progress.next_shard < settings.shards:
         trainer.save(checkpoint)
         print(f"{checkpoint}: run again to go on from shard {trainer.progress.next_shard}")

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 import torch
+from pages import ROOT, as_table, with_table
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
+sys.path.append(str(ROOT / "tests"))
 
 from support.adopted_checkpoints import full_config
 
@@ -26,13 +27,11 @@ from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.reader import model_class
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "minisgl" / "models" / "README.md"
-BEGIN, END = "<!-- table of scripts/tools/adopted_models.py -->\n", "<!-- its end -->\n"
-HEAD = "| architecture | `--tp` | `--pp` | fused layers | fused heads |\n|---|---|---|---|---|\n"
+HEAD = ["architecture", "`--tp`", "`--pp`", "fused layers", "fused heads"]
 
 
-def row(architecture: str) -> str:
+def row(architecture: str) -> list[str]:
     config, model = full_config(architecture), model_class(architecture)
     found = discover(model, config)
     _, way = prove(model, config, found)
@@ -40,7 +39,7 @@ def row(architecture: str) -> str:
         made = model._from_config(config)
     divides = divisibility(made, found)
     cells = (divides.one_rank is None, divides.one_stage is None, way.fuses, way.defers)
-    return f"| `{architecture}` | {' | '.join('yes' if cell else '-' for cell in cells)} |\n"
+    return [f"`{architecture}`", *("yes" if cell else "-" for cell in cells)]
 
 
 def main() -> int:
@@ -52,10 +51,8 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "tests/models/test_adopted.py"]
         if code := subprocess.call(command, cwd=ROOT, env=os.environ | {"ARCHITECTURES": "all"}):
             return code
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    rows = "".join(map(row, sorted(ADOPTED)))
-    PAGE.write_text(f"{before}{BEGIN}{HEAD}{rows}{END}{after}")
+    table = as_table(HEAD, map(row, sorted(ADOPTED)))
+    PAGE.write_text(with_table(PAGE.read_text(), Path(__file__).name, table))
     return 0
 
 

@@ -30,12 +30,9 @@ QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 40960,
     "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
@@ -43,7 +40,6 @@ LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -55,7 +51,6 @@ LLAMA3: dict[str, Any] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
@@ -83,7 +78,6 @@ QWEN3_5: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "dtype": "bfloat16",
     "full_attention_interval": 4,
-    "head_dim": 256,
     "max_position_embeddings": 262144,
     "mtp_num_hidden_layers": 1,
     "rope_parameters": {
@@ -320,11 +314,8 @@ MODELS = {
 
 def eagle3_head(model: str) -> dict[str, Any]:
     """An EAGLE-3 head of 32,000 tokens for one of MODELS."""
-    target = MODELS[model]
-    taken = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    taken = (*taken, "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps")
-    taken = (*taken, "rope_theta", "vocab_size", "torch_dtype")
-    return {name: target[name] for name in taken} | {
+    target = {name: value for name, value in MODELS[model].items() if name != "rope_scaling"}
+    return target | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": 32000,

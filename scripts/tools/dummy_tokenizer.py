@@ -5,8 +5,8 @@
     minisgl serve --model FOLDER --load-format dummy
 
 Byte-level BPE without training: the 256 bytes, then words of two letters, of three and so on, each
-the merge of a shorter one and a letter. So it reads and writes any text, and all but 128 of its
-tokens are whole characters, as of a trained one.
+the merge of a shorter one and a letter. So it reads and writes any text. As in a trained
+tokenizer, nearly all tokens (all but 128) are whole characters.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 An environment is a set of packages, such as those of scripts/test.sh or scripts/tools/try_ray.sh.
 Each of these commands writes a record of its last whole run into .ran/ of the checkout, by pytest's
-option --record. A test counts as run if it passed or failed; a skipped one has not run. Tests that
-need a GPU are not asked for. Exits with 1 if a test, or a whole file of tests, has run nowhere.
+option --record. A test counts as run if it passed or failed; a skipped one has not run. Exits with
+1 if a test of a record, or a whole file of tests that need no GPU, has run nowhere.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,21 +38,11 @@ def read_records(folder: Path) -> list[Record]:
     return records
 
 
-def collected(*files: str) -> set[str]:
-    """The ids of the tests. Where a package is missing, whole files are skipped: only records know
-    their tests."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if found.returncode:
-        sys.exit(f"The tests cannot be collected:\n{found.stdout}{found.stderr}")
-    return {line for line in found.stdout.splitlines() if "::" in line}
-
-
-def places(tests: set[str], files: set[str], records: list[Record]) -> dict[str, list[str]]:
-    """The environments in which each test has run. files: of tests of which none was collected; one
-    of which no record knows a test stands for its tests."""
-    known = {test for each in records for test in each.ran | each.skipped if file_of(test) in files}
-    wanted = tests | known | (files - {*map(file_of, known)})
+def places(files: set[str], records: list[Record]) -> dict[str, list[str]]:
+    """The environments in which each test has run. Where a package is missing, whole files are
+    skipped: a file without a test in any record stands for its tests."""
+    known = {test for each in records for test in each.ran | each.skipped}
+    wanted = known | (files - {*map(file_of, known)})
     return {test: [each.name for each in records if test in each.ran] for test in sorted(wanted)}
 
 
@@ -76,13 +65,10 @@ def report(where: dict[str, list[str]], records: list[Record]) -> int:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".ran"
-    tests, root = collected(), ROOT / "tests"
-    files = {path.relative_to(ROOT).as_posix() for path in root.rglob("test_*.py")}
-    files -= {file_of(test) for test in tests}
+    records = read_records(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".ran")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     files = {file for file in files if not file.startswith("tests/gpu/")}
-    records = read_records(folder)
-    return report(places(tests, files, records), records)
+    return report(places(files, records), records)
 
 
 if __name__ == "__main__":

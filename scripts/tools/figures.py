@@ -7,26 +7,26 @@ python scripts/tools/figures.py --check    # exit code 1, and the tables that di
 A table stands in its page between <!-- figures: NAME --> and <!-- end of figures -->. One with rows
 has those rows; in them {figure} is a figure, and {figure.0} its first value. One without has a row
 for each figure that names it. A table of one sitting says so above; any other has a last column
-that says for each row when it was measured, and of which commit. One with `checks` has a row for
-each check of that name, with its last run on each kind of GPU.
+that says for each row when it was measured, and of which commit. One with `checks` is that of
+gpu_checks.py --list --only CHECKS.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import tomllib
 from dataclasses import dataclass
 from datetime import date
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "scripts" / "bench" / "measurements.toml"
-CHECKS = DATA.with_name("gpu_checks.json")
+from pages import ROOT, as_table, write_or_check
+
+sys.path.append(str(ROOT / "scripts" / "bench"))
+
+from gpu_checks import LIST, listed, named, read_checks
+
+DATA = LIST.with_name("measurements.toml")
 
 BLOCK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->\n", re.DOTALL)
 FIELD = re.compile(r"\{([^{}]+?)(?:\.(\d+))?\}")  # a figure, or one of its values
@@ -121,9 +121,9 @@ class Measurements:
 
     def _text(self, name: str, table: Table) -> str:
         if table.checks:
-            return checks_text(json.loads(CHECKS.read_text()), table.checks)
-        listed = [figure for figure in self.figures.values() if figure.table == name]
-        rows = [*table.rows] or [[it.what, it.command, f"{{{it.name}}}", it.limit] for it in listed]
+            return listed(named(read_checks(LIST), [table.checks]))
+        own = [figure for figure in self.figures.values() if figure.table == name]
+        rows = [*table.rows] or [[it.what, it.command, f"{{{it.name}}}", it.limit] for it in own]
         head = [*table.columns] or LISTED
         lines = [self._line(name, table, row, len(head)) for row in rows]
         if not table.sitting:
@@ -168,67 +168,20 @@ class Measurements:
     def _block(self, name: str) -> str:
         return f"<!-- figures: {name} -->\n{self.texts[name]}<!-- end of figures -->\n"
 
-    def stale(self, text: str) -> list[str]:
-        """The tables of a page that differ, each with the file that it is written from."""
-        return [
-            f"{found[1]} of {(CHECKS if self.tables[found[1]].checks else DATA).name}"
-            for found in BLOCK.finditer(text)
-            if found[0] != self._block(found[1])
-        ]
-
-
-def checks_text(checks: list[dict[str, Any]], pattern: str) -> str:
-    """A table of checks as gpu_checks.json has them, with their last run on each kind of GPU."""
-    chosen = [check for check in checks if fnmatch(check["name"], pattern)]
-    kinds = sorted({kind for check in chosen for kind in check.get("runs", {})})
-    lines = []
-    for check in chosen:
-        runs = [_run_text(check.get("runs", {}).get(kind)) for kind in kinds]
-        lines.append([check["shows"], f"`{check['name']}`", str(check["gpus"]), *runs])
-    return as_table(["what it shows", "check", "GPUs", *kinds], lines)
-
-
-def _run_text(run: dict[str, Any] | None) -> str:
-    if run is None:
-        return "never"
-    ended = "passed" if run["verdict"] in ("ok", "ran") else f"**{run['verdict']}**"
-    number = run.get("figures", {}).get("passed")
-    told = ended if number is None else f"{number:g} {ended}"
-    return f"{told}, {run['date'][:10]}, `{run['commit']}`"
-
-
-def as_table(head: list[str], lines: list[list[str]]) -> str:
-    """In Markdown."""
-    top, *rows = (
-        f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n"
-        for cells in (head, *lines)
-    )
-    return f"{top}|{'---|' * len(head)}\n{''.join(rows)}"
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--check", action="store_true", help="write nothing")
-    way.add_argument("--write", action="store_true", help="write the tables")
-    check = parser.parse_args().check
-    differ = False
-    try:
+    def written() -> dict[Path, str]:
         measurements = Measurements(DATA.read_text())
-        for page in measurements.pages():
-            before = (ROOT / page).read_text()
-            after = measurements.written(page, before)
-            for table in measurements.stale(before):
-                differ = True
-                print(f"{page}: {'differs from' if check else 'now has'} the table {table}")
-            if not check:
-                (ROOT / page).write_text(after)
+        return {
+            ROOT / page: measurements.written(page, (ROOT / page).read_text())
+            for page in measurements.pages()
+        }
+
+    try:
+        return write_or_check(__doc__, written)
     except FiguresError as error:
         print(f"figures: {error}", file=sys.stderr)
         return 1
-    return int(check and differ)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ def pretended_ranks(num_ranks: int, hidden_size: int, dtype: torch.dtype) -> Com
 
 # Where UNTRIED has tiles of its own for a kernel. It lets libraries do what the others would.
 UNTRIED_TILES = (
-    *("prefill_tiles", "fp8_prefill_tiles", "latent_decode_tiles", "latent_prefill_tiles"),
-    *("delta_prefill", "mxfp4_many_tiles"),
-)
+    "prefill_tiles fp8_prefill_tiles latent_decode_tiles latent_prefill_tiles delta_prefill "
+    "mxfp4_many_tiles"
+).split()
 
 
 @contextlib.contextmanager

@@ -9,20 +9,18 @@ rejected, or accepted without effect, has no row.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pages import ROOT, as_table, with_table, write_or_check
 from starlette.routing import Route
 
 from minisgl.request import MAX_INTEGER
 from minisgl.server.openapi import OPERATIONS, describe
 
-PAGE = Path(__file__).resolve().parents[2] / "minisgl" / "server" / "README.md"
-BEGIN, END = "<!-- table of scripts/tools/request_fields.py -->\n", "<!-- its end -->\n"
-HEAD = "| fields | type and range | default | in |\n|---|---|---|---|\n"
+PAGE = ROOT / "minisgl" / "server" / "README.md"
 
 NAMES = {
     "/v1/chat/completions": "chat",
@@ -61,31 +59,6 @@ TYPES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--check", action="store_true", help="write nothing")
-    way.add_argument("--write", action="store_true", help="write the table")
-    check = parser.parse_args().check
-    before = PAGE.read_text()
-    after = written(before)
-    if before == after:
-        return 0
-    if not check:
-        PAGE.write_text(after)
-    print(f"{PAGE}: {'differs from the types' if check else 'written'}")
-    return 1 if check else 0
-
-
-def written(page: str) -> str:
-    """The page with its table as it should be."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
-
-
 def table() -> str:
     """A row for all fields of the same type, default and endpoints."""
     kinds: dict[tuple[str, str, str], list[str]] = {}  # type and range, where, field
@@ -95,9 +68,8 @@ def table() -> str:
     for (name, kind, default), endpoints in sorted(kinds.items(), key=_place):
         where = _where(endpoints)
         rows.setdefault((kind, default, where), []).append(f"`{name}`")
-    return HEAD + "".join(
-        f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items()
-    )
+    lines = [[", ".join(names), *cells] for cells, names in rows.items()]
+    return as_table(["fields", "type and range", "default", "in"], lines)
 
 
 def _place(entry: tuple[tuple[str, str, str], list[str]]) -> int:
@@ -194,6 +166,13 @@ def _range(schema: Mapping[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+def main() -> int:
+    def written() -> dict[Path, str]:
+        return {PAGE: with_table(PAGE.read_text(), Path(__file__).name, table())}
+
+    return write_or_check(__doc__, written)
 
 
 if __name__ == "__main__":

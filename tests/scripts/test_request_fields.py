@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import request_fields
-from request_fields import NAMES, PAGE, SAME, effective_fields, in_words, table, written
+from pages import with_table
+from request_fields import NAMES, PAGE, SAME, effective_fields, in_words, table
 
 from minisgl.models.generation import GenerationDefaults
 from minisgl.server.openapi import OPERATIONS
@@ -16,7 +17,8 @@ NULL = {"type": "null"}
 
 def test_the_page_has_the_table_of_the_types() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run `python scripts/tools/request_fields.py --write`"
+    written = with_table(page, "request_fields.py", table())
+    assert page == written, "run `python scripts/tools/request_fields.py --write`"
 
 
 def test_the_table_has_every_endpoint_that_takes_a_body() -> None:
@@ -107,10 +109,10 @@ def test_the_script_names_a_page_that_differs_and_writes_it(
     tmp_path: request_fields.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"Before.\n{request_fields.BEGIN}old\n{request_fields.END}After.\n")
+    begin, end = "<!-- table of scripts/tools/request_fields.py -->\n", "<!-- its end -->\n"
+    page.write_text(f"Before.\n{begin}old\n{end}After.\n")
     monkeypatch.setattr(request_fields, "PAGE", page)
     for way, code in (("--check", 1), ("--write", 0), ("--check", 0)):
         monkeypatch.setattr("sys.argv", ["request_fields.py", way])
         assert request_fields.main() == code
-    assert page.read_text().startswith(f"Before.\n{request_fields.BEGIN}| fields |")
-    assert page.read_text().endswith("After.\n")
+    assert page.read_text() == f"Before.\n{begin}{table()}{end}After.\n"

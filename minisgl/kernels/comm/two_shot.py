@@ -33,7 +33,8 @@ def all_reduce(out: Tensor, part: Tensor, shared: SharedMemory) -> None:
 def all_reduce_norm(
     out: Tensor, part: Tensor, rows: Tensor, weight: Tensor, eps: float, shared: SharedMemory
 ) -> None:
-    """As all_reduce_norm of one_shot.py, but writes the norm to `out`; otherwise as all_reduce."""
+    """Adds the sum of all ranks' `part` to `rows`, and writes the norm of these to `out`. What
+    all_reduce asks of the tensors holds here, too."""
     _launch(out, part, rows, weight, eps, shared)
 
 

@@ -229,8 +229,9 @@ def finish_split(
     gated: tl.constexpr,
     gelu: tl.constexpr,
 ):
-    """As `finish`, for the sums of one split of k, if there are `partials`: the programs of a block
-    store theirs there, and the last one adds them up. `live`: what of the block exists."""
+    """Finish a block of sums. With `partials` they are those of one split of k: the programs of a
+    block store theirs there, and the last one adds them up and finishes. `live`: what of the block
+    exists."""
     if partials is not None:
         m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         block_m: tl.constexpr = acc.shape[0]

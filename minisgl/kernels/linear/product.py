@@ -47,7 +47,7 @@ class Product(ABC):
     def of_kept_norm(
         self, residual: Residual, weights: NormWeights
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of_norm, but returns the norm, too: (x, y, stream)."""
+        """Returns x, the norm of the stream, with y of it and the stream as one tensor."""
         x, rows = norm(residual, weights)
         return x, self(x), rows
 
@@ -62,13 +62,13 @@ class Product(ABC):
     def gated_mul_of_norm(
         self, residual: Residual, weights: NormWeights, after: Product, *, gelu: bool = False
     ) -> tuple[Any, Tensor]:
-        """As of_norm, but in place of y, whose first half is the gate, returns what gated_mul of
-        the product `after` does: [num_rows, n / 2]."""
+        """Returns `gated_mul` by the product `after` of y, whose first half is the gate, for x the
+        norm of the stream: [num_rows, n / 2]. And the stream as one tensor."""
         y, rows = self.of_norm(residual, weights)
         return after.gated_mul(y, gelu), rows
 
     def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
-        """As gated_mul_of_norm, for x as it is."""
+        """Returns `gated_mul` by the product `after` of y, whose first half is the gate."""
         return after.gated_mul(self(x), gelu)
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:

@@ -42,8 +42,8 @@ class ByScores(NamedTuple):
 
 
 def choose_grouped(choice: ByScores) -> tuple[Tensor, Tensor]:
-    """The experts of each row, and their weights, as in Chosen of reference.py; in float32 until
-    the weights are rounded to logits' dtype."""
+    """The experts of each row, each of them once, and their weights; in float32 until these are
+    rounded to logits' dtype."""
     logits, routing, bias = choice
     wide = logits.float()
     scores = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)

@@ -168,8 +168,8 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
 
 
 def weighted_sum(x: Tensor, output: Callable[[int, Tensor], Tensor], choice: Choice) -> Tensor:
-    """As fused_experts, for any experts: output(e, rows of x) is what e makes of these rows. It is
-    rounded, and so is its weighted output; these are added in float32."""
+    """The weighted sum over each row's chosen experts. output(e, rows of x) is what e makes of
+    these rows; it is rounded, and so is its weighted output; these are added in float32."""
     chosen, weights, _ = choose(choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen[chosen != ELSEWHERE].unique().tolist():

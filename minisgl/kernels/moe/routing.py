@@ -39,8 +39,8 @@ def topk_softmax(
     own: Shard | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of reference.py; both contiguous. own: as in `choose_of`; None: all experts
-    are here. `pdl`: see launch_options.py."""
+    """The `top_k` most likely experts of each row, and their weights; both contiguous. own: the
+    experts that are here; None: all. `pdl`: see launch_options.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
@@ -62,7 +62,8 @@ def topk_softmax(
 
 
 def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
-    """As choose of reference.py; the tensors of a choice contiguous. pdl: as in topk_softmax."""
+    """The experts of each row, and their weights. The tensors of a choice are contiguous. `pdl`:
+    see launch_options.py."""
     assert all(part.is_contiguous() for part in choice if isinstance(part, Tensor))
     if isinstance(choice, ByScores):
         return Chosen(*choose_grouped(choice, pdl=pdl))
@@ -70,7 +71,8 @@ def choose(choice: Choice, *, pdl: bool = True) -> Chosen:
 
 
 def choose_of(choice: Choice, own: Shard, *, pdl: bool = True) -> Chosen:
-    """As choose_of of reference.py. pdl: as in topk_softmax."""
+    """The experts of each row as a rank sees them that has only its `own`. `pdl`: see
+    launch_options.py."""
     if not isinstance(choice, ByRouter):
         return choose_given_of(choose(choice, pdl=pdl), own)
     return Chosen(*topk_softmax(*choice, own=own, pdl=pdl), own.whole)
@@ -90,7 +92,7 @@ def activated(
     gelu: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """As activated of reference.py; not clamped without a limit."""
+    """What the second product of an expert multiplies; not clamped without a limit."""
     if limit is None:
         return gated_mul(gate, up, gelu, dtype)
     else:
@@ -129,7 +131,8 @@ def scored_places(
     block: tl.constexpr,
     sigmoid: tl.constexpr,
 ):
-    """As expert_places, of a router as of grouped.py without groups: (score, place)."""
+    """(score, place) of each expert of a row, by scores and biases without groups: how many experts
+    precede it."""
     expert = tl.arange(0, block)
     x = tl.load(logits + expert, mask=expert < num_experts, other=-float("inf")).to(tl.float32)
     largest, total = 0.0, 1.0

@@ -16,7 +16,7 @@ from minisgl.shards import Shard
 
 
 def choose_of(choice: Choice, own: Shard) -> Chosen:
-    """As choose_of of reference.py."""
+    """The experts of each row as a rank sees them that has only its `own`."""
     if not isinstance(choice, Chosen) and runs_triton(choice.logits.device):
         from minisgl.kernels.moe import routing
 

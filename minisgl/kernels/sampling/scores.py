@@ -108,7 +108,8 @@ def edit_kernel(
 
 @triton.jit
 def _penalize(x, ids, penalties, prompt_seen, output_counts, history, mask):
-    """As penalize of reference.py. `history`: the offset of the slot's tokens in the tables."""
+    """Apply repetition, then frequency and presence penalty to the logits x of `ids`. `history`:
+    the offset of the slot's tokens in the tables."""
     if prompt_seen is not None:
         num_penalized, repetition, frequency, presence = penalties
         mask = mask & (ids < num_penalized)

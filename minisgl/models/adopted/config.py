@@ -28,14 +28,15 @@ class AdoptedConfig(ModelConfig):
     attends_by_request: bool = False  # ranks divide the requests in attention
 
     def by_request(self) -> Self:
-        """As in ModelConfig. Whether its code allows it, only its proof tells."""
+        """The model whose ranks divide requests in attention, in place of heads. Only its
+        proof tells whether its code allows that. Raises ConfigError."""
         if self.found.has_position_table:
             reason = "in this model rows of a table are added to all rows, by their positions"
             raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
         return replace(self, attends_by_request=True)
 
     def facts(self) -> ModelFacts:
-        """As in ModelConfig."""
+        """The properties of the model that option resolution needs, as they were discovered."""
         facts = facts_of(
             self.found,
             self.dtype,

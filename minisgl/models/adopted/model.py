@@ -93,11 +93,11 @@ class AdoptedModel:
 
     @property
     def dense_copy_bytes(self) -> int:
-        """As in Decoder."""
+        """The memory of the dense copies that `prepare` can make."""
         return select_product.dense_copy_bytes(self._products, self._dtype)
 
     def prepare(self, *, dense_copies: bool = False) -> None:
-        """As in Decoder."""
+        """Prepare the kernels for the weights. Must be called before anything is captured."""
         select_product.prepare(self._products, self._dtype, dense_copies=dense_copies)
         for module in self.module.modules():
             if isinstance(module, Linear):
@@ -106,7 +106,7 @@ class AdoptedModel:
                 module.prepare()
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        """As in Decoder."""
+        """What each layer keeps between steps, with the KV cache in `kv_dtype`."""
         own, first = [*self._facts.kv_specs(kv_dtype)], self._layers.start
         for layer, source in self._sources.items():
             own[source] = own[source].read_by(self._facts.attention[layer])
@@ -124,7 +124,8 @@ class AdoptedModel:
         received: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """As in Decoder."""
+        """Run the rows of one step: [num_rows, hidden_size], for `logits` or the next stage. It
+        leaves no residual stream in `taps`."""
         assert taps is None, "the code of transformers leaves no residual stream"
         by_number = dict(zip(self._layers, states, strict=True))
         self._seat.step = Step(batch, by_number, attention, {})
@@ -139,7 +140,7 @@ class AdoptedModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As in Decoder."""
+        """The rank's part of the logits: [n, part]."""
         return self._head(hidden)
 
     def destinations(self, scheme: QuantScheme | None) -> Destinations:

@@ -78,8 +78,8 @@ def prove_parts(
     by_request: bool = False,
 ) -> None:
     """Raise UnsupportedModelError if the numbers change where a model is divided over ranks, or
-    over stages. experts_by_rank: as in ModelConfig. by_request: whether ranks divide the requests
-    in attention."""
+    over stages. experts_by_rank: each rank has whole experts. by_request: in attention ranks divide
+    the requests."""
     small = Small.of(architecture, config, found)
     if stages and len(small.found.layers) > 1:
         middle = len(small.found.layers) // 2

@@ -56,7 +56,7 @@ class Swap:
     way: Way
     format: WeightFormat
     comm: Communicator
-    experts_by_rank: bool  # as in ModelConfig
+    experts_by_rank: bool  # each rank has whole experts
     heads: Heads
     products: list[Product] = field(default_factory=list)  # that were made
     split: dict[str, Shard] = field(default_factory=dict)  # parameters, in their first dimension

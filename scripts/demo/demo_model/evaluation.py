@@ -25,6 +25,7 @@ from demo_model.world import World, plain
 
 SEED = 20261121
 SPLITS = ("instances", "phrasings")
+GROUPS = (*SKILLS, "recall", "system")  # of cases
 MANNERS = ("upper", "lower", "begin", "end")
 # Lengths, in tokens, of the recall conversations.
 RECALL_TOKENS = (40, 80, 150, 300, 500, 800, 1300, 1800)
@@ -102,10 +103,10 @@ def _drawn() -> list[tuple[HeldOutCase, Dialogue]]:
         world = World(
             random.Random(f"{SEED} {split}"), evaluates=True, new_phrases=split == "phrasings"
         )
-        for skill in (*SKILLS, "recall", "system"):
+        for skill in GROUPS:
             found: dict[str, tuple[HeldOutCase, Dialogue]] = {}
             while len(found) < NUM_CASES.get(skill, NUM_CASES_OF_OTHERS):
-                whole = _conversation(world, skill, len(found))
+                whole = conversation_of(world, skill, len(found))
                 *messages, last = whole.messages()
                 case = HeldOutCase(split, skill, messages, last["content"])
                 # Duplicates up to case and punctuation are dropped.
@@ -114,7 +115,8 @@ def _drawn() -> list[tuple[HeldOutCase, Dialogue]]:
     return drawn
 
 
-def _conversation(world: World, skill: str, index: int) -> Dialogue:
+def conversation_of(world: World, skill: str, index: int) -> Dialogue:
+    """Make the conversation with number `index` of a skill; of some, numbers differ in kind."""
     if skill == "recall":
         return remembering(world, RECALL_TOKENS[index % len(RECALL_TOKENS)])
     if skill == "system":

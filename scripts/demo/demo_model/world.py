@@ -23,17 +23,10 @@ LOOSE_WORDS = frozenset(
 )
 EXTRA_WORDS = ("please", "now", "so", "just", "then", "kindly", "okay,", "hey,", "well,", "um,")
 OPENINGS = (
-    *(
-        "One question:",
-        "Quick question:",
-        "Next question:",
-        "My question is:",
-        "I have a question.",
-    ),
-    *("Can I ask you something?", "Here is a task:", "Please help me:", "Good, next:", "And now:"),
-    *("Listen:", "Hey minisgl,", "By the way,", "I wonder:", "Let me see.", "All right,"),
-    *("Hello!", "Thanks!"),
-)
+    "One question:|Quick question:|Next question:|My question is:|I have a question.|"
+    "Can I ask you something?|Here is a task:|Please help me:|Good, next:|And now:|Listen:|"
+    "Hey minisgl,|By the way,|I wonder:|Let me see.|All right,|Hello!|Thanks!"
+).split("|")
 SHORT_FORMS = {"you": "u", "you?": "u?", "your": "ur", "are": "r", "please": "pls", "for": "4"}
 SHORT_FORMS |= {"What": "whats", "what": "wat", "the": "teh", "and": "n", "I": "i"}
 # American spellings, used in half of the questions. Answers keep British spelling.

@@ -28,7 +28,7 @@ def takes(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> bool:
 
 
 def linear(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> Tensor:
-    """As fp8_gemm.py's; what it computes, `takes` says."""
+    """x Wᵀ + bias, a new [m, n] of x.dtype, of what `takes` accepts."""
     data, scale, block = weights
     if block is None:
         return F.scaled_mm(
