@@ -1,23 +1,12 @@
-"""What a model was loaded for, and the endpoints that such a model answers."""
+"""What a model was loaded for, and whether an endpoint is for such a model."""
 
 from __future__ import annotations
 
 from minisgl.errors import CallerError
-from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES
+from minisgl.server.endpoint import Endpoint
+from minisgl.server.endpoints import ENDPOINTS
 
-EMBEDDINGS = "/v1/embeddings"
-RERANK, RERANK_V2 = "/v1/rerank", "/v2/rerank"
-SCORE = "/v1/score"
-
-# By the task of the engine (--task). The endpoints that are in no row are there for every task.
-ENDPOINTS = {
-    "generate": (
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
-        *(MESSAGES, COUNT_TOKENS),
-    ),
-    "embed": (EMBEDDINGS,),
-    "rerank": (RERANK, RERANK_V2, SCORE),
-}
+# By the task of the engine (--task).
 PURPOSES = {
     "generate": "to generate text",
     "embed": "to make vectors of texts",
@@ -30,8 +19,9 @@ class WrongTaskError(CallerError):
 
     code = "wrong_task"
 
-    def __init__(self, path: str, loaded: str, needed: str) -> None:
-        *others, last = ENDPOINTS[loaded]
+    def __init__(self, endpoint: Endpoint, loaded: str) -> None:
+        path, needed = endpoint.path, endpoint.task
+        *others, last = (each.path for each in ENDPOINTS if each.task == loaded)
         available = f"{', '.join(others)} and {last}" if others else last
         super().__init__(
             f"{path} is not available: this server's model was loaded {PURPOSES[loaded]} "
@@ -40,8 +30,7 @@ class WrongTaskError(CallerError):
         )
 
 
-def check_endpoint(path: str, loaded: str) -> None:
-    """Raise WrongTaskError if the endpoint at `path` is not for models of the task `loaded`."""
-    for needed, paths in ENDPOINTS.items():
-        if path in paths and needed != loaded:
-            raise WrongTaskError(path, loaded, needed)
+def check_task(endpoint: Endpoint, loaded: str) -> None:
+    """Raise WrongTaskError if the endpoint is not for models that were `loaded` for this."""
+    if endpoint.task not in ("", loaded):
+        raise WrongTaskError(endpoint, loaded)
