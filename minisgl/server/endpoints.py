@@ -168,6 +168,13 @@ ENDPOINTS = (
     tells(
         "/health", "Whether requests are taken.", about.health, answer=openai.Health, errors=(503,)
     ),
+    tells(
+        "/ready",
+        "Whether a request that comes now would be taken.",
+        about.ready,
+        answer=openai.Health,
+        errors=(503,),
+    ),
     tells("/version", "The version of the server.", about.version, answer=openai.Version),
     tells("/metrics", "Figures for Prometheus.", about.metrics),
     tells(

@@ -44,6 +44,15 @@ async def health(service: Service, request: Request) -> Response:
     return json_response(answer_types.Health(status="ready"))
 
 
+async def ready(service: Service, request: Request) -> Response:
+    """Whether a request that comes now would be taken."""
+    answer = await health(service, request)
+    num_queued = service.state.engine().stats().num_queued
+    if num_queued >= service.state.options.max_queued_requests:
+        raise NotReadyError("queue_full", f"The queue is full: {num_queued} requests wait.")
+    return answer
+
+
 async def version(service: Service, request: Request) -> Response:
     return json_response(answer_types.Version(metadata.version("minisgl")))
 
