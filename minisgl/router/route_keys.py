@@ -18,7 +18,8 @@ from minisgl.server.apis.responses.ids import replica_of
 from minisgl.server.endpoints import ENDPOINTS
 
 RESPONSES = "/v1/responses"
-CACHED_PATHS = frozenset(each.path for each in ENDPOINTS if each.is_cached)
+# Whose prompts stay in the prefix cache: of answers that can be streamed.
+CACHED_PATHS = frozenset(each.path for each in ENDPOINTS if each.event is not None)
 FRAME = re.compile(rb'"(?:role|content|type|text)"\s*:\s*|"(?:text|message|input_text)"\s*,\s*')
 # Claude Code puts a line with a number of the request in front of its system prompt, which servers
 # leave out.

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.endpoints import ENDPOINTS
+from minisgl.server.endpoints import ENDPOINTS, WrongTaskError
 from minisgl.server.engine_state import EngineState
 from minisgl.server.handlers import about
 from minisgl.server.handlers.generation import IGNORED_HEADER
@@ -30,7 +30,6 @@ from minisgl.server.http.paths import RootPath, TrailingSlash
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
-from minisgl.server.tasks import check_task
 
 OPEN_PATHS = frozenset((*PAGES, *(each.path for each in ENDPOINTS if each.is_open)))
 
@@ -50,12 +49,28 @@ FIELD_NAMES = frozenset(
 )
 
 
-def middleware_of(
-    config: ServerConfig, responses: Counter[Answered], hosts: Hosts | None
-) -> list[Middleware]:
-    """What every request passes, outermost first: ids, counting, and who may ask."""
-    middleware = [Middleware(RootPath, prefix=config.root_path)] if config.root_path else []
-    middleware += [Middleware(TrailingSlash), Middleware(RequestIds)]
+def application(
+    routes: Sequence[BaseRoute],
+    config: ServerConfig,
+    responses: Counter[Answered],
+    hosts: Hosts | None,
+) -> Starlette:
+    """An application whose errors are answered in the form of the API that was asked.
+
+    responses: counts them. With `hosts` it answers only requests addressed to one of them.
+    """
+    checks = [raise_fault]
+    if hosts is not None:
+        checks.append(hosts.check)
+    if config.api_key:
+        checks.append(Keys(config.api_key).check)
+    # What every request passes, outermost first: ids, counting, and who may ask.
+    middleware = [
+        Middleware(TrailingSlash),
+        Middleware(RequestIds),
+        Middleware(Observe, responses=responses),
+        Middleware(Checks, checks=checks),
+    ]
     if config.cors_origin:
         # Browsers send preflights without a key, and hide errors without these headers from the
         # page.
@@ -66,26 +81,10 @@ def middleware_of(
             allow_headers=["*"],
             expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
-        middleware.append(cors)
-    checks = [raise_fault]
-    if hosts is not None:
-        checks.append(hosts.check)
-    if config.api_key:
-        checks.append(Keys(config.api_key).check)
-    return [
-        *middleware,
-        Middleware(Observe, responses=responses),
-        Middleware(Checks, checks=checks),
-    ]
-
-
-def application(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
-    """An application whose errors are answered in the form of the API that was asked."""
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers=HANDLERS,
-    )
+        middleware.insert(2, cors)
+    if config.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.bodies = BodyBudget()
     app.state.field_names = FIELD_NAMES
     app.state.open_paths = OPEN_PATHS
@@ -100,8 +99,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     for each in ENDPOINTS:
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
-    middleware = middleware_of(config, service.metrics.responses, hosts)
-    return application([*pages, *routes], middleware)
+    return application([*pages, *routes], config, service.metrics.responses, hosts)
 
 
 def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
@@ -125,6 +123,7 @@ async def read(
 ) -> Asked[Any]:
     """Read a request whose body is a `kind`; raises NotReadyError, CallerError, BodiesFullError."""
     engine = state.engine()
-    check_task(endpoint, engine.vectors.task)
+    if endpoint.task not in ("", engine.vectors.task):
+        raise WrongTaskError(endpoint, engine.vectors.task)
     body: Any = await read_body(request, kind, strict=state.config.strict_fields)
     return Asked(request.scope, engine, body, state.model_name(body.model))

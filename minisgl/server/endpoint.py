@@ -41,8 +41,3 @@ class Endpoint:
     def shown_path(self) -> str:
         """The path without the kinds of its parameters."""
         return self.path.replace(":path}", "}")
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the prompts stay in the prefix cache, so that a router sends alike ones alike."""
-        return self.event is not None

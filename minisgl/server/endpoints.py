@@ -7,6 +7,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minisgl.errors import CallerError
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
 from minisgl.server.apis.openai import answer_types as openai
@@ -185,3 +186,25 @@ ENDPOINTS = (
     ),
     shows("/openapi.json", "This description.", openapi, errors=()),
 )
+# By the task of the engine (--task).
+PURPOSES = {
+    "generate": "to generate text",
+    "embed": "to make vectors of texts",
+    "rerank": "to score documents",
+}
+
+
+class WrongTaskError(CallerError):
+    """A request to an endpoint that the model was not loaded for."""
+
+    code = "wrong_task"
+
+    def __init__(self, endpoint: Endpoint, loaded: str) -> None:
+        path, needed = endpoint.path, endpoint.task
+        *others, last = (each.path for each in ENDPOINTS if each.task == loaded)
+        available = f"{', '.join(others)} and {last}" if others else last
+        super().__init__(
+            f"{path} is not available: this server's model was loaded {PURPOSES[loaded]} "
+            f"(--task {loaded}), which {available} is for. Models that {path} can use are served "
+            f"by `minisgl serve --task {needed}`."
+        )

@@ -11,7 +11,7 @@ from minisgl.server.apis.openai import answer_types
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.encoding import json_response
-from minisgl.server.metrics import CONTENT_TYPE
+from minisgl.server.metrics import page_response
 from minisgl.server.service import Service
 
 
@@ -25,7 +25,7 @@ async def hint(request: Request) -> Response:
 
 async def models(service: Service, request: Request) -> Response:
     data = [_model(service, name) for name in service.state.model_names()]
-    return json_response(answer_types.ModelList(object="list", data=data))
+    return json_response(answer_types.ModelList(data=data))
 
 
 async def model(service: Service, request: Request) -> Response:
@@ -58,7 +58,7 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    return page_response(service.metrics.render())
 
 
 async def metrics_history(service: Service, request: Request) -> Response:
@@ -69,7 +69,6 @@ def _model(service: Service, name: str) -> answer_types.Model:
     engine = service.state.engine()
     return answer_types.Model(
         id=name,
-        object="model",
         created=service.since,
         owned_by="minisgl",
         max_model_len=engine.capacity.max_seq_len,

@@ -22,14 +22,12 @@ from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages.answer_types import TokenCount
 from minisgl.server.apis.messages.reply import MessageReply
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
-from minisgl.server.apis.messages.translation import NAMES as MESSAGES_NAMES
 from minisgl.server.apis.messages.translation import translated
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
-from minisgl.server.apis.responses.conversation import NAMES as RESPONSES_NAMES
 from minisgl.server.apis.responses.conversation import chat_of, shortened
 from minisgl.server.apis.responses.history import History
 from minisgl.server.apis.responses.ids import new_response_id
@@ -125,7 +123,7 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
         response_id=new_response_id(service.state.replica),
         keep=partial(history.keep, body) if keeps else None,
     )
-    return _response(service, asked, reply, plan, RESPONSES_NAMES.limit_field)
+    return _response(service, asked, reply, plan)
 
 
 async def stored_response(service: Service, request: Request) -> Response:
@@ -148,7 +146,7 @@ async def messages(service: Service, asked: Asked[MessagesRequest]) -> ASGIApp:
         plan, (job,) = await _chat_jobs(service, asked, chat.body, clamp=True)
     id = reply_id(asked.scope)
     reply = MessageReply(job, body, model=asked.model, id=id, request_id=asked.id)
-    return _response(service, asked, reply, plan, MESSAGES_NAMES.limit_field)
+    return _response(service, asked, reply, plan)
 
 
 async def count_tokens(service: Service, asked: Asked[CountTokensRequest]) -> Response:
@@ -254,13 +252,12 @@ def _answer(
         continuous_usage=body.continuous_usage,
         fingerprint=service.state.fingerprint,
         id=reply_id(asked.scope),
+        limit_field=body.limit_field,
     )
-    return _response(service, asked, reply, plan, body.limit_field)
+    return _response(service, asked, reply, plan)
 
 
-def _response(
-    service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPlan, limit_field: str
-) -> ASGIApp:
+def _response(service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPlan) -> ASGIApp:
     """The response that generates `reply`."""
     answer = StreamedResponse if asked.body.stream else WholeResponse
     headers = []
@@ -268,7 +265,7 @@ def _response(
         names = ", ".join(ignored)
         logger.info("request %s: not enforced in its schema: %s", asked.id, names)
         headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-    app = answer(asked.engine, reply, limit_field=limit_field, headers=headers)
+    app = answer(asked.engine, reply, headers)
     around = service.state.around
     return app if around is None else around(asked.scope, reply, app)
 

@@ -31,7 +31,6 @@ async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Respon
         body.inputs(), body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
     )
     answer = answer_types.EmbeddingList(
-        object="list",
         data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
         model=asked.model,
         usage=_usage(found),
@@ -57,11 +56,10 @@ async def score(service: Service, asked: Asked[ScoreRequest]) -> Response:
         ) from None
     answer = answer_types.ScoreList(
         id=f"score-{reply_id(asked.scope)}",
-        object="list",
         created=int(time.time()),
         model=asked.model,
         data=[
-            answer_types.ScoreItem(object="score", index=index, score=each.score)
+            answer_types.ScoreItem(index=index, score=each.score)
             for index, each in enumerate(found)
         ],
         usage=_usage(found),
@@ -80,7 +78,6 @@ async def _ranked(asked: Asked[RerankRequest], version: str) -> answer_types.Ran
     usage = _usage(found)
     return answer_types.RankedList(
         id=f"rerank-{reply_id(asked.scope)}",
-        object="list",
         model=asked.model,
         results=[
             answer_types.RankedResult(
@@ -115,7 +112,7 @@ async def _encoded_items(found: Sequence[Embedding], *, in_base64: bool) -> list
         vector: list[float] | str = each.vector
         if in_base64:
             vector = b64encode(array("f", each.vector).tobytes()).decode()
-        items.append(Raw(encode(EmbeddingItem(object="embedding", index=index, embedding=vector))))
+        items.append(Raw(encode(EmbeddingItem(index=index, embedding=vector))))
         await turn.share()
     return cast("list[EmbeddingItem]", items)
 
