@@ -30,7 +30,8 @@ from minisgl.server.apis.vectors.answer_types import (
 )
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.config import ServerConfig
-from minisgl.server.openapi import DELETIONS, ERRORS, OPERATIONS
+from minisgl.server.endpoints import ENDPOINTS
+from minisgl.server.openapi import ERRORS
 from minisgl.server.requests.chat_messages import Message
 from minisgl.server.requests.request_types import (
     ChatRequest,
@@ -152,9 +153,11 @@ def test_the_server_reference_lists_every_field_of_vectors_and_scores() -> None:
 
 def test_the_server_reference_lists_every_endpoint_and_status() -> None:
     section = SERVER_README.partition("## Endpoints\n")[2].partition("\n## ")[0]
-    for path, operation in (*OPERATIONS.items(), *DELETIONS.items()):
-        shown = re.sub(r"{(\w+)}", lambda found: found[1].upper(), path)
-        assert f"`{operation.method.upper()} {shown}`" in section
+    _, _, no_key = section.partition("`GET /` and `GET /docs`")
+    for each in ENDPOINTS:
+        shown = re.sub(r"{(\w+)}", lambda found: found[1].upper(), each.shown_path)
+        assert f"`{each.method} {shown}`" in section
+        assert (f"`{shown}`" in no_key) == each.is_open
     section = SERVER_README.partition("## Errors\n")[2].partition("\n## ")[0]
     firsts = [row.split("|")[1] for row in section.splitlines() if row.startswith(("| 4", "| 5"))]
     documented = {int(status) for first in firsts for status in first.split(",")}

@@ -176,7 +176,7 @@ class EngineDeployment(EngineReplica):
         options."""
         _log_with_ray_serve()
         if not role:
-            super().__init__(await start_engine(engine), config, name=_own_name())
+            super().__init__(await start_engine(engine), config, name=_own_name(), options=engine)
         else:
             address = _pages_address(engine)
             started = await start_engine(with_pages_shared(engine, num_engines))
@@ -186,7 +186,7 @@ class EngineDeployment(EngineReplica):
                 await started.close()
                 raise
             around = Handover(started, address).around
-            super().__init__(started, config, around, _own_name())
+            super().__init__(started, config, around, _own_name(), engine)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from starlette.types import Message
 
+from minisgl.config import EngineConfig
 from minisgl.router.exchange import Head, HTTPRequest
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
@@ -30,11 +31,12 @@ class EngineReplica:
         config: ServerConfig,
         around: Around | None = None,
         name: str = "",
+        options: EngineConfig | None = None,
     ) -> None:
         """around: what is done for a request before it is answered (server/answers/handover.py).
-        name: in the ids of the responses that it keeps."""
+        name: in the ids of the responses that it keeps. options: of `engine`."""
         self._engine = engine
-        state = EngineState(config)
+        state = EngineState(config, options=options)
         state.replica = name
         state.around = around
         state.start(engine)

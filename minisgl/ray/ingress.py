@@ -30,6 +30,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
+from minisgl.server.metrics import page_response
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ def create_ingress_app(
             raise NotReadyError("loading", f"No engine is ready (of {wanted}).")
         return json_response(RouterHealth("ready", wanted, ready))
 
-    async def metrics(request: Request) -> bytes:
-        return join_pages(await engines.metrics(), "replica")
+    async def metrics(request: Request) -> Response:
+        return page_response(join_pages(await engines.metrics(), "replica"))
 
-    return forwarding_app(IngressEngines(engines), config, hosts, Counter(), health, metrics)
+    own = {"/health": health, "/metrics": metrics}
+    return forwarding_app(IngressEngines(engines), config, hosts, Counter(), own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 
@@ -21,13 +21,13 @@ from minisgl.router.forward import Engines, Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
 from minisgl.router.relay import Relay
 from minisgl.server.apis.openai import answer_types
-from minisgl.server.app import application, middleware_of
+from minisgl.server.app import application
 from minisgl.server.config import ServerConfig
 from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.access_log import Answered
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
-from minisgl.server.metrics import CONTENT_TYPE
+from minisgl.server.metrics import page_response
 from minisgl.server.pages import page_routes
 
 METRICS_SECONDS = 5
@@ -44,36 +44,21 @@ def forwarding_app(
     config: ServerConfig,
     hosts: Hosts | None,
     responses: Counter[Answered],
-    health: Callable[[Request], Awaitable[Response]],
-    metrics: Callable[[Request], Awaitable[bytes]],
-    history: Callable[[], Awaitable[MetricsHistory]] | None = None,
+    own: Mapping[str, Callable[[Request], Awaitable[Response]]],
 ) -> Starlette:
-    """An application that forwards all requests but those about the processes themselves.
+    """An application that forwards all requests but those to its `own` paths and its pages.
 
-    responses: counts them. metrics: the page. history: of the engines; None: it is forwarded.
+    responses: counts them.
     """
 
     async def version(request: Request) -> Response:
         return json_response(answer_types.Version(metadata.version("minisgl")))
 
-    async def metrics_page(request: Request) -> Response:
-        return Response(await metrics(request), headers={"content-type": CONTENT_TYPE})
-
-    async def metrics_history(request: Request) -> Response:
-        assert history is not None
-        return json_response(await history())
-
-    return application(
-        [
-            Route("/health", health),
-            Route("/version", version),
-            Route("/metrics", metrics_page),
-            *([] if history is None else [Route("/metrics/history", metrics_history)]),
-            *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
-            Route("/{path:path}", Forward(engines)),
-        ],
-        middleware_of(config, responses, hosts),
-    )
+    routes = [Route(path, answer) for path, answer in {"/version": version, **own}.items()]
+    if not config.no_ui:
+        routes += page_routes()  # there while no engine is ready, too
+    every = Route("/{path:path}", Forward(engines))
+    return application([*routes, every], config, responses, hosts)
 
 
 def create_router_app(
@@ -96,32 +81,29 @@ def create_router_app(
         ready = fleet.check_ready()
         return json_response(RouterHealth("ready", len(fleet.replicas), len(ready)))
 
-    async def joined_metrics(request: Request) -> bytes:
-        return metrics.render() if request.scope["server"] in own_places else await join()
-
-    async def join() -> bytes:
+    async def joined_metrics(request: Request) -> Response:
+        if request.scope["server"] in own_places:
+            return page_response(metrics.render())
         started = [replica for replica in fleet.replicas if replica.state.start]
         others = [router for router in routers if router.index != index]
         of_replicas, of_routers = await asyncio.gather(
             _metrics_pages(started), _metrics_pages(others)
         )
         of_routers[str(index)] = metrics.render()
-        return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
+        return page_response(join_pages(of_replicas, "replica") + join_pages(of_routers, "router"))
 
-    async def history() -> MetricsHistory:
+    async def history(request: Request) -> Response:
         started = [replica for replica in fleet.replicas if replica.state.start]
         found = await _metrics_pages(started, "/metrics/history")
         histories = {
             name: msgspec.json.decode(content, type=MetricsHistory)
             for name, content in found.items()
         }
-        return MetricsHistory(
-            SECONDS, {name: each.replicas[""] for name, each in histories.items()}
-        )
+        samples = {name: each.replicas[""] for name, each in histories.items()}
+        return json_response(MetricsHistory(SECONDS, samples))
 
-    return forwarding_app(
-        Relay(fleet), config, hosts, metrics.responses, health, joined_metrics, history
-    )
+    own = {"/health": health, "/metrics": joined_metrics, "/metrics/history": history}
+    return forwarding_app(Relay(fleet), config, hosts, metrics.responses, own)
 
 
 async def _metrics_pages(peers: Sequence[Peer], path: str = "/metrics") -> dict[str, bytes]:

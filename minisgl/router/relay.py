@@ -17,8 +17,8 @@ from minisgl.server.http.connection import ServerConnection
 from minisgl.server.http.paths import OVERLOADED
 
 KEY = "minisgl.connection"  # in the state of a scope
-# Codes of a replica that takes no requests: another one may.
-NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", None))
+# Codes of a replica that takes no requests: another one may. The last but one is that of /ready.
+NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", "queue_full", None))
 # For another replica to compute the prompt; then the one that answers does.
 PREFILL_S = 60.0
 

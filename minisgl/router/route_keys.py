@@ -15,10 +15,11 @@ from msgspec import Raw, Struct
 
 from minisgl.router.table import MAX_KEY_BYTES
 from minisgl.server.apis.responses.ids import replica_of
+from minisgl.server.endpoints import ENDPOINTS
 
-# Whose prompts are computed, and cached.
 RESPONSES = "/v1/responses"
-CACHED_PATHS = ("/v1/chat/completions", "/v1/completions", RESPONSES, "/v1/messages")
+# Whose prompts stay in the prefix cache: of answers that can be streamed.
+CACHED_PATHS = frozenset(each.path for each in ENDPOINTS if each.event is not None)
 FRAME = re.compile(rb'"(?:role|content|type|text)"\s*:\s*|"(?:text|message|input_text)"\s*,\s*')
 # Claude Code puts a line with a number of the request in front of its system prompt, which servers
 # leave out.

@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
-from minisgl.server.apis.messages import request_types as messages
-from minisgl.server.apis.responses import request_types as responses
-from minisgl.server.apis.vectors import request_types as vectors
 from minisgl.server.config import ServerConfig
+from minisgl.server.endpoint import Endpoint
+from minisgl.server.endpoints import ENDPOINTS, WrongTaskError
 from minisgl.server.engine_state import EngineState
+from minisgl.server.handlers import about
+from minisgl.server.handlers.generation import IGNORED_HEADER
 from minisgl.server.http.access_log import Answered, Observe
 from minisgl.server.http.auth import Keys
-from minisgl.server.http.bodies import BodyBudget
+from minisgl.server.http.bodies import BodyBudget, read_body
 from minisgl.server.http.faults import HANDLERS, Checks, raise_fault
 from minisgl.server.http.hosts import Hosts
-from minisgl.server.http.paths import COUNT_TOKENS, MESSAGES, RootPath, TrailingSlash
+from minisgl.server.http.leaving import while_waited_for
+from minisgl.server.http.paths import RootPath, TrailingSlash
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
-from minisgl.server.metrics import Metrics
-from minisgl.server.pages import page_routes
-from minisgl.server.requests import chat_messages, constraint_types, request_types, tools
-from minisgl.server.routes import IGNORED_HEADER, Routes
-from minisgl.server.tasks import EMBEDDINGS, RERANK, RERANK_V2, SCORE
-from minisgl.server.vector_routes import VectorRoutes
+from minisgl.server.pages import PAGES, page_routes
+from minisgl.server.service import Asked, Service
 
-# Names of fields that may be logged.
+OPEN_PATHS = frozenset((*PAGES, *(each.path for each in ENDPOINTS if each.is_open)))
+
+
+def _kinds(kind: type[Struct]) -> Iterator[type[Struct]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)
+
+
+# Names of fields that may be logged: our own.
 FIELD_NAMES = frozenset(
     name
-    for module in (
-        request_types,
-        chat_messages,
-        tools,
-        constraint_types,
-        messages,
-        responses,
-        vectors,
-    )
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Struct)
+    for kind in _kinds(Struct)
+    if kind.__module__.startswith("minisgl.")
     for name in kind.__struct_fields__
 )
 
 
-def middleware_of(
-    config: ServerConfig, responses: Counter[Answered], hosts: Hosts | None
-) -> list[Middleware]:
-    """What every request passes, outermost first: ids, counting, and who may ask."""
-    middleware = [Middleware(RootPath, prefix=config.root_path)] if config.root_path else []
-    middleware += [Middleware(TrailingSlash), Middleware(RequestIds)]
+def application(
+    routes: Sequence[BaseRoute],
+    config: ServerConfig,
+    responses: Counter[Answered],
+    hosts: Hosts | None,
+) -> Starlette:
+    """An application whose errors are answered in the form of the API that was asked.
+
+    responses: counts them. With `hosts` it answers only requests addressed to one of them.
+    """
+    checks = [raise_fault]
+    if hosts is not None:
+        checks.append(hosts.check)
+    if config.api_key:
+        checks.append(Keys(config.api_key).check)
+    # What every request passes, outermost first: ids, counting, and who may ask.
+    middleware = [
+        Middleware(TrailingSlash),
+        Middleware(RequestIds),
+        Middleware(Observe, responses=responses),
+        Middleware(Checks, checks=checks),
+    ]
     if config.cors_origin:
         # Browsers send preflights without a key, and hide errors without these headers from the
         # page.
@@ -64,62 +81,49 @@ def middleware_of(
             allow_headers=["*"],
             expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
-        middleware.append(cors)
-    checks = [raise_fault]
-    if hosts is not None:
-        checks.append(hosts.check)
-    if config.api_key:
-        checks.append(Keys(config.api_key).check)
-    return [
-        *middleware,
-        Middleware(Observe, responses=responses),
-        Middleware(Checks, checks=checks),
-    ]
-
-
-def application(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
-    """An application whose errors are answered in the form of the API that was asked."""
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers=HANDLERS,
-    )
+        middleware.insert(2, cors)
+    if config.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.bodies = BodyBudget()
     app.state.field_names = FIELD_NAMES
+    app.state.open_paths = OPEN_PATHS
     return app
 
 
 def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     """Build the application. With `hosts` it answers only requests addressed to one of them."""
-    metrics = Metrics(state)
-    routes = Routes(state, metrics)
-    of_vectors = VectorRoutes(state)
-    config = state.config
-    middleware = middleware_of(config, metrics.responses, hosts)
-    hint = Route("/", routes.hint, include_in_schema=False)
-    pages = [hint] if config.no_ui else page_routes()
-    return application(
-        [
-            *pages,
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/responses", routes.responses, methods=["POST"]),
-            Route("/v1/responses/{id}", routes.stored_response, methods=["DELETE", "GET"]),
-            Route(MESSAGES, routes.messages, methods=["POST"]),
-            Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
-            Route(EMBEDDINGS, of_vectors.embeddings, methods=["POST"]),
-            Route(RERANK, of_vectors.rerank, methods=["POST"]),
-            Route(RERANK_V2, of_vectors.rerank_v2, methods=["POST"]),
-            Route(SCORE, of_vectors.score, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health),
-            Route("/version", routes.version),
-            Route("/metrics", routes.metrics),
-            Route("/metrics/history", routes.metrics_history),
-            Route("/openapi.json", routes.openapi),
-        ],
-        middleware,
-    )
+    service, config = Service(state), state.config
+    pages = [Route("/", about.hint)] if config.no_ui else page_routes()
+    by_path: dict[str, list[Endpoint]] = {}
+    for each in ENDPOINTS:
+        by_path.setdefault(each.path, []).append(each)
+    routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
+    return application([*pages, *routes], config, service.metrics.responses, hosts)
+
+
+def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
+    """The route of all methods at a path."""
+    by_method = {each.method: each for each in endpoints}
+
+    async def answer(request: Request) -> ASGIApp:
+        endpoint = by_method["GET" if request.method == "HEAD" else request.method]
+        if endpoint.body is None:
+            return await endpoint.handler(service, request)
+        async with while_waited_for(request) as watched:
+            with endpoint.naming():
+                asked = await read(endpoint, endpoint.body, service.state, watched)
+                return await endpoint.handler(service, asked)
+
+    return Route(path, answer, methods=[*by_method])
+
+
+async def read(
+    endpoint: Endpoint, kind: type[Struct], state: EngineState, request: Request
+) -> Asked[Any]:
+    """Read a request whose body is a `kind`; raises NotReadyError, CallerError, BodiesFullError."""
+    engine = state.engine()
+    if endpoint.task not in ("", engine.vectors.task):
+        raise WrongTaskError(endpoint, engine.vectors.task)
+    body: Any = await read_body(request, kind, strict=state.config.strict_fields)
+    return Asked(request.scope, engine, body, state.model_name(body.model))

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from functools import cached_property
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
+from minisgl.config import EngineConfig
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.answers.reply import Reply
@@ -25,6 +26,8 @@ Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 logger = logging.getLogger(__name__)
 
 UNPARSED = AnswerFormat(None, None)
+# The options of the engine that change the rounding of its answers.
+SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
 
 
 class NotReadyError(EngineStoppedError):
@@ -48,11 +51,14 @@ class EngineState:
     """The engine and its phase. The process changes the phase; the routes only read it."""
 
     def __init__(
-        self, config: ServerConfig, engine: ServedEngine | None = None, setup: tuple[Any, ...] = ()
+        self,
+        config: ServerConfig,
+        engine: ServedEngine | None = None,
+        options: EngineConfig | None = None,
     ) -> None:
-        """setup: how the engine is set up, as far as answers may depend on it."""
+        """options: of the engine; None: the defaults."""
         self.config = config
-        self._setup = setup
+        self.options = options or EngineConfig()
         self._engine = engine
         self._draining = False
         self._loading = Loading("", 0.0)
@@ -103,7 +109,8 @@ class EngineState:
     @cached_property
     def fingerprint(self) -> str:
         """Another one where an equal request may get another answer; raises NotReadyError."""
-        parts = (metadata.version("minisgl"), self.engine().model_name, *self._setup)
+        setup = (getattr(self.options, name) for name in SETUP)
+        parts = (metadata.version("minisgl"), self.engine().model_name, *setup)
         return f"fp_{hashlib.blake2b(ascii(parts).encode(), digest_size=5).hexdigest()}"
 
     @property

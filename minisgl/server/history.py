@@ -13,6 +13,7 @@ from msgspec import Struct
 from prometheus_client.utils import floatToGoString
 
 from minisgl.engine.stats import EngineStats, Histogram, Totals
+from minisgl.scheduler.state import SchedulerCounters
 
 SECONDS = 15  # between samples
 SPAN = 3600  # seconds that are kept
@@ -48,7 +49,7 @@ class History:
         stats, slot = self._stats(), int(self._clock() // SECONDS)
         if stats is None or (self._samples and self._samples[-1][0] == slot):
             return
-        self._samples.append((slot, array("d", _values(stats))))
+        self._samples.append((slot, array("d", _series(stats).values())))
 
     def samples(self) -> Samples:
         values = [values for _, values in self._samples]
@@ -62,40 +63,32 @@ class History:
             await asyncio.sleep(SECONDS - self._clock() % SECONDS)
 
 
-def _histograms(totals: Totals) -> dict[str, Histogram]:
-    return {
+def buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """The bounds of a histogram, each with the number of values up to it."""
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    return [*zip(bounds, accumulate(histogram.counts), strict=True)]
+
+
+def _series(stats: EngineStats) -> dict[str, float]:
+    counters, totals = stats.counters, stats.totals
+    found: dict[str, float] = {
+        "running_requests": stats.num_running,
+        "queued_requests": stats.num_queued,
+        "token_usage_ratio": stats.token_usage,
+        "prompt_tokens_total": counters.num_prompt_tokens,
+        "cached_prompt_tokens_total": counters.num_cached_tokens,
+        "generated_tokens_total": totals.num_output_tokens,
+    }
+    histograms = {
         "step": totals.step_s,
         "time_to_first_token": totals.ttft_s,
         "inter_token": totals.itl_s,
         "request": totals.e2e_s,
     }
+    for name, histogram in histograms.items():
+        for bound, count in buckets(histogram):
+            found[f'{name}_seconds_bucket{{le="{bound}"}}'] = count
+    return {f"minisgl_{name}": value for name, value in found.items()}
 
 
-def _series() -> tuple[str, ...]:
-    figures = (
-        *("running_requests", "queued_requests", "token_usage_ratio"),
-        *("prompt_tokens_total", "cached_prompt_tokens_total", "generated_tokens_total"),
-    )
-    buckets = (
-        f'minisgl_{name}_seconds_bucket{{le="{bound}"}}'
-        for name, histogram in _histograms(Totals()).items()
-        for bound in (*map(floatToGoString, histogram.bounds), "+Inf")
-    )
-    return (*(f"minisgl_{name}" for name in figures), *buckets)
-
-
-SERIES = _series()
-
-
-def _values(stats: EngineStats) -> list[float]:
-    """A value for each of SERIES."""
-    counters, totals = stats.counters, stats.totals
-    return [
-        *(stats.num_running, stats.num_queued, stats.token_usage),
-        *(counters.num_prompt_tokens, counters.num_cached_tokens, totals.num_output_tokens),
-        *(
-            count
-            for histogram in _histograms(totals).values()
-            for count in accumulate(histogram.counts)
-        ),
-    ]
+SERIES = tuple(_series(EngineStats(0, 0, 1, 1, 0, SchedulerCounters(), Totals())))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from itertools import accumulate
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,13 +19,18 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from starlette.responses import Response
 
 from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
+from minisgl.server.history import buckets
 from minisgl.server.http.access_log import Answered
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def page_response(page: bytes) -> Response:
+    return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 class MetricsPage(Collector):
@@ -236,6 +240,6 @@ def _histograms(stats: EngineStats) -> Iterator[Metric]:
         "mask_seconds": totals.mask_s,
     }
     for name, histogram in histograms.items():
-        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        yield HistogramMetricFamily(f"minisgl_{name}", ABOUT[name], buckets, histogram.sum)
+        yield HistogramMetricFamily(
+            f"minisgl_{name}", ABOUT[name], buckets(histogram), histogram.sum
+        )

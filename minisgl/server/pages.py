@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 CHAT, DOCS = "chat.html", "docs.html"
+PAGES = {"/": CHAT, "/docs": DOCS}  # by path
 REFERENCE = re.compile(
     rb'<script src="(?P<script>[\w/.-]+)"></script>'
     rb'|<link rel="stylesheet" href="(?P<style>[\w/.-]+)">'
@@ -83,10 +84,7 @@ class Page:
 
 def page_routes() -> list[Route]:
     """The routes of the pages. Blocks: reads them."""
-    return [
-        Route(path, Page.read(name).answer, include_in_schema=False)
-        for path, name in (("/", CHAT), ("/docs", DOCS))
-    ]
+    return [Route(path, Page.read(name).answer) for path, name in PAGES.items()]
 
 
 def _put_together(page: Path) -> bytes:

@@ -75,10 +75,6 @@ async def start_engine(config: EngineConfig, report: Progress | None = None) -> 
     return engine
 
 
-# The options of the engine that change the rounding of its answers.
-SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
-
-
 class ServerProcess:
     connection = ServerConnection  # the class of its clients' connections
 
@@ -93,8 +89,7 @@ class ServerProcess:
             check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
-        setup = tuple(getattr(engine_config, name) for name in SETUP)
-        self._state = EngineState(config, setup=setup)
+        self._state = EngineState(config, options=engine_config)
         self._start = start or partial(start_engine, report=self._state.load)
 
     def run(self) -> int:

@@ -8,12 +8,12 @@ import logging
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from minisgl.server.config import ServerConfig
-from minisgl.server.tasks import EMBEDDINGS, RERANK
+from minisgl.server.endpoints import ENDPOINTS
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +23,8 @@ LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # In a process of its own: a text browser would take the terminal, and some browsers never return.
 OPEN = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
 
-# Requests to try a model with, by its task.
-TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
-    "generate": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
-    ),
-    "embed": (EMBEDDINGS, {"input": "Hello!", "dimensions": 8}),
-    "rerank": (RERANK, {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}),
-}
+# What to try a model with, by its task: the first endpoint for it.
+TRIALS = {each.task: each for each in reversed(ENDPOINTS)}
 # Calls of the openai package, which has none for reranking, and what is shown of their answers.
 CALLS = {
     "generate": (
@@ -74,9 +67,10 @@ class Welcome:
             yield f"{what} in a browser: {self.page}"
         if not self._is_unix and task in CALLS:
             yield f"Or with the openai package: {self._openai(model, *CALLS[task])}"
-        yield f"Try it: {self._curl(*TRIALS[task])}"
+        trial = TRIALS[task]
+        yield f"Try it: {self._curl(trial.path, trial.example)}"
 
-    def _curl(self, path: str, body: dict[str, Any]) -> str:
+    def _curl(self, path: str, body: Mapping[str, Any]) -> str:
         headers = "-H 'Content-Type: application/json'"
         if self.config.api_key:
             headers += ' -H "Authorization: Bearer $MINISGL_API_KEY"'

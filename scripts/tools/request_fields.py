@@ -14,27 +14,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from pages import ROOT, as_table, with_table, write_or_check
-from starlette.routing import Route
 
 from minisgl.request import MAX_INTEGER
-from minisgl.server.openapi import OPERATIONS, describe
+from minisgl.server.endpoints import ENDPOINTS
+from minisgl.server.openapi import describe
 
 PAGE = ROOT / "minisgl" / "server" / "README.md"
 
-NAMES = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-    "/v1/embeddings": "embeddings",
-    "/v1/rerank": "rerank",
-    "/v1/score": "score",
-}
-# These have no other fields than those.
-SAME = {"/v1/messages/count_tokens": "/v1/messages", "/v2/rerank": "/v1/rerank"}
 ALL = ("chat", "completions", "responses", "messages")
 FIRST = ("model", "messages", "prompt", "input", "instructions", "system", "tokens")
 # How descriptions of fields begin that have no effect, or are rejected at all values but one.
@@ -85,11 +73,8 @@ def _where(endpoints: list[str]) -> str:
 
 def effective_fields() -> Iterator[tuple[str, str, str, str]]:
     """The endpoint, name, type and default of each field that has an effect."""
-    routes = [Route(path, lambda request: None) for path in OPERATIONS]
-    document = describe(routes, open_paths=(), with_key=False)
-    for path, endpoint in NAMES.items():
-        body = OPERATIONS[path].body
-        assert body is not None
+    document = describe(ENDPOINTS, with_key=False)
+    for endpoint, body in named_bodies().items():
         schema = document["components"]["schemas"][body.__name__]
         for name, field in schema["properties"].items():
             said = field.get("description", "")
@@ -100,6 +85,18 @@ def effective_fields() -> Iterator[tuple[str, str, str, str]]:
             if name in schema.get("required", ()):
                 default = "required"
             yield endpoint, name, kind, _given(DEFAULTS, endpoint, name) or default
+
+
+def named_bodies() -> dict[str, type[Struct]]:
+    """The bodies by the names of their endpoints, without those whose fields another has too."""
+    found: dict[str, type[Struct]] = {}
+    for each in ENDPOINTS:
+        name = each.path.removesuffix("/completions") if "chat" in each.path else each.path
+        fields = {*each.body.__struct_fields__} if each.body is not None else set()
+        if not any(fields <= {*body.__struct_fields__} for body in found.values()):
+            assert each.body is not None
+            found[name.rpartition("/")[2]] = each.body
+    return found
 
 
 def _given(texts: Mapping[str, str], endpoint: str, name: str) -> str | None:

@@ -33,6 +33,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.models.pooling import EmbeddingRules
 from minisgl.server.apis.openai.answer_types import ModelList
 from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, ScoreList
+from minisgl.server.endpoints import ENDPOINTS
 
 TOLERANCE = 1e-5
 TEXTS = [
@@ -403,46 +404,32 @@ def test_what_is_wrong_with_scores_is_said_by_name(
 
 # -- what the model is for ------------------------------------------------------------------------
 
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
-    "/v1/completions": {"prompt": "a"},
-    "/v1/responses": {"input": "a"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
-    "/v1/embeddings": {"input": "a"},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/v2/rerank": {"query": "a", "documents": ["b"]},
-    "/v1/score": {"text_1": "a", "text_2": "b"},
-}
-
 
 @pytest.mark.parametrize(
-    ("task", "own", "needed"),
+    ("task", "own"),
     [
-        ("embed", ["/v1/embeddings"], "generate"),
-        ("rerank", ["/v1/rerank", "/v2/rerank", "/v1/score"], "embed"),
+        ("embed", ["/v1/embeddings"]),
+        ("rerank", ["/v1/rerank", "/v2/rerank", "/v1/score"]),
     ],
 )
 def test_an_endpoint_of_another_task_says_what_the_model_is_for(
-    request: pytest.FixtureRequest, task: str, own: list[str], needed: str
+    request: pytest.FixtureRequest, task: str, own: list[str]
 ) -> None:
     found = request.getfixturevalue("embedder" if task == "embed" else "reranker")
     with found.http() as http:
-        for path, body in BODIES.items():
-            response = http.post(path, json=body)
-            if path in own:
+        for each in (each for each in ENDPOINTS if each.task):
+            response = http.post(each.path, json=each.example)
+            if each.path in own:
                 assert response.status_code == 200, response.text
                 continue
             assert response.status_code == 400
             error = response.json()["error"]
             said = error["message"]
-            assert f"{path} is not available" in said and f"(--task {task})" in said
+            assert f"{each.path} is not available" in said and f"(--task {task})" in said
             assert all(name in said for name in own)
-            if "messages" not in path or "chat" in path:
+            assert f"minisgl serve --task {each.task}" in said
+            if "messages" not in each.path:
                 assert error["code"] == "wrong_task"
-        other = "/v1/chat/completions" if needed == "generate" else "/v1/embeddings"
-        said = http.post(other, json=BODIES[other]).json()["error"]["message"]
-        assert f"minisgl serve --task {needed}" in said
         assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
         listed = msgspec.json.decode(http.get("/v1/models").content, type=ModelList)
     assert [model.task for model in listed.data] == [task]

@@ -16,6 +16,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of
 from support.waiting import until
 
+from minisgl.config import EngineConfig
 from minisgl.ray import ingress
 from minisgl.ray.engine import Answer, EngineReplica, EngineUnhealthyError
 from minisgl.ray.ingress import create_ingress_app
@@ -275,6 +276,18 @@ async def test_an_engine_says_that_it_has_a_prompt_before_it_computes_it() -> No
     head, *_ = [part async for part in replica.answer(asked)]
     assert isinstance(head, Head) and head.status == 200
     assert engine.fetched == ["10.0.0.8:5000"]
+
+
+async def test_fingerprints_tell_the_options_of_engines_apart() -> None:
+    body, found = msgspec.json.encode(ASKED), set()
+    request = HTTPRequest("POST", CHAT, b"", [(b"content-type", b"application/json")], body)
+    for dtype in ("bfloat16", "float32"):
+        engine: Any = FakeEngine()
+        replica = EngineReplica(engine, ServerConfig(), options=EngineConfig(dtype=dtype))
+        _, *pieces = [part async for part in replica.answer(request)]
+        answer = json.loads(b"".join(part for part in pieces if isinstance(part, bytes)))
+        found.add(answer["system_fingerprint"])
+    assert len(found) == 2
 
 
 async def test_health_counts_engines_and_metrics_are_labelled() -> None:

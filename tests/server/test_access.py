@@ -15,10 +15,9 @@ from support.http_server import (
     http_client,
 )
 
-from minisgl.server.app import create_app
+from minisgl.server.app import OPEN_PATHS, create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.http.auth import OPEN_PATHS
 
 CHAT = "/v1/chat/completions"
 ORIGIN = "https://example.org"

@@ -345,7 +345,7 @@ async def test_little_is_parsed_of_a_body_that_arrives_after_the_answer(head: by
         connection = await here.only(Phase.LINGER)
         client.send(TINY * MAX_UNREAD_BYTES)
         await client.writer.drain()
-        assert connection._num_content_bytes == 0
+        assert connection._arrived.num_content_bytes == 0
         here.pass_seconds(LINGER_SECONDS)
         await until(lambda: not here.connections.connections)
 
@@ -357,7 +357,7 @@ async def test_a_large_request_may_come_with_the_end_of_a_body_that_was_not_wait
         assert (await client.answer()).status == 404
         connection = await here.only(Phase.BODY)
         client.send(b"{")
-        await until(lambda: connection._num_content_bytes == 1)
+        await until(lambda: connection._arrived.num_content_bytes == 1)
         body = QUESTION + b" " * (4 * MAX_UNREAD_BYTES)
         client.send(b"}" + POST + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert (await client.answer()).status == 200
@@ -428,7 +428,7 @@ async def test_a_body_that_stops_arriving_ends_its_request(chunked: bool) -> Non
 
 
 def has_arrived(connection: ServerConnection, num_bytes: int) -> bool:
-    return connection._num_body_bytes >= num_bytes
+    return connection._arrived.num_body_bytes >= num_bytes
 
 
 async def test_a_body_that_arrives_slowly_but_steadily_is_accepted() -> None:
@@ -439,7 +439,7 @@ async def test_a_body_that_arrives_slowly_but_steadily_is_accepted() -> None:
         connection = await here.only(Phase.BODY)
         for start in range(1, len(body), window):
             part = body[start : start + window]
-            arrived = connection._num_body_bytes + len(part)
+            arrived = connection._arrived.num_body_bytes + len(part)
             client.send(part)
             if start + window < len(body):
                 await until(partial(has_arrived, connection, arrived))
@@ -669,7 +669,7 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
             await until(lambda: connection.flow.write_paused)
             # Its system may still be taking what it has room for, and the count begins anew.
             while not connection.transport.is_closing():
-                num_quiet = connection._unread_seconds
+                num_quiet = connection._unread.seconds
                 here.pass_seconds(1)
             assert num_quiet == READ_SECONDS - 1
             await until(lambda: not here.connections.connections)

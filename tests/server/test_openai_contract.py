@@ -15,6 +15,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.serving import Served, demo_engine, served
 
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
@@ -170,12 +171,12 @@ def test_the_fingerprint_tells_setups_and_models_apart() -> None:
     one, other = FakeEngine(), FakeEngine()
     other.model_name = "other"
     states = [
-        EngineState(ServerConfig(port=port), engine, setup)
-        for port, engine, setup in [
-            (0, one, ("bfloat16",)),
-            (1, one, ("bfloat16",)),
-            (0, one, ("float32",)),
-            (0, other, ("bfloat16",)),
+        EngineState(ServerConfig(port=port), engine, EngineConfig(**options))
+        for port, engine, options in [
+            (0, one, {"dtype": "bfloat16"}),
+            (1, one, {"dtype": "bfloat16", "num_pages": 9}),
+            (0, one, {"dtype": "float32"}),
+            (0, other, {"dtype": "bfloat16"}),
         ]
     ]
     first, *same, third, fourth = [state.fingerprint for state in states]

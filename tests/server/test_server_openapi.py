@@ -30,15 +30,15 @@ from support.waiting import LIMIT_S
 from minisgl.engine import AsyncEngine
 from minisgl.models.config_reader import CONFIG_FILE
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.server import openapi
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.endpoints import ENDPOINTS, HELLO
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.error_bodies import Error, MessagesError
-from minisgl.server.openapi import HELLO, describe
+from minisgl.server.openapi import describe
+from minisgl.server.pages import PAGES
 from minisgl.server.requests.request_types import SAMPLER_DETAILS
-from minisgl.server.tasks import ENDPOINTS
 
 JSON = "application/json"
 MAX_SEQ_LEN = 64
@@ -57,14 +57,7 @@ SMALL = {
 }
 
 
-def app_routes() -> list[Route]:
-    app = create_app(EngineState(ServerConfig()))
-    routes = [route for route in app.routes if isinstance(route, Route)]
-    return [route for route in routes if route.include_in_schema]  # the pages are not
-
-
-ROUTES = app_routes()
-DESCRIPTION = describe(ROUTES, open_paths=(), with_key=False)
+DESCRIPTION = describe(ENDPOINTS, with_key=False)
 OPERATIONS = [
     operation.ok() for operation in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()
 ]
@@ -122,8 +115,8 @@ def fuzzed(request: pytest.FixtureRequest, operation: Any) -> Served[AsyncEngine
 
 
 def server_of(path: str) -> str:
-    tasks = [task for task, paths in ENDPOINTS.items() if path in paths]
-    return {"embed": "embedder", "rerank": "reranker"}.get("".join(tasks), "demo")
+    [task] = {each.task for each in ENDPOINTS if each.shown_path == path}
+    return {"embed": "embedder", "rerank": "reranker"}.get(task, "demo")
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +136,12 @@ def test_the_description_lists_every_route() -> None:
     described = {
         (path, method) for path, methods in DESCRIPTION["paths"].items() for method in methods
     }
+    app = create_app(EngineState(ServerConfig()))
     served = {
         (route.path.replace(":path", ""), method.lower())
-        for route in ROUTES
+        for route in app.routes
+        if isinstance(route, Route) and route.path not in PAGES
         for method in (route.methods or set()) - {"HEAD"}
-        if route.include_in_schema
     }
     assert described == served
     assert {"/v1/chat/completions", "/tokenize", "/health", "/openapi.json"} <= {
@@ -173,16 +167,16 @@ def test_the_description_gives_errors_the_envelope_of_their_api() -> None:
 
 
 def test_each_field_of_a_request_is_described_with_an_example_that_is_accepted() -> None:
-    description = describe(app_routes(), open_paths=(), with_key=False)
     without_value = ("Not supported: ", "Accepted, and without effect.", "Without effect: ")
     without_value += ("Left out: ",)
-    for path, operation in openapi.OPERATIONS.items():
-        if operation.body is None:
+    for endpoint in ENDPOINTS:
+        path, kind = endpoint.path, endpoint.body
+        if kind is None:
             continue
-        content = description["paths"][path]["post"]["requestBody"]["content"][JSON]
+        content = DESCRIPTION["paths"][path]["post"]["requestBody"]["content"][JSON]
         begun = content["example"]
-        msgspec.convert(begun, operation.body)
-        schema = description["components"]["schemas"][operation.body.__name__]
+        msgspec.convert(begun, kind)
+        schema = DESCRIPTION["components"]["schemas"][kind.__name__]
         for name, field in schema["properties"].items():
             if field["description"].startswith(without_value):
                 continue
@@ -196,7 +190,7 @@ def test_each_field_of_a_request_is_described_with_an_example_that_is_accepted()
                 body = {"messages": HELLO, name: example}
             if path == "/v1/responses" and name == "top_logprobs":
                 del body["logprobs"]
-            msgspec.json.decode(msgspec.json.encode(body), type=operation.body)
+            msgspec.json.decode(msgspec.json.encode(body), type=kind)
 
 
 def test_types_have_names_of_their_own() -> None:
@@ -205,7 +199,7 @@ def test_types_have_names_of_their_own() -> None:
 
 
 def test_the_description_states_which_routes_need_the_key() -> None:
-    described = describe(ROUTES, open_paths=("/health",), with_key=True)
+    described = describe(ENDPOINTS, with_key=True)
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     chat = described["paths"]["/v1/chat/completions"]["post"]
     assert chat["security"] == [{"key": []}, {"x-api-key": []}]
@@ -401,11 +395,7 @@ def test_requests_forbidden_by_the_schema_are_refused(
     assert statuses == {400}
 
 
-REQUESTS = (
-    *("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"),
-    *("MessagesRequest", "CountTokensRequest", "ResponsesRequest"),
-    *("EmbeddingRequest", "RerankRequest", "ScoreRequest"),
-)
+REQUESTS = {each.body.__name__ for each in ENDPOINTS if each.body is not None}
 LAST_EVENTS = {
     "/v1/messages": 'event: message_stop\ndata: {"type":"message_stop"}',
     "/v1/responses": "event: response.",
@@ -554,27 +544,13 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"),
-        *("/v1/embeddings", "/v1/rerank", "/v1/score"),
-    ],
-)
+@pytest.mark.parametrize("path", [each.path for each in ENDPOINTS if each.body is not None])
 def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     request: pytest.FixtureRequest, path: str
 ) -> None:
     """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
-    base: dict[str, Any] = {
-        "/v1/chat/completions": {"max_tokens": 2, "messages": hello()},
-        "/v1/completions": {"max_tokens": 2, "prompt": "a"},
-        "/tokenize": {"prompt": "a"},
-        "/v1/messages": {"max_tokens": 2, "messages": hello()},
-        "/v1/responses": {"max_output_tokens": 2, "input": "a"},
-        "/v1/embeddings": {"input": "a"},
-        "/v1/rerank": {"query": "a", "documents": ["a"]},
-        "/v1/score": {"text_1": "a", "text_2": "a"},
-    }[path]
+    [base] = [dict(each.example) for each in ENDPOINTS if each.path == path and each.example]
+    base |= {name: 2 for name in base if name.startswith("max_")}
 
     @settings(BOUNDED, max_examples=120)
     @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))

@@ -112,14 +112,18 @@ async def gated_server(
     runner = GatedRunner()
     runner.disk = disk or runner.disk
     options = {"device": "cpu", "num_pages": 4000, "page_size": runner.page_size, **options}
-    config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
+    given = EngineConfig(**options)
+    config = resolve(given, facts, device_facts(facts), overlap=overlap)
     capacity = Capacity.of(config, config.num_pages)
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     defaults = GenerationDefaults(frozenset({EOS}))
     loaded = Loaded(runner, config, capacity, facts, tokenizer, defaults, "gated")
     if disk is not None:
         loaded = replace(loaded, disk=Disk(disk, b"model"))
-    async with AsyncEngine(loaded) as engine, served(engine, wrap, api_key) as (server, port):
+    async with (
+        AsyncEngine(loaded) as engine,
+        served(engine, wrap, api_key, given) as (server, port),
+    ):
         try:
             yield Gated(engine, runner, server, port)
         finally:
@@ -131,9 +135,10 @@ async def served(
     engine: AsyncEngine,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     api_key: tuple[str, ...] = (),
+    options: EngineConfig | None = None,
 ) -> AsyncIterator[tuple[Server, int]]:
     """A server on the test's own loop, and its port. Audits the engine at the end."""
-    state = EngineState(ServerConfig(port=0, api_key=api_key), engine)
+    state = EngineState(ServerConfig(port=0, api_key=api_key), engine, options)
     with bind(state.config) as listener:
         server = Server(http_settings(wrap(create_app(state))), state)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

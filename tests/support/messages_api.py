@@ -10,9 +10,7 @@ import anthropic.types
 import jsonschema
 from pydantic import TypeAdapter
 
-from minisgl.server.app import create_app
-from minisgl.server.config import ServerConfig
-from minisgl.server.engine_state import EngineState
+from minisgl.server.endpoints import ENDPOINTS
 from minisgl.server.openapi import describe
 
 EVENT: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
@@ -23,8 +21,7 @@ BLOCKS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta"
 @functools.cache
 def validator(name: str) -> Any:
     """Validates by a component of /openapi.json."""
-    routes = create_app(EngineState(ServerConfig())).routes
-    description = describe(routes, open_paths=(), with_key=False)
+    description = describe(ENDPOINTS, with_key=False)
     schema = {"$ref": f"#/components/schemas/{name}", "components": description["components"]}
     return jsonschema.Draft202012Validator(schema)
 

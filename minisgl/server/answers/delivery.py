@@ -31,14 +31,11 @@ class ReplyResponse(ABC):
         self,
         engine: ServedEngine,
         reply: Reply,
-        *,
-        limit_field: str = "max_tokens",
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """`limit_field` is the client's name for max_tokens. `headers`: besides the usual ones."""
+        """headers: besides the usual ones."""
         self._engine = engine
         self._reply = reply
-        self._limit_field = limit_field
         self._headers = headers
         self._left = False  # whether the client disconnected before its answer was complete
 
@@ -66,9 +63,9 @@ class ReplyResponse(ABC):
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:
-            prompt_field = self._reply.prompt_field
+            reply = self._reply
             raise error.with_names(
-                prompt_field=prompt_field, limit_field=self._limit_field
+                prompt_field=reply.prompt_field, limit_field=reply.limit_field
             ) from None
         except EngineStoppedError:
             if not self._left:  # otherwise the client is gone

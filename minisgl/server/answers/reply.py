@@ -124,7 +124,9 @@ class ReplyChoice(ABC):
 class Reply(ABC):
     """The answer to one HTTP request."""
 
-    prompt_field: ClassVar[str]  # the field of the request
+    # Fields of the request: that of the prompt, and that of max_tokens.
+    prompt_field: ClassVar[str]
+    limit_field: str = "max_tokens"
     choices: Sequence[ReplyChoice]
 
     def __init__(self, id: str) -> None:

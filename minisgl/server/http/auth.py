@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.types import Scope
 
 from minisgl.server.http.faults import HTTPError
-from minisgl.server.http.paths import OPEN_PATHS, route_path
+from minisgl.server.http.paths import is_open
 
 CLIENT = "client"  # in the state of a scope
 
@@ -27,7 +27,7 @@ class Keys:
 
     def check(self, scope: Scope) -> None:
         """Raise HTTPError for a request without a valid key; mark which of several it has."""
-        if route_path(scope) in OPEN_PATHS:
+        if is_open(scope):
             return
         given = _given_keys(scope)
         # Compare all keys, so that the time does not reveal which one matched.

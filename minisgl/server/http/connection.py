@@ -16,6 +16,7 @@ import os
 import resource
 import socket
 import termios
+from dataclasses import dataclass
 from enum import Enum, auto
 from struct import Struct
 from typing import Any, Protocol, cast
@@ -146,6 +147,57 @@ class Connections(ServerState):
         return cast(set[Closable], self.connections)
 
 
+@dataclass(slots=True)
+class Arrived:
+    """What has arrived of a request. Its methods raise HTTPError beyond the limits."""
+
+    num_head_bytes: int = 0
+    num_headers: int = 0
+    num_body_bytes: int = 0  # in this window
+    num_content_bytes: int = 0  # of the body so far
+    num_chunks: int = 0
+    num_unparsed: int = 0  # bytes in the parser that it has not reported yet
+
+    def count_head(self, num_bytes: int) -> None:
+        self.num_unparsed = 0
+        self.num_head_bytes += num_bytes
+        if self.num_headers > MAX_HEADERS or self.num_head_bytes > MAX_HEAD_BYTES:
+            raise _head_too_large()
+
+    def count_chunk(self) -> None:
+        self.num_chunks += 1
+        if self.num_chunks > MAX_SMALL_CHUNKS + self.num_content_bytes // MEAN_CHUNK_BYTES:
+            message = (
+                f"The body comes in too many small chunks; allowed: {MAX_SMALL_CHUNKS}, or chunks "
+                f"of {MEAN_CHUNK_BYTES} bytes on average."
+            )
+            raise HTTPError(400, message, "invalid_http_request")
+
+    def count_body(self, num_bytes: int) -> None:
+        self.num_unparsed = 0
+        self.num_body_bytes += num_bytes
+        self.num_content_bytes += num_bytes
+
+
+@dataclass(slots=True)
+class Unread:
+    """Counts the seconds in which a client takes nothing of what is written to it."""
+
+    seconds: int = 0
+    has_taken: bool = False  # within this second, so much that more may be written
+    num_untaken: int = 0  # bytes that its system had not taken a second ago
+
+    def count_second(self, transport: asyncio.Transport, *, is_all: bool) -> int:
+        """Returns the seconds so far. is_all: no more is written until the client has read."""
+        unsent = transport.get_write_buffer_size()
+        untaken = unsent + _num_unacknowledged(transport) if unsent else 0
+        # Unless it is all, more may have been written in between than was read.
+        takes = not unsent or not is_all or self.has_taken or untaken < self.num_untaken
+        self.seconds = 0 if takes else self.seconds + 1
+        self.num_untaken, self.has_taken = untaken, False
+        return self.seconds
+
+
 class ServerConnection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with limits of size and time, and a small output buffer."""
 
@@ -160,19 +212,11 @@ class ServerConnection(HttpToolsProtocol):
         self._all = cast(Connections, server_state)
         self._phase = Phase.HEAD
         self._seconds = 0  # in this phase
-        self._num_head_bytes = 0
-        self._num_headers = 0
-        self._num_body_bytes = 0  # in this window
-        self._num_content_bytes = 0  # of the body so far
-        self._num_chunks = 0
-        self._num_unparsed = 0  # bytes in the parser that it has not reported yet
-        self._num_untaken = 0  # bytes that the client's system had not taken a second ago
-        self._has_taken = False  # within this second, so much that more may be written
-        self._unread_seconds = 0  # in which the client took nothing
+        self._arrived = Arrived()
+        self._unread = Unread()
         self._is_silent = True  # nothing has arrived since it was opened
         self._is_deaf = False  # further input is ignored
         self._is_upgrade = False  # the request asks for another protocol, which we ignore
-        self._fault: HTTPError | None = None  # why a callback has stopped the parser
         self._answering: RequestResponseCycle | None = None  # the cycle that has a task
         self.handshake: Closable | None = None  # counted until this is
 
@@ -202,14 +246,13 @@ class ServerConnection(HttpToolsProtocol):
         # only after sending its buffer, and the engine work on until then.
         if self.flow.write_paused and not self._has_answered:
             self.transport.abort()
-        if self._phase is not Phase.ANSWER or not self._may_probe():
+        if self._phase is not Phase.ANSWER or not self._probe(PROBE_SECONDS):
             return False
         self.cycle.keep_alive = False
-        self._probe(PROBE_SECONDS)
         return True
 
     def resume_writing(self) -> None:
-        self._has_taken = True
+        self._unread.has_taken = True
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -229,17 +272,17 @@ class ServerConnection(HttpToolsProtocol):
     # -- called by the parser ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._num_head_bytes = self._num_headers = self._num_unparsed = 0
+        self._arrived = Arrived()
         self._enter(Phase.HEAD)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._arrived.count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_headers += 1
-        self._count_head(len(name) + len(value))
+        self._arrived.num_headers += 1
+        self._arrived.count_head(len(name) + len(value))
         # A trailer must not be added to the headers, which the app already has.
         if self._phase is Phase.HEAD:
             super().on_header(name, value)
@@ -248,37 +291,28 @@ class ServerConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":  # the parser takes what follows for a tunnel
                 message = "CONNECT is for proxies, which this server is not."
-                self._stop(HTTPError(405, message, "method_not_allowed"))
+                raise HTTPError(405, message, "method_not_allowed")
             self._is_upgrade = True
             return
         if len(self.pipeline) >= MAX_PIPELINED and not self._is_deaf:
             message = f"More than {MAX_PIPELINED} requests wait on this connection."
-            self._stop(HTTPError(429, message, "too_many_pipelined"))
+            raise HTTPError(429, message, "too_many_pipelined")
         super().on_headers_complete()
         self._all.new.pop(self, None)
         self._all.idle.pop(self, None)
-        self._num_body_bytes = self._num_content_bytes = self._num_chunks = 0
         self._enter(Phase.BODY)
 
     def on_chunk_header(self) -> None:
-        self._num_chunks += 1
-        if self._num_chunks > MAX_SMALL_CHUNKS + self._num_content_bytes // MEAN_CHUNK_BYTES:
-            message = (
-                f"The body comes in too many small chunks; allowed: {MAX_SMALL_CHUNKS}, or chunks "
-                f"of {MEAN_CHUNK_BYTES} bytes on average."
-            )
-            self._stop(HTTPError(400, message, "invalid_http_request"))
+        self._arrived.count_chunk()
 
     def on_body(self, body: bytes) -> None:
-        self._num_unparsed = 0
-        self._num_body_bytes += len(body)
-        self._num_content_bytes += len(body)
+        self._arrived.count_body(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return
-        self._num_unparsed = 0
+        self._arrived.num_unparsed = 0
         super().on_message_complete()
         self._enter(Phase.IDLE if self.cycle.response_complete else Phase.ANSWER)
 
@@ -293,7 +327,14 @@ class ServerConnection(HttpToolsProtocol):
 
     def count_second(self) -> None:
         """Count a second, and act if the phase has reached its limit."""
-        self._count_unsent()
+        is_all = self.flow.write_paused or self._has_answered
+        unread_seconds = self._unread.count_second(self.transport, is_all=is_all)
+        if not unread_seconds:
+            self._all.stuck.pop(self, None)
+        elif unread_seconds >= READ_SECONDS:
+            self.transport.abort()
+        elif unread_seconds == STUCK_SECONDS:
+            self._all.stuck[self] = None
         if self._phase is Phase.ANSWER or self.flow.read_paused:
             return
         # While the client reads what it was sent, it does not idle, and has its time to read.
@@ -310,8 +351,8 @@ class ServerConnection(HttpToolsProtocol):
         elif self._phase is Phase.HEAD:
             message = f"The head of a request must arrive within {HEAD_SECONDS} seconds."
             self._refuse(HTTPError(408, message, "request_timeout"))
-        elif self._num_body_bytes >= BODY_SECONDS * BODY_BYTES_PER_SECOND:
-            self._num_body_bytes = 0
+        elif self._arrived.num_body_bytes >= BODY_SECONDS * BODY_BYTES_PER_SECOND:
+            self._arrived.num_body_bytes = 0
         else:
             message = f"The body arrived at less than {BODY_BYTES_PER_SECOND} bytes per second."
             self._refuse(HTTPError(408, message, "request_timeout"))
@@ -346,24 +387,6 @@ class ServerConnection(HttpToolsProtocol):
         self._phase = phase
         self._seconds = 0
 
-    def _count_unsent(self) -> None:
-        """Count a second in which the client took nothing of what was written."""
-        unsent = self.transport.get_write_buffer_size()
-        untaken = unsent + _num_unacknowledged(self.transport) if unsent else 0
-        # In between, more may have been written than was read.
-        is_all = self.flow.write_paused or self._has_answered
-        if not unsent or not is_all or self._has_taken or untaken < self._num_untaken:
-            self._unread_seconds = 0
-            self._all.stuck.pop(self, None)
-        else:
-            self._unread_seconds += 1
-            if self._unread_seconds >= READ_SECONDS:
-                self.transport.abort()
-            elif self._unread_seconds == STUCK_SECONDS:
-                self._all.stuck[self] = None
-        self._num_untaken = untaken
-        self._has_taken = False
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         if cycle.scope["http_version"] < "1.1":
@@ -376,76 +399,55 @@ class ServerConnection(HttpToolsProtocol):
         if self._phase is not Phase.BODY or cycle is not self.cycle:
             return False
         length = dict(cycle.scope["headers"]).get(b"content-length")
-        return length is None or int(length) - self._num_content_bytes > MAX_UNREAD_BYTES
+        return length is None or int(length) - self._arrived.num_content_bytes > MAX_UNREAD_BYTES
 
-    def _may_probe(self) -> bool:
-        """Whether the protocol allows an interim answer here, and TLS to stay open one way."""
+    def _probe(self, pause_s: float) -> bool:
+        """Find out whether a client that sends no more still reads; False if that is not allowed.
+
+        One that has left looks the same, until its system rejects what it is sent: an interim
+        answer, at growing intervals. Writing fails after that. TLS does not stay open one way.
+        """
         cycle = self._answering
-        return (
+        may_probe = (
             self.scheme == "http"
             and cycle is not None
             and cycle.scope["http_version"] == "1.1"
             and not cycle.response_started
             and not self.transport.is_closing()
         )
-
-    def _probe(self, pause_s: float) -> None:
-        """Find out whether a client that sends no more still reads.
-
-        One that has left looks the same, until its system rejects what it is sent: an interim
-        answer, at growing intervals. Writing fails after that.
-        """
-        if self._may_probe():
+        if may_probe:
             self.transport.write(CONTINUE)
             self.loop.call_later(pause_s, self._probe, 2 * pause_s)
+        return may_probe
 
     def _feed(self, piece: bytes) -> HTTPError | None:
         """Parse `piece`; returns its fault, if any."""
-        self._num_unparsed += len(piece)
+        self._arrived.num_unparsed += len(piece)
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
-            return self._ignore_upgrade(piece[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            return self._fault or HTTPError(
-                400, "Invalid HTTP request received.", "invalid_http_request"
-            )
-        too_much = self._num_head_bytes + self._num_unparsed > MAX_HEAD_BYTES
+            # Parse the request again without its Upgrade header. The parser would treat the body
+            # as the other protocol. Java's client offers HTTP/2 so.
+            self._is_upgrade = False
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = _new_parser(self)
+            rest = piece[upgrade.args[0] :]
+            return self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, HTTPError):  # of a callback
+                return error.__context__
+            return HTTPError(400, "Invalid HTTP request received.", "invalid_http_request")
+        too_much = self._arrived.num_head_bytes + self._arrived.num_unparsed > MAX_HEAD_BYTES
         return _head_too_large() if too_much else None
-
-    def _ignore_upgrade(self, rest: bytes) -> HTTPError | None:
-        """Parse the request again without its Upgrade header.
-
-        The parser would treat the body as the other protocol. Java's client offers HTTP/2 so.
-        """
-        self._is_upgrade = False
-        version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
-        self._renew_parser()
-        return self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
-
-    def _renew_parser(self) -> None:
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
-
-    def _count_head(self, num_bytes: int) -> None:
-        self._num_unparsed = 0
-        self._num_head_bytes += num_bytes
-        if self._num_headers > MAX_HEADERS or self._num_head_bytes > MAX_HEAD_BYTES:
-            self._stop(_head_too_large())
-
-    def _stop(self, fault: HTTPError) -> None:
-        """Stop the parser, from within one of its callbacks, by an exception."""
-        self._fault = fault
-        raise fault
 
     def _refuse(self, fault: HTTPError) -> None:
         """Answer `fault`, after earlier requests, and close. Further input is ignored."""
         self._is_deaf = True
         if self._phase is not Phase.BODY:
             # No request is open; make one for the answer to belong to.
-            self._renew_parser()
+            self.parser = _new_parser(self)
             self.parser.feed_data(b"GET / HTTP/1.1\r\n\r\n")
         elif self.cycle.response_started:
             self.cycle.keep_alive = False
@@ -460,6 +462,12 @@ class ServerConnection(HttpToolsProtocol):
         cycle.message_event.set()
         self._enter(Phase.ANSWER)
         self.flow.resume_reading()  # to notice when the client leaves
+
+
+def _new_parser(connection: ServerConnection) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(connection)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+    return parser
 
 
 class LingeringTransport(asyncio.Transport):

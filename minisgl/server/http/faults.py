@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.errors import CallerError, MinisglError
 from minisgl.server.http.access_log import log_failure
 from minisgl.server.http.error_bodies import error_response
-from minisgl.server.http.paths import OPEN_PATHS, route_path, status_of
+from minisgl.server.http.paths import is_open, status_of
 
 KEY = "fault"  # in the state of a scope
 
@@ -64,7 +64,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Answer a MinisglError. Observe answers unexpected exceptions."""
     assert isinstance(error, MinisglError)
     # Do not log probes that ask while the model loads.
-    if route_path(request.scope) not in OPEN_PATHS:
+    if not is_open(request.scope):
         status = status_of(request.scope, error)
         log_failure(request.scope, status, error)
     headers = {"retry-after": "1"} if error.http_status == 429 else None

@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
-Owner = TypeVar("Owner")
-Answer = TypeVar("Answer")
-Handler = Callable[[Owner, Request], Coroutine[Any, Any, Answer]]
 
+@contextlib.asynccontextmanager
+async def while_waited_for(request: Request) -> AsyncIterator[Request]:
+    """Cancel what runs inside when the client leaves: it may wait for a rendering, or a grammar.
 
-def while_waited_for(handler: Handler[Owner, Answer]) -> Handler[Owner, Answer]:
-    """Cancel a handler when its client leaves: it may wait for a rendering, or for a grammar.
-
-    It then raises ClientDisconnect. The response that it returns watches the client itself.
+    Yields the request, whose body is read inside; raises ClientDisconnect. A response that is made
+    inside watches the client itself.
     """
+    has_arrived = asyncio.Event()  # the body; until then it is read inside
 
-    @wraps(handler)
-    async def watched(owner: Owner, request: Request) -> Answer:
-        has_arrived = asyncio.Event()  # the body; until then the handler receives
+    async def receive() -> Message:
+        message = await request.receive()
+        if not message.get("more_body", False):
+            has_arrived.set()
+        return message
 
-        async def receive() -> Message:
-            message = await request.receive()
-            if not message.get("more_body", False):
-                has_arrived.set()
-            return message
+    async def left() -> Message:
+        await has_arrived.wait()
+        return await request.receive()
 
-        async def left() -> Message:
-            await has_arrived.wait()
-            return await request.receive()
-
-        async with while_client_waits(left):
-            return await handler(owner, Request(request.scope, receive))
-
-    return watched
+    async with while_client_waits(left):
+        yield Request(request.scope, receive)
 
 
 @contextlib.asynccontextmanager

@@ -6,11 +6,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import foreseen
 
-# Without a key: for probes, and for the pages, which ask for a key themselves.
-OPEN_PATHS = frozenset(("/health", "/metrics", "/metrics/history", "/version", "/", "/docs"))
 PAGES = frozenset(("/", "/docs/"))  # whose links are relative: browsers are redirected
 MESSAGES = "/v1/messages"
-COUNT_TOKENS = "/v1/messages/count_tokens"
 OVERLOADED = 529  # Anthropic's status where others have 503
 
 
@@ -32,6 +29,11 @@ def route_path(scope: Scope) -> str:
     """The path of a request without the prefix, as the routes declare it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request is to a path that needs no key, and whose failures are not logged."""
+    return route_path(scope) in scope["app"].state.open_paths
 
 
 class TrailingSlash:

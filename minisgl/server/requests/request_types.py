@@ -332,6 +332,20 @@ def _bias(key: str, value: Raw) -> object:
         ) from None
 
 
+def separated(name: str, given: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    """The texts or lists of token ids of a field, which may be one; raises InvalidRequestError."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {*map(type, given)}
+    if kinds == {int}:
+        return [cast("list[int]", given)]
+    if kinds not in ({str}, {list}):
+        raise InvalidRequestError(
+            name, "must be a text, a list of texts, or one or more lists of token ids."
+        )
+    return cast("list[str] | list[list[int]]", given)
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
@@ -469,19 +483,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, each a text or a list of token ids; raises InvalidRequestError."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        kinds = {*map(type, given)}
-        if kinds == {int}:
-            return [cast("list[int]", given)]
-        if len(given) * self.num_choices > MAX_CHOICES:
+        found = separated("prompt", self.prompt)
+        if len(found) * self.num_choices > MAX_CHOICES:
             raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
-        if kinds not in ({str}, {list}):
-            raise InvalidRequestError(
-                "prompt", "must be a text, a list of texts, or one or more lists of token ids."
-            )
-        return cast("list[str] | list[list[int]]", given)
+        return found
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

@@ -94,9 +94,8 @@ class ChatAnswerChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct):
+class ChatCompletion(Struct, tag_field="object", tag="chat.completion"):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatAnswerChoice]
@@ -135,11 +134,10 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(Struct, tag_field="object", tag="chat.completion.chunk"):
     """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
-    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
@@ -170,9 +168,8 @@ class CompletionAnswerChoice(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(Struct):
+class Completion(Struct, tag_field="object", tag="text_completion"):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionAnswerChoice]
@@ -189,11 +186,10 @@ class CompletionChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChunk(Struct):
+class CompletionChunk(Struct, tag_field="object", tag="text_completion"):
     """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChunkChoice]
@@ -215,9 +211,8 @@ class Text(Struct):
     prompt: str
 
 
-class Model(Struct):
+class Model(Struct, tag_field="object", tag="model"):
     id: str
-    object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int  # tokens of prompt and answer together
@@ -225,8 +220,7 @@ class Model(Struct):
     task: str  # what it was loaded for: generate, embed or rerank
 
 
-class ModelList(Struct):
-    object: Literal["list"]
+class ModelList(Struct, tag_field="object", tag="list"):
     data: list[Model]
 
 

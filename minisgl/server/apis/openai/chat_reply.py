@@ -14,10 +14,8 @@ from minisgl.server.answers.content_scores import ContentScores, scored_token
 from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.answers.reply import AnswerReader, Call
 from minisgl.server.apis.openai import answer_types as answers
-from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
+from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply
 from minisgl.server.http.encoding import encode, event
-
-CHUNK = Kind(answers.ChatCompletionChunk, "chat.completion.chunk")
 
 
 class ChatChoice(ChunkedChoice[answers.ChatLogprobs]):
@@ -67,7 +65,10 @@ class ChatChoice(ChunkedChoice[answers.ChatLogprobs]):
             token_ids=self._reported(token_ids),
         )
         return self._envelope.around(
-            CHUNK, [choice], self._chunk_usage(), prompt_token_ids=prompt_token_ids
+            answers.ChatCompletionChunk,
+            [choice],
+            self._chunk_usage(),
+            prompt_token_ids=prompt_token_ids,
         )
 
     def _show(self, placed: Sequence[PlacedToken]) -> answers.ChatLogprobs:
@@ -82,8 +83,7 @@ class ChatReply(ChunkedReply[ChatChoice]):
     id_prefix = "chatcmpl"
     prompt_field = "messages"
     choice_type = ChatChoice
-    whole_kind = Kind(answers.ChatCompletion, "chat.completion")
-    chunk_kind = CHUNK
+    whole_type, chunk_type = answers.ChatCompletion, answers.ChatCompletionChunk
 
     def _whole_members(self) -> dict[str, Any]:
         first = self.choices[0]

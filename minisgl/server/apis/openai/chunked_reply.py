@@ -37,14 +37,6 @@ StructT = TypeVar("StructT", bound=Struct)
 ChoiceT = TypeVar("ChoiceT", bound="ChunkedChoice[Any]")
 
 
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[StructT]):
-    """A type of answers or events, and what their member `object` is."""
-
-    type: type[StructT]
-    object: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """The members that all events and the whole answer of one reply have in common."""
@@ -58,15 +50,14 @@ class Envelope:
 
     def around(
         self,
-        kind: Kind[StructT],
+        kind: type[StructT],
         choices: Sequence[Struct],
         usage: Usage | UnsetType | None,
         **others: Any,
     ) -> StructT:
         """An answer or an event of this kind."""
-        return kind.type(
+        return kind(
             id=self.id,
-            object=kind.object,
             created=self.created,
             model=self.model,
             choices=choices,
@@ -248,8 +239,8 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
 
     id_prefix: ClassVar[str]
     choice_type: type[ChoiceT]
-    whole_kind: ClassVar[Kind[Any]]
-    chunk_kind: ClassVar[Kind[Any]]
+    whole_type: ClassVar[type[Struct]]
+    chunk_type: ClassVar[type[Struct]]
 
     def __init__(
         self,
@@ -261,9 +252,11 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
         continuous_usage: bool = False,
         id: str | None = None,
         fingerprint: str | UnsetType = UNSET,
+        limit_field: str = "max_tokens",
     ) -> None:
         """`id` must differ from that of every other reply; a random one if None."""
         super().__init__(f"{self.id_prefix}-{id or uuid.uuid4().hex}")
+        self.limit_field = limit_field
         self._include_usage = include_usage
         self._envelope = Envelope(
             id=self.id,
@@ -280,12 +273,12 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
     def whole(self) -> bytes:
         choices = [choice.whole() for choice in self.choices]
         usage, others = usage_of(self.choices), self._whole_members()
-        return encode(self._envelope.around(self.whole_kind, choices, usage, **others))
+        return encode(self._envelope.around(self.whole_type, choices, usage, **others))
 
     def last_events(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return event(self._envelope.around(self.chunk_kind, [], usage_of(self.choices))) + DONE
+        return event(self._envelope.around(self.chunk_type, [], usage_of(self.choices))) + DONE
 
     def failure_events(self, error: Exception) -> bytes:
         return event(error_body(error)) + DONE

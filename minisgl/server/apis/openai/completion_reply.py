@@ -11,10 +11,8 @@ from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.reply import EndReason
 from minisgl.server.apis.openai import answer_types as answers
-from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply, Kind
+from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply
 from minisgl.server.http.encoding import event
-
-CHUNK = Kind(answers.CompletionChunk, "text_completion")
 
 
 class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
@@ -56,7 +54,7 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
             prompt_token_ids=prompt_token_ids,
             token_ids=self._reported(token_ids),
         )
-        return self._envelope.around(CHUNK, [choice], self._chunk_usage())
+        return self._envelope.around(answers.CompletionChunk, [choice], self._chunk_usage())
 
     def _show(self, placed: Sequence[PlacedToken]) -> answers.CompletionLogprobs:
         first = self.job.prompt_token_ids[0]
@@ -109,5 +107,4 @@ class CompletionReply(ChunkedReply[CompletionChoice]):
     id_prefix = "cmpl"
     prompt_field = "prompt"
     choice_type = CompletionChoice
-    whole_kind = Kind(answers.Completion, "text_completion")
-    chunk_kind = CHUNK
+    whole_type, chunk_type = answers.Completion, answers.CompletionChunk

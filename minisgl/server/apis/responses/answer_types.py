@@ -125,9 +125,8 @@ class IncompleteDetails(Struct):
     reason: Literal["max_output_tokens"]
 
 
-class Response(Struct, kw_only=True):
+class Response(Struct, tag_field="object", tag="response", kw_only=True):
     id: str
-    object: Literal["response"]
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     completed_at: int | None = None
@@ -154,9 +153,8 @@ class Response(Struct, kw_only=True):
     truncation: Literal["auto", "disabled"]
 
 
-class DeletedResponse(Struct):
+class DeletedResponse(Struct, tag_field="object", tag="response"):
     id: str
-    object: Literal["response"] = "response"
     deleted: Literal[True] = True
 
 

@@ -24,6 +24,7 @@ from minisgl.server.answers.content_scores import ScoredToken, scored_token
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.responses import answer_types as answers
+from minisgl.server.apis.responses.conversation import NAMES
 from minisgl.server.apis.responses.ids import item_id
 from minisgl.server.apis.responses.request_types import (
     NAMESPACE,
@@ -183,7 +184,7 @@ class ResponseChoice(BlockChoice):
 class ResponsesReply(Reply):
     """The answer to a request of the Responses API."""
 
-    prompt_field = "input"
+    prompt_field, limit_field = NAMES.prompt_field, NAMES.limit_field
 
     def __init__(
         self,
@@ -255,7 +256,6 @@ def _begun(
     tools = [] if body.tool_choice == "none" else body.tools or []  # that the model sees
     return answers.Response(
         id=id,
-        object="response",
         created_at=int(time.time()),
         status="in_progress",
         model=model,

@@ -15,14 +15,12 @@ class PromptUsage(Struct):
     total_tokens: int
 
 
-class EmbeddingItem(Struct):
-    object: Literal["embedding"]
+class EmbeddingItem(Struct, tag_field="object", tag="embedding"):
     index: int
     embedding: list[float] | str  # a text: base64 of float32, little-endian
 
 
-class EmbeddingList(Struct):
-    object: Literal["list"]
+class EmbeddingList(Struct, tag_field="object", tag="list"):
     data: list[EmbeddingItem]
     model: str
     usage: PromptUsage
@@ -54,26 +52,23 @@ class RerankMeta(Struct):
     tokens: TokenCounts
 
 
-class RankedList(Struct):
+class RankedList(Struct, tag_field="object", tag="list"):
     """The best results first; of equal ones the first of the request."""
 
     id: str
-    object: Literal["list"]
     model: str
     results: list[RankedResult]
     usage: PromptUsage
     meta: RerankMeta
 
 
-class ScoreItem(Struct):
-    object: Literal["score"]
+class ScoreItem(Struct, tag_field="object", tag="score"):
     index: int
     score: float  # 0 to 1
 
 
-class ScoreList(Struct):
+class ScoreList(Struct, tag_field="object", tag="list"):
     id: str
-    object: Literal["list"]
     created: int
     model: str
     data: list[ScoreItem]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,7 +11,13 @@ from minisgl.engine.vector_types import EmbedOptions, Input, RerankOptions
 from minisgl.errors import InvalidRequestError
 from minisgl.server.http.validation_errors import NOT_SUPPORTED
 from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only
-from minisgl.server.requests.request_types import ClientFields, NumKept, PositiveCount, TokenId
+from minisgl.server.requests.request_types import (
+    ClientFields,
+    NumKept,
+    PositiveCount,
+    TokenId,
+    separated,
+)
 
 MAX_INPUTS = 2048  # of one request: texts, documents, or pairs of texts
 
@@ -62,19 +68,10 @@ class EmbeddingRequest(VectorFields, kw_only=True):
 
     def inputs(self) -> Sequence[Input]:
         """The inputs, each a text or a list of token ids; raises InvalidRequestError."""
-        given = self.input
-        if isinstance(given, str):
-            return [given]
-        kinds = {*map(type, given)}
-        if kinds == {int}:
-            return [cast("list[int]", given)]
-        if len(given) > MAX_INPUTS:
+        found = separated("input", self.input)
+        if len(found) > MAX_INPUTS:
             raise InvalidRequestError("input", f"must have at most {MAX_INPUTS} entries.")
-        if kinds not in ({str}, {list}):
-            raise InvalidRequestError(
-                "input", "must be a text, a list of texts, or one or more lists of token ids."
-            )
-        return cast("list[str] | list[list[int]]", given)
+        return found
 
     def options(self) -> EmbedOptions:
         return EmbedOptions(

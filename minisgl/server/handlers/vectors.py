@@ -1,4 +1,4 @@
-"""The handlers of the routes for vectors and scores.
+"""The handlers for vectors and scores.
 
 A handler asks the engine while its client waits: what it has asked ends when the client leaves.
 """
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from msgspec import UNSET, Raw
-from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.engine.turns import Turn
@@ -21,66 +20,51 @@ from minisgl.errors import ContextLengthError
 from minisgl.server.apis.vectors import answer_types
 from minisgl.server.apis.vectors.answer_types import EmbeddingItem, PromptUsage
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
-from minisgl.server.asked import Asked, read_asked
-from minisgl.server.engine_state import EngineState
 from minisgl.server.http.encoding import encode, json_response
-from minisgl.server.http.leaving import while_waited_for
 from minisgl.server.http.request_ids import reply_id
+from minisgl.server.service import Asked, Service
 
 
-class VectorRoutes:
-    """The handlers. Each request reads the engine state again, because its phase changes."""
+async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Response:
+    body = asked.body
+    found = await asked.engine.vectors.embed(
+        body.inputs(), body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
+    )
+    answer = answer_types.EmbeddingList(
+        data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
+        model=asked.model,
+        usage=_usage(found),
+    )
+    return json_response(answer)
 
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
 
-    @while_waited_for
-    async def embeddings(self, request: Request) -> Response:
-        asked = await read_asked(self._state, request, EmbeddingRequest)
-        body = asked.body
-        found = await asked.engine.vectors.embed(
-            body.inputs(), body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
-        )
-        answer = answer_types.EmbeddingList(
-            object="list",
-            data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
-            model=asked.model,
-            usage=_usage(found),
-        )
-        return json_response(answer)
+async def rerank(service: Service, asked: Asked[RerankRequest]) -> Response:
+    return json_response(await _ranked(asked, "1"))
 
-    @while_waited_for
-    async def rerank(self, request: Request) -> Response:
-        asked = await read_asked(self._state, request, RerankRequest)
-        return json_response(await _ranked(asked, "1"))
 
-    @while_waited_for
-    async def rerank_v2(self, request: Request) -> Response:
-        asked = await read_asked(self._state, request, RerankRequest)
-        return json_response(await _ranked(asked, "2"))
+async def rerank_v2(service: Service, asked: Asked[RerankRequest]) -> Response:
+    return json_response(await _ranked(asked, "2"))
 
-    @while_waited_for
-    async def score(self, request: Request) -> Response:
-        asked = await read_asked(self._state, request, ScoreRequest)
-        pairs = asked.body.pairs()
-        try:
-            found = await _scores(asked, pairs)
-        except ContextLengthError as error:
-            raise error.with_names(
-                prompt_field=error.param.replace("documents", "text_2").replace("query", "text_1")
-            ) from None
-        answer = answer_types.ScoreList(
-            id=f"score-{reply_id(asked.scope)}",
-            object="list",
-            created=int(time.time()),
-            model=asked.model,
-            data=[
-                answer_types.ScoreItem(object="score", index=index, score=each.score)
-                for index, each in enumerate(found)
-            ],
-            usage=_usage(found),
-        )
-        return json_response(answer)
+
+async def score(service: Service, asked: Asked[ScoreRequest]) -> Response:
+    pairs = asked.body.pairs()
+    try:
+        found = await _scores(asked, pairs)
+    except ContextLengthError as error:
+        raise error.with_names(
+            prompt_field=error.param.replace("documents", "text_2").replace("query", "text_1")
+        ) from None
+    answer = answer_types.ScoreList(
+        id=f"score-{reply_id(asked.scope)}",
+        created=int(time.time()),
+        model=asked.model,
+        data=[
+            answer_types.ScoreItem(index=index, score=each.score)
+            for index, each in enumerate(found)
+        ],
+        usage=_usage(found),
+    )
+    return json_response(answer)
 
 
 async def _ranked(asked: Asked[RerankRequest], version: str) -> answer_types.RankedList:
@@ -94,7 +78,6 @@ async def _ranked(asked: Asked[RerankRequest], version: str) -> answer_types.Ran
     usage = _usage(found)
     return answer_types.RankedList(
         id=f"rerank-{reply_id(asked.scope)}",
-        object="list",
         model=asked.model,
         results=[
             answer_types.RankedResult(
@@ -129,7 +112,7 @@ async def _encoded_items(found: Sequence[Embedding], *, in_base64: bool) -> list
         vector: list[float] | str = each.vector
         if in_base64:
             vector = b64encode(array("f", each.vector).tobytes()).decode()
-        items.append(Raw(encode(EmbeddingItem(object="embedding", index=index, embedding=vector))))
+        items.append(Raw(encode(EmbeddingItem(index=index, embedding=vector))))
         await turn.share()
     return cast("list[EmbeddingItem]", items)
 

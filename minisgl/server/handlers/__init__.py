@@ -1,0 +1,1 @@
+"""What answers each endpoint: functions of the service and of what it was asked."""

@@ -1,0 +1,277 @@
+"""The handlers that generate text, or that turn texts into tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from minisgl.engine.conversation import AnswerPlan
+from minisgl.errors import InvalidRequestError
+from minisgl.request import check_token_ids
+from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
+from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
+from minisgl.server.answers.plan import conversation_of, plan_chat, plan_completion, style_of
+from minisgl.server.answers.reply import Reply
+from minisgl.server.apis.messages.answer_types import TokenCount
+from minisgl.server.apis.messages.reply import MessageReply
+from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
+from minisgl.server.apis.messages.translation import translated
+from minisgl.server.apis.openai import answer_types
+from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
+from minisgl.server.apis.openai.chunked_reply import ChunkedReply
+from minisgl.server.apis.openai.completion_reply import CompletionReply
+from minisgl.server.apis.responses.answer_types import DeletedResponse
+from minisgl.server.apis.responses.conversation import chat_of, shortened
+from minisgl.server.apis.responses.history import History
+from minisgl.server.apis.responses.ids import new_response_id
+from minisgl.server.apis.responses.reply import ResponsesReply
+from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
+from minisgl.server.apis.responses.tool_box import ToolBox
+from minisgl.server.http.auth import client_of
+from minisgl.server.http.encoding import json_response
+from minisgl.server.http.request_ids import reply_id
+from minisgl.server.requests.request_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from minisgl.server.requests.translation import TranslatedChat
+from minisgl.server.service import Asked, Service
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-minisgl-ignored-keywords"
+MANY_TOKENS = 4096  # from which on texts are assembled in a thread
+
+Put = TypeVar("Put")
+
+
+async def chat_completions(service: Service, asked: Asked[ChatRequest]) -> ASGIApp:
+    plan, jobs = await _chat_jobs(service, asked, asked.body)
+    kind = ChatReply if plan.form is None else ParsedReply
+    return _answer(service, asked, kind, jobs, plan)
+
+
+async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGIApp:
+    engine, body = asked.engine, asked.body
+    prompts = body.prompts()
+    plan = await plan_completion(body, partial(engine.compile, client=asked.client))
+    special = body.add_special_tokens is not False
+    cut = body.truncate_prompt_tokens is not None
+    token_ids = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            token_ids.append(
+                await engine.encode(prompt, add_special_tokens=special, any_length=cut)
+            )
+            await asyncio.sleep(0)  # short texts are encoded on the loop, and there may be many
+        else:
+            if len(prompts) > 1:  # the engine checks each, too, but does not know its index
+                of = f" of prompt {index}"
+                check_token_ids("prompt", prompt, engine.vocab_size, of=of)
+            token_ids.append(prompt)
+    fitting = fitted_prompts(engine, body, token_ids, clamp=service.state.config.clamp_max_tokens)
+    echoes: list[str | None] = [None] * len(prompts)
+    if body.echo:
+        skip = body.skip_special_tokens is not False
+        for index, (prompt, fitted) in enumerate(zip(prompts, fitting, strict=True)):
+            is_cut = len(fitted.token_ids) < len(token_ids[index])
+            if isinstance(prompt, str) and not is_cut:
+                echoes[index] = prompt
+            elif engine.tokenizer is None:
+                echoes[index] = ""
+            else:
+                shown = partial(engine.tokenizer.decode, skip_special_tokens=skip)
+                echoes[index] = await _put_together(shown, fitted.token_ids)
+    jobs = jobs_of(body, fitting, echoes, body.tenant(asked.client), plan)
+    return _answer(service, asked, CompletionReply, jobs, plan)
+
+
+async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp:
+    engine, body = asked.engine, asked.body
+    history = History(service.store, asked.client)
+    items = history.conversation(body)
+    tools = ToolBox(body.tools or ())
+    chat = chat_of(body, items, tools, images=body.images or service.reading.images)
+    if left_out := chat.left_out:
+        kinds = {kind if kind in HOSTED else "others" for kind in left_out}
+        logger.info(
+            "request %s: left out tools that this server does not run: %s",
+            asked.id,
+            ", ".join(sorted(kinds)),
+        )
+    with chat.fields_named():
+        if body.truncation == "auto":
+            chat = await shortened(chat, engine, service.reading)
+        plan, (job,) = await _chat_jobs(service, asked, chat.body)
+    keeps = service.store.is_on and body.store is not False
+    reply = ResponsesReply(
+        job,
+        body,
+        model=asked.model,
+        tokenizer=engine.tokenizer,
+        spaced=tools.spaced,
+        id=reply_id(asked.scope),
+        response_id=new_response_id(service.state.replica),
+        keep=partial(history.keep, body) if keeps else None,
+    )
+    return _response(service, asked, reply, plan)
+
+
+async def stored_response(service: Service, request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise InvalidRequestError("stream", "is not supported for an answer that has ended.")
+    body = _history_for(service, request).body_of(request.path_params["id"])
+    return Response(body, media_type="application/json")
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    id = request.path_params["id"]
+    _history_for(service, request).remove(id)
+    return json_response(DeletedResponse(id))
+
+
+async def messages(service: Service, asked: Asked[MessagesRequest]) -> ASGIApp:
+    body = asked.body
+    chat = await _translated(service, asked, body)
+    with chat.fields_named():
+        plan, (job,) = await _chat_jobs(service, asked, chat.body, clamp=True)
+    id = reply_id(asked.scope)
+    reply = MessageReply(job, body, model=asked.model, id=id, request_id=asked.id)
+    return _response(service, asked, reply, plan)
+
+
+async def count_tokens(service: Service, asked: Asked[CountTokensRequest]) -> Response:
+    chat = await _translated(service, asked, asked.body)
+    with chat.fields_named():
+        chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
+        conversation = await conversation_of(
+            asked.engine, chat.body, service.reading, any_length=True
+        )
+    return json_response(TokenCount(len(conversation.prompt_token_ids)))
+
+
+async def tokenize(service: Service, asked: Asked[TokenizeRequest]) -> Response:
+    engine, body = asked.engine, asked.body
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        token_ids = await engine.encode(body.prompt, add_special_tokens=special, any_length=True)
+    else:
+        conversation = await conversation_of(engine, body, service.reading, any_length=True)
+        token_ids = conversation.prompt_token_ids
+    answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
+    if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
+        answer.token_strs = await _put_together(
+            lambda ids: [*map(tokenizer.token_text, ids)], token_ids
+        )
+    return json_response(answer)
+
+
+async def detokenize(service: Service, asked: Asked[DetokenizeRequest]) -> Response:
+    engine, body = asked.engine, asked.body
+    if engine.tokenizer is None:
+        raise InvalidRequestError("tokens", "the model has no tokenizer.")
+    check_token_ids("tokens", body.tokens, engine.vocab_size)
+    full_text = partial(engine.tokenizer.decode, skip_special_tokens=False)
+    text = await _put_together(full_text, body.tokens)
+    return json_response(answer_types.Text(text))
+
+
+def _history_for(service: Service, request: Request) -> History:
+    return History(service.store, client_of(request.scope))
+
+
+async def _translated(service: Service, asked: Asked[Any], body: Prompt) -> TranslatedChat:
+    """The chat request that one to the Messages API stands for."""
+    chat = translated(
+        body,
+        system_anywhere=body.has_late_system
+        and (await asked.engine.template_facts()).system_anywhere,
+        can_think=service.state.answer_format().reasoning is not None,
+        images=body.images or service.reading.images,
+    )
+    if chat.left_out:
+        logger.info(
+            "request %s: %d tools that this server does not run are left out",
+            asked.id,
+            len(chat.left_out),
+        )
+    return chat
+
+
+async def _chat_jobs(
+    service: Service, asked: Asked[Any], body: ChatRequest, *, clamp: bool = False
+) -> tuple[AnswerPlan, list[GenerationJob]]:
+    """What the answers to a conversation have in common, and the job of each.
+
+    clamp: shorten max_tokens to the room left, whatever the option says.
+    """
+    engine, config = asked.engine, service.state.config
+    conversation = await conversation_of(
+        engine,
+        body,
+        service.reading,
+        parallel=body.parallel_tool_calls,
+        any_length=body.truncate_prompt_tokens is not None,
+    )
+    plan = await plan_chat(
+        engine,
+        body,
+        conversation,
+        partial(engine.compile, client=asked.client),
+        config.tool_parser,
+        service.state.answer_format(),
+    )
+    style = style_of(plan, body, conversation, config, service.metrics.count_tool_call)
+    prompts = [conversation.prompt_token_ids]
+    fitting = fitted_prompts(engine, body, prompts, clamp=clamp or config.clamp_max_tokens)
+    return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan, style)
+
+
+def _answer(
+    service: Service,
+    asked: Asked[ChatRequest] | Asked[CompletionRequest],
+    kind: type[ChunkedReply[Any]],
+    jobs: Sequence[GenerationJob],
+    plan: AnswerPlan,
+) -> ASGIApp:
+    body = asked.body
+    reply = kind(
+        jobs,
+        model=asked.model,
+        tokenizer=asked.engine.tokenizer,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        fingerprint=service.state.fingerprint,
+        id=reply_id(asked.scope),
+        limit_field=body.limit_field,
+    )
+    return _response(service, asked, reply, plan)
+
+
+def _response(service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPlan) -> ASGIApp:
+    """The response that generates `reply`."""
+    answer = StreamedResponse if asked.body.stream else WholeResponse
+    headers = []
+    if ignored := plan.ignored_keywords:
+        names = ", ".join(ignored)
+        logger.info("request %s: not enforced in its schema: %s", asked.id, names)
+        headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
+    app = answer(asked.engine, reply, headers)
+    around = service.state.around
+    return app if around is None else around(asked.scope, reply, app)
+
+
+async def _put_together(texts: Callable[[Sequence[int]], Put], token_ids: Sequence[int]) -> Put:
+    """`texts` of these tokens, from a thread if they are many."""
+    if len(token_ids) <= MANY_TOKENS:
+        return texts(token_ids)
+    return await asyncio.to_thread(texts, token_ids)
