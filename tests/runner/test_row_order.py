@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.resolving import GPU, resolved
 from torch import Tensor
 
 from minisgl.attention.base import Attention, ForwardBatch
@@ -307,7 +309,8 @@ def check_slots_of_ranks(step: DraftStep, rank: int) -> None:
 def test_a_captured_step_has_room_for_the_rank_with_most_rows(num_ranks: int) -> None:
     tables = make_tables(num_ranks=num_ranks)
     each = 64 // num_ranks
-    keys = dict.fromkeys(key.divided(num_ranks) for key in graph_keys(64, 8192))
+    config = resolved(machine=GPU, max_running_requests=64, cuda_graph_max_bs=64)
+    keys = graph_keys(replace(config, tp=num_ranks, dp_attention=True))
     for key in keys:
         assert not key.shape.num_decodes % num_ranks and not key.shape.num_chunk_rows % num_ranks
     packed = {key: torch.empty(0) if key.shape.num_chunks else None for key in keys}

@@ -64,7 +64,7 @@ class RemoteRanks:
         self._launcher = launcher
         self.channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
-        self._watch = RankWatch(others, own.config.step_timeout)
+        self._watch = RankWatch(others, own.setup.config.step_timeout)
         self._listening: dict[int, RankListens] = {}
         self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
         self._ending = False

@@ -32,6 +32,7 @@ from minisgl.ranks.processes.plan_codec import LISTEN, unpacked
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec
+from minisgl.runner.setup import Setup
 
 NUM_RANKS = 4
 
@@ -134,10 +135,10 @@ class TwoMachines:
 @contextmanager
 def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
     config: Any = SimpleNamespace(num_ranks=NUM_RANKS, device="cpu", step_timeout=100.0)
-    model_config: Any = None
+    model: Any = None
     launcher, channel = TwoMachines(), QueueChannel()
     folder = Path("nowhere")
-    own = RankSpec(0, config, model_config, folder, FileRendezvous(folder))
+    own = RankSpec(0, Setup(config, model, folder), FileRendezvous(folder))
     others = range(1, NUM_RANKS)
     ranks = RemoteRanks(own, launcher, channel, others, may_hang=False)
     try:
