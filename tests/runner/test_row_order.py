@@ -266,8 +266,16 @@ def check_chunks(
 
 def draft_step(tables: SlotTables, batch: ForwardBatch, samples: SampleRows) -> DraftStep:
     return DraftStep(
-        *(batch, torch.zeros(0), tables.state, [], Attention(TorchAttention(), TorchAttention())),
-        *(samples.slots, samples.output_index, samples.rows, samples.num_runs, samples.chunk_ends),
+        batch=batch,
+        hidden=torch.zeros(0),
+        state=tables.state,
+        states=[],
+        attention=Attention(TorchAttention(), TorchAttention()),
+        slots=samples.slots,
+        output_index=samples.output_index,
+        sample_rows=samples.rows,
+        num_runs=samples.num_runs,
+        chunk_ends=samples.chunk_ends,
     )
 
 
