@@ -33,7 +33,6 @@ from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.matcher import MaskRows
-from minisgl.models.config import ModelConfig
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
@@ -45,17 +44,16 @@ from minisgl.ranks.processes.plan_codec import MOVE, SAMPLE, PlanEncoder, packed
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec, join_and_load
-from minisgl.runner.load import Report
+from minisgl.runner.load import Report, no_report
 from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.setup import Setup
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 
-def load_ranks(
-    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
-) -> SeveralRanks:
+def load_ranks(setup: Setup, report: Report = no_report) -> SeveralRanks:
     """Start the other ranks, here and on the nodes that join, and load a part of the model on
-    each of config.num_ranks ranks.
+    each of them.
 
     Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here or nodes
     cannot join, CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
@@ -67,13 +65,20 @@ def load_ranks(
             "close that engine, or use another process"
         )
     if reason:
-        raise ConfigError(*_option(config), reason)
-    report = report or (lambda phase, fraction: None)
-    others, own_spec, loaded = _start(config, model_config, folder, report)
+        raise ConfigError(*_option(setup.config), reason)
+    others, own_spec, loaded = _start(setup, report)
     own: tuple[ModelRunner, Pipeline] | None = None
+    loading: Future[tuple[ModelRunner, Pipeline]] = Future()
+
+    def load() -> None:
+        try:
+            loading.set_result(join_and_load(own_spec, report))
+        except BaseException as error:
+            loading.set_exception(error)
+
     try:
         # In a daemon thread, which is abandoned if it waits for a rank that has died.
-        loading = _in_thread(lambda: join_and_load(own_spec, report))
+        threading.Thread(target=load, name="minisgl-load", daemon=True).start()
         either: list[Future[Any]] = [loading, others.lost]
         wait_for_futures(either, return_when=FIRST_COMPLETED)
         if not loading.done():
@@ -95,19 +100,18 @@ def load_ranks(
                 part.close()
             others.close_rendezvous()
         raise
-    return SeveralRanks(*own, others, config.pp)
+    return SeveralRanks(*own, others)
 
 
-def _start(
-    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report
-) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
+def _start(setup: Setup, report: Report) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
     """Start the other ranks. Returns them, the spec of rank 0, and what to call once all have
     loaded."""
+    config = setup.config
     layout = RankLayout.of(config)
     here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
     context = multiprocessing.get_context("spawn")
     masks = MaskRing.allocate(
-        context, config.max_running_requests, model_config.vocab_size, config.pp
+        context, config.max_running_requests, setup.model.vocab_size, config.pp
     )
     if config.nnodes == 1:
         try:
@@ -115,16 +119,16 @@ def _start(
         except OSError as obstacle:
             reason = "the temporary file through which ranks exchange addresses cannot be created"
             raise ConfigError(*_option(config), f"{reason}: {obstacle}") from obstacle
-        spec = RankSpec(0, config, model_config, folder, rendezvous)
+        spec = RankSpec(0, setup, rendezvous)
         on_gpu = config.device == "cuda"
         launcher, channel = Launcher(context), Channel(here, context, masks)
         return RemoteRanks(spec, launcher, channel, here, may_hang=on_gpu), spec, lambda: None
     nodes = gather_nodes(
         config,
-        facts_of(config, model_config, folder),
+        facts_of(setup),
         lambda fraction: report("waiting for the other nodes", fraction),
     )
-    spec = RankSpec(0, config, model_config, folder, nodes.rendezvous, nodes.interface)
+    spec = RankSpec(0, setup, nodes.rendezvous, nodes.interface)
     others = RemoteRanks(
         spec,
         NodesLauncher(context, nodes),
@@ -141,21 +145,6 @@ def _option(config: ResolvedConfig) -> tuple[str, int]:
     return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
 
 
-def _in_thread(
-    work: Callable[[], tuple[ModelRunner, Pipeline]],
-) -> Future[tuple[ModelRunner, Pipeline]]:
-    future: Future[tuple[ModelRunner, Pipeline]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="minisgl-load", daemon=True).start()
-    return future
-
-
 class SeveralRanks:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
@@ -164,9 +153,7 @@ class SeveralRanks:
     nodes, the process exits a few seconds later.
     """
 
-    def __init__(
-        self, own: ModelRunner, pipeline: Pipeline, others: RemoteRanks, num_stages: int = 1
-    ) -> None:
+    def __init__(self, own: ModelRunner, pipeline: Pipeline, others: RemoteRanks) -> None:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.load_rule = own.load_rule
@@ -176,7 +163,7 @@ class SeveralRanks:
         self.others = others
         self._own = own
         self._pipeline = pipeline
-        self._encoder = PlanEncoder(num_stages)
+        self._encoder = PlanEncoder(pipeline.size)
         # If the other ranks were killed during a step, neither the step nor this process would end.
         atexit.register(self.close)
 

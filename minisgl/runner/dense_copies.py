@@ -11,7 +11,7 @@ from minisgl.config import LayerSpec, ResolvedConfig, page_bytes
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import DeviceMemoryError
 from minisgl.models.decoder import Decoder
-from minisgl.runner.memory import GIB, free_bytes, state_bytes
+from minisgl.runner.memory import GIB, state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +21,17 @@ def prepare_model(
     model: Decoder,
     layers: Sequence[LayerSpec],
     pipeline: Pipeline,
-    device: torch.device,
-    free_at_start: int,
+    room: int,
 ) -> int:
     """Prepare the kernels of a model with its weights; returns the bytes of the dense copies.
 
     All ranks must call this together: they keep copies or none does, since products with and
-    without them send their sums to other ranks in different ways. Raises DeviceMemoryError.
+    without them send their sums to other ranks in different ways. room: bytes that the weights
+    leave of what the engine may use; may be negative. Raises DeviceMemoryError.
     """
     num_bytes, share = model.dense_copy_bytes, config.dense_copies_share
-    room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
     room -= config.num_pages * page_bytes(layers, config.page_size) + state_bytes(config, layers)
-    keeps = bool(pipeline.host_min(int(keeps_copies(num_bytes, share, room))))
+    keeps = bool(pipeline.host_min(int(num_bytes <= share * max(room, 1))))
     try:
         model.prepare(dense_copies=keeps)
     except torch.OutOfMemoryError as error:
@@ -57,12 +56,3 @@ def prepare_model(
             num_bytes / GIB,
         )
     return num_bytes if keeps else 0
-
-
-def keeps_copies(num_bytes: int, share: float, room: int) -> bool:
-    """Whether a rank keeps copies of this size: not if they take more than this share of `room`.
-
-    room: bytes that weights, and a KV cache whose size is given, leave of what the engine may use;
-    may be negative.
-    """
-    return num_bytes <= share * max(room, 1)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from minisgl.config import ResolvedConfig
 from minisgl.runner.sampling_features import SamplingVariant
 from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import StepPlan
@@ -66,39 +67,29 @@ class CapturedStep:
         (self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED])()
 
 
-def graph_keys(
-    max_batch: int,
-    max_chunk_rows: int,
-    num_ranks: int = 1,
-    *,
-    max_snapshots: int = 0,
-    max_run: int = 1,
-    max_run_rows: int = 0,
-) -> list[GraphKey]:
-    """List the steps to capture for batches of up to `max_batch` requests; empty if that is 0.
+def graph_keys(config: ResolvedConfig) -> list[GraphKey]:
+    """The steps to capture, also those of runs of tokens; none if the largest batch is 0.
 
-    Largest first, so that later graphs reuse the memory of the first.
-    max_chunk_rows: the prefill budget of a step. max_snapshots: that the chunks of a step leave.
-    max_run: if it is more than 1, steps with runs of so many tokens are captured as well, up to
-    `max_run_rows` decode rows.
+    Largest first, so that later graphs reuse the memory of the first. Stages agree on them, also
+    those without states.
     """
-    sizes = max_chunk_rows, num_ranks, max_snapshots
-    keys = _keys_of_run(1, max_batch, *sizes)
+    max_run, max_batch = config.max_run, config.cuda_graph_max_bs
+    keys = _keys_of_run(config, 1, max_batch)
     if max_run > 1:
-        keys += _keys_of_run(max_run, min(max_batch, max_run_rows // max_run), *sizes)
-    return sorted(keys, key=_num_rows, reverse=True)
+        keys += _keys_of_run(config, max_run, min(max_batch, config.max_run_rows // max_run))
+    keys.sort(key=_num_rows, reverse=True)
+    return list(dict.fromkeys(key.divided(config.num_attending) for key in keys))
 
 
-def _keys_of_run(
-    run: int, max_batch: int, max_chunk_rows: int, num_ranks: int, max_snapshots: int
-) -> list[GraphKey]:
+def _keys_of_run(config: ResolvedConfig, run: int, max_batch: int) -> list[GraphKey]:
     if max_batch == 0:
         return []
+    max_snapshots = MAX_SNAPSHOTS if config.num_snapshots != 0 else 0
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 32), max_batch}
     powers = {1 << bit for bit in range(max_batch.bit_length())} | {max_batch}
     plain = (
         [SamplingVariant.FILTERED]
-        if num_ranks == 1
+        if config.tp == 1
         else [SamplingVariant.BASIC, SamplingVariant.FILTERED]
     )
     keys = [GraphKey(StepShape(n), variant) for n in sizes if n <= max_batch for variant in plain]
@@ -109,7 +100,7 @@ def _keys_of_run(
             mixed_shape(size, rows, max_snapshots)
             for size in {*batches, max_batch}
             for smaller, rows in pairwise((0, *chunk_rows))
-            if size <= max_batch and smaller < max_chunk_rows
+            if size <= max_batch and smaller < config.max_prefill_length
         ]
 
     keys += [GraphKey(shape) for shape in mixed(MIXED_BATCHES, CHUNK_ROWS)]

@@ -12,34 +12,35 @@ import torch
 from minisgl.attention.state import LayerState, PagedKV, StateBySlot
 from minisgl.config import (
     SNAPSHOT_SHARE,
+    Capacity,
     KVSpec,
     LayerSpec,
     ResolvedConfig,
     SharedKV,
     StateSpec,
     WindowSizes,
+    divide,
     page_bytes,
     slot_bytes,
 )
+from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import DeviceMemoryError
 
 GIB = 1 << 30
 MIN_PAGES = 2  # the scratch page and one for requests
 
+# Of full pages where all layers have a window, unless the longest sequence needs more.
+MOST_NUMBERS = 1 << 22
+
 
 def allocate_states(
     layers: Sequence[LayerSpec],
-    *,
-    num_pages: int,
-    page_size: int,
-    num_slots: int,
-    num_snapshots: int = 0,
-    windows: WindowSizes | None = None,
-    num_window_pages: int = 0,
+    capacity: Capacity,
     device: torch.device,
+    windows: WindowSizes | None = None,
 ) -> list[LayerState]:
-    """Allocate what all layers keep between steps. windows: which of them have `num_window_pages`
-    pages of their own; None: none.
+    """Allocate what all layers keep between steps. windows: which layers have the capacity's
+    windowed pages, if it has any.
 
     Zeroed, because attention may multiply unwritten positions by 0, which needs finite values.
     Raises DeviceMemoryError if it does not fit.
@@ -48,19 +49,21 @@ def allocate_states(
     def zeros(dtype: str, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
+    num_pages, num_windowed = capacity.num_pages, capacity.num_window_pages
+    page_size, num_snapshots = capacity.page_size, capacity.num_snapshots
+    num_states = capacity.num_slots // capacity.num_attending + 1 + num_snapshots
     states: list[LayerState] = []
     try:
         for spec in layers:
             match spec:
                 case KVSpec():
-                    windowed = windows is not None and windows.has(spec)
-                    num = num_window_pages if windowed else num_pages
+                    windowed = bool(windows and num_windowed and windows.has(spec))
+                    num = num_windowed if windowed else num_pages
                     k, v = (zeros(spec.dtype, num, page_size, *shape) for shape in spec.shapes)
                     states.append(PagedKV.of(spec, k, v, windowed=windowed))
                 case StateSpec():
-                    num = num_slots + 1 + num_snapshots
-                    tensors = tuple(zeros(dtype, num, *shape) for dtype, shape in spec.tensors)
-                    states.append(StateBySlot(tensors))
+                    of_slots = (zeros(dtype, num_states, *shape) for dtype, shape in spec.tensors)
+                    states.append(StateBySlot(tuple(of_slots)))
                 case SharedKV():
                     states.append(states[spec.layer])
         return states
@@ -75,14 +78,28 @@ def allocate_states(
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """GPU memory that is not available to the KV cache, in bytes."""
+class WeightMemory:
+    """A GPU once the weights are in place, in bytes. On a CPU nothing is measured, and all is 0."""
 
-    free_at_start: int  # before the weights were loaded
-    weight_bytes: int  # with the dense copies
+    free_at_start: int
+    weight_bytes: int  # that are not free any more, with the dense copies
+    copy_bytes: int = 0  # of dense copies of quantised weights
+    held_bytes: int = 0  # that tensors take
+
+    @staticmethod
+    def measured(device: torch.device, free_at_start: int, copy_bytes: int) -> WeightMemory:
+        weight_bytes = free_at_start - free_bytes(device)
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return WeightMemory(free_at_start, weight_bytes, copy_bytes, held)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the largest steps have taken beside the weights."""
+
     activation_bytes: int  # of the largest step, including the tables
     graph_bytes: int
-    copy_bytes: int = 0  # of dense copies of quantised weights
+    prefill_s: float = 0.0  # to compute a token of a prompt, if there is a host cache
 
 
 def page_table_bytes(config: ResolvedConfig) -> int:
@@ -125,17 +142,17 @@ def fit_slots(config: ResolvedConfig, layers: Sequence[LayerSpec], room: int) ->
 
 
 def fit_caches(
-    config: ResolvedConfig, layers: Sequence[LayerSpec], use: MemoryUse
+    config: ResolvedConfig, layers: Sequence[LayerSpec], weights: WeightMemory, steps: StepMemory
 ) -> tuple[int, int]:
     """Number of pages, and of snapshots of states, that fit into `memory_ratio` of a GPU's free
-    memory next to `use` and the states of all slots.
+    memory next to weights, steps and the states of all slots.
 
     Raises DeviceMemoryError if nothing is left for the pages.
     """
     bytes_each, of_state = page_bytes(layers, config.page_size), slot_bytes(layers)
-    budget = int(use.free_at_start * config.memory_ratio)
+    budget = int(weights.free_at_start * config.memory_ratio)
     of_slots = state_bytes(config, layers)
-    taken = use.weight_bytes + use.activation_bytes + use.graph_bytes + of_slots
+    taken = weights.weight_bytes + steps.activation_bytes + steps.graph_bytes + of_slots
     num_snapshots = config.num_snapshots or 0
     # The other stages decide where one has no states, or no KV cache.
     if config.num_snapshots is None:
@@ -145,20 +162,20 @@ def fit_caches(
     room = budget - taken
     num_pages = room // bytes_each if bytes_each else sys.maxsize * (room >= 0)
     if num_pages < MIN_PAGES:
-        least = math.ceil(100 * (taken + MIN_PAGES * bytes_each) / use.free_at_start) / 100
-        weights, remedy = f"{use.weight_bytes / GIB:.1f}", ""
-        step = f"{use.activation_bytes / GIB:.1f}"
+        least = math.ceil(100 * (taken + MIN_PAGES * bytes_each) / weights.free_at_start) / 100
+        of_weights, remedy = f"{weights.weight_bytes / GIB:.1f}", ""
+        step = f"{steps.activation_bytes / GIB:.1f}"
         if of_slots:
             of_all = of_slots + num_snapshots * of_state
             step += f", the states of requests and their snapshots {of_all / GIB:.1f}"
-        if use.copy_bytes:
-            weights += f" ({use.copy_bytes / GIB:.1f} of that dense copies)"
+        if weights.copy_bytes:
+            of_weights += f" ({weights.copy_bytes / GIB:.1f} of that dense copies)"
             remedy = " --dense-copies never does without the copies."
         raise DeviceMemoryError(
-            f"--memory-ratio {config.memory_ratio} of the {use.free_at_start / GIB:.1f} GiB free "
-            f"is {budget / GIB:.1f} GiB; weights take {weights}, the largest step "
-            f"{step} and CUDA graphs {use.graph_bytes / GIB:.1f}, which "
-            "leaves nothing for the KV cache. "
+            f"--memory-ratio {config.memory_ratio} of the {weights.free_at_start / GIB:.1f} GiB "
+            f"free is {budget / GIB:.1f} GiB; weights take {of_weights}, the largest step {step} "
+            f"and CUDA graphs {steps.graph_bytes / GIB:.1f}, which leaves nothing for the KV "
+            "cache. "
             + (f"Raise it to {least} or more, or lower " if least <= 1 else "Lower ")
             + "--max-prefill-length, --max-running-requests"
             + (", --state-cache" if config.num_snapshots else "")
@@ -166,3 +183,41 @@ def fit_caches(
             + remedy
         )
     return num_pages, num_snapshots
+
+
+def divide_pages(
+    config: ResolvedConfig, layers: Sequence[LayerSpec], num_pages: int, pipeline: Pipeline
+) -> tuple[int, int]:
+    """The numbers of pages of full and of windowed layers; 0 of these if all layers have the same,
+    where that is more. num_pages: as many as fit then, or the option's. All ranks must call this
+    together."""
+    sizes, num_slots = config.windows, config.max_running_requests
+    room = num_pages * page_bytes(layers, config.page_size)
+    num_pages = pipeline.host_min(num_pages)
+    if sizes is None:
+        return num_pages, 0
+    if config.num_pages:
+        return num_pages, sizes.pages_for(num_slots)
+    full, windowed = map(pipeline.host_min, divide(sizes, layers, room, config.max_seq_len))
+    if full == sys.maxsize:  # no layer needs them: they are only numbers
+        longest = -(-config.max_seq_len // config.page_size)
+        wanted = max(num_slots, windowed // sizes.span) * longest
+        full = 1 + min(wanted, max(longest, MOST_NUMBERS))
+    return (full, windowed) if full > num_pages else (num_pages, 0)
+
+
+def fit_capacity(
+    config: ResolvedConfig,
+    layers: Sequence[LayerSpec],
+    pipeline: Pipeline,
+    weights: WeightMemory,
+    steps: StepMemory,
+) -> Capacity:
+    """What the options ask for, or as much as fits; the same on all ranks, which must call this
+    together. Raises DeviceMemoryError if nothing is left for the pages."""
+    num_pages, num_snapshots = config.num_pages, config.num_snapshots or 0
+    if not num_pages:
+        num_pages, num_snapshots = fit_caches(config, layers, weights, steps)
+    num_snapshots = pipeline.host_min(num_snapshots)
+    num_pages, num_window_pages = divide_pages(config, layers, num_pages, pipeline)
+    return Capacity.of(config, num_pages, num_snapshots, num_window_pages)

@@ -22,7 +22,7 @@ from dummy_config import config_of
 from pretended_gpu import GPU, Device, pretended, pretended_ranks
 from triton.runtime.jit import JITFunction
 
-from minisgl.config import EngineConfig, ResolvedConfig, resolve
+from minisgl.config import Capacity, EngineConfig, ResolvedConfig, resolve
 from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kernels.hardware import has_fp8_products
@@ -31,6 +31,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
 from minisgl.runner.memory import allocate_states
+from minisgl.runner.setup import Setup
 from minisgl.runner.warmup import longest_step
 
 NUM_LAYERS = 2  # of each kind that the model has; the others are like these
@@ -174,7 +175,7 @@ def _serve(options: EngineConfig, folder: Path, model: ModelConfig) -> None:
     facts = model.facts()
     config = resolve(options, facts, device_facts(facts.on_rank(options.tp)), overlap=True)
     ranks = pretended_ranks(options.tp, model.hidden_size, getattr(torch, config.dtype))
-    runner = load_runner(config, model, folder, ranks=ranks)
+    runner = load_runner(Setup(config, model, folder), ranks=ranks)
     for length in CHUNKS:
         shorter = replace(config, max_prefill_length=length)
         plan = longest_step(shorter, runner.vocab_size, scored=False)
@@ -186,9 +187,7 @@ def _serve(options: EngineConfig, folder: Path, model: ModelConfig) -> None:
 def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> None:
     """To host memory and back, for which a runner needs streams."""
     specs = model.facts().on_rank(config.tp).kv_specs(config.kv_dtype)[:1] * num_layers
-    states = allocate_states(
-        specs, num_pages=64, page_size=config.page_size, num_slots=0, device=GPU
-    )
+    states = allocate_states(specs, Capacity(64, config.page_size, num_slots=0, max_seq_len=0), GPU)
     planes = Planes.of([plane for state in states for plane in state.planes])
     pages = torch.zeros(8, dtype=torch.int64, device=GPU)
     packed = torch.empty((8, planes.page_bytes), dtype=torch.uint8, device=GPU)

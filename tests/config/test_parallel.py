@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from dummy_config import config_of
-from support import parity
 from support.adopted_checkpoints import write_checkpoint
 from support.checkpoints import make_checkpoint, spec_named
 from support.gemma_checkpoints import checkpoint_of
@@ -42,12 +41,13 @@ from minisgl.config.parallel import (
     advise,
     rank_share,
 )
-from minisgl.engine.startup import _prepare, scheduler_of
+from minisgl.engine.startup import scheduler_of
 from minisgl.errors import ConfigError
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.several_ranks import SeveralRanks
+from minisgl.runner.setup import read_setup
 
 DIVIDED = [Layout(2), Layout(4), Layout(2, ep=True), Layout(4, ep=True)]
 LAYOUTS = [Layout(1), *DIVIDED, *(replace(layout, dp_attention=True) for layout in DIVIDED)]
@@ -119,7 +119,7 @@ def test_engines_have_room_for_the_tokens_of_the_arithmetic(
     """In a memory that the ranks share. gain: how many times the tokens there are if ranks divide
     the requests; of a Qwen3 of two KV heads, and latents, which are alike for all heads."""
     small = replace(CPU, free_cpu_bytes=4 * KV_BYTES)  # a quarter of which is for the KV cache
-    monkeypatch.setattr(parity, "device_facts", lambda facts: small)
+    monkeypatch.setattr("minisgl.runner.setup.device_facts", lambda facts: small)
     folder = make_checkpoint(spec_named(name), tmp_path)
     facts, found = read_model_config(folder).facts(), list[int]()
     for by_request in (False, True):
@@ -287,7 +287,7 @@ def test_an_engine_takes_what_is_best_of_its_ranks(tmp_path: Path) -> None:
     folder = make_checkpoint(spec_named("moe-5"), tmp_path)
     edit_config(folder, moe_intermediate_size=93)
     options = EngineConfig(model=str(folder), device="cpu", tp=2, load_format="dummy")
-    taken = _prepare(replace(options, parallel="auto")).resolved
+    taken = read_setup(replace(options, parallel="auto")).config
     assert (taken.tp, taken.ep) == (2, True)
     assert any(note.endswith("arithmetic --tp 2 --ep is best") for note in taken.notes)
 
@@ -407,12 +407,29 @@ def test_what_was_given_is_compared_with_ranks_that_divide_heads(tmp_path: Path)
 def test_an_engine_divides_the_requests_if_auto_says_so(tmp_path: Path) -> None:
     folder = make_checkpoint(spec_named("deepseek-v3"), tmp_path)
     options = EngineConfig(model=str(folder), device="cpu", tp=2, load_format="dummy")
-    prepared = _prepare(replace(options, parallel="auto"))
-    assert prepared.resolved.dp_attention and not prepared.facts.divides_heads
-    assert prepared.facts == prepared.model_config.facts()
-    assert prepared.resolved == replace(
-        _prepare(replace(options, dp_attention=True)).resolved, ep=prepared.resolved.ep
+    setup = read_setup(replace(options, parallel="auto"))
+    assert setup.config.dp_attention and not setup.facts.divides_heads
+    assert setup.facts == setup.model.facts()
+    assert setup.config == replace(
+        read_setup(replace(options, dp_attention=True)).config, ep=setup.config.ep
     )
+
+
+def test_a_drafter_attends_as_its_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the layout is chosen after both were read."""
+    folder = str(make_checkpoint(spec_named("qwen3"), tmp_path))
+    options = EngineConfig(
+        model=folder, device="cpu", tp=2, load_format="dummy", speculative=folder
+    )
+    given = read_setup(replace(options, dp_attention=True))
+    assert given.network is not None and not given.network.layers.divides_heads
+    chosen = {"dp_attention": True, "parallel": "given"}
+    monkeypatch.setattr(
+        "minisgl.runner.setup.with_layout", lambda config, *facts: replace(config, **chosen)
+    )
+    assert read_setup(replace(options, parallel="auto")) == given
 
 
 def test_a_layout_that_does_not_fit_is_not_preferred(tmp_path: Path) -> None:

@@ -27,16 +27,14 @@ from support.draft_networks import (
 )
 from support.parity import FEW_PAGES, batch, case_of, load_engine
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig
 from minisgl.drafting.drafter import DraftStep
 from minisgl.drafting.network_drafter import NetworkDrafter, _Ahead
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 from minisgl.kvcache.radix import RadixCache
-from minisgl.models.registry import read_model_config
 from minisgl.request import SamplingParams
-from minisgl.runner.facts import device_facts
-from minisgl.runner.model_fingerprint import model_fingerprint
+from minisgl.runner.setup import read_setup
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -196,18 +194,8 @@ def test_stages_of_a_pipeline_take_no_drafter_with_weights() -> None:
 
 def test_pages_with_the_kv_of_another_drafter_are_told_apart() -> None:
     folder = case_of(CASE).folder
-    config, device = read_model_config(folder), device_facts(read_model_config(folder).facts())
     prints = {
-        model_fingerprint(
-            resolve(
-                EngineConfig(model=str(folder), device="cpu", speculative=name),
-                config.facts(),
-                device,
-                overlap=True,
-            ),
-            config,
-            folder,
-        )
+        read_setup(EngineConfig(model=str(folder), device="cpu", speculative=name)).fingerprint()
         for name in (None, "ngram", str(head()), str(small()))
     }
     assert len(prints) == 3  # n-grams leave no KV

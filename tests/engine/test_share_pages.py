@@ -16,7 +16,7 @@ from support.waiting import until
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError, StepError
-from minisgl.runner import model_fingerprint
+from minisgl.runner import setup
 from minisgl.scheduler.plan import StepResult
 from minisgl.tiers.peers import page_exchange
 
@@ -36,7 +36,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         folders.append(folder)
         return b"weights"
 
-    monkeypatch.setattr(model_fingerprint, "weights_fingerprint", fingerprint)
+    monkeypatch.setattr(setup, "weights_fingerprint", fingerprint)
     return folders
 
 

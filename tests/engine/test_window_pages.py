@@ -31,7 +31,8 @@ from minisgl.attention.base import Attention, AttentionShape, DecodeBatch, Prefi
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
-from minisgl.engine.startup import Loaded, _tell_of_windows
+from minisgl.engine.startup import Loaded
+from minisgl.engine.startup_lines import tell_of_windows
 from minisgl.runner import load
 
 WINDOW = 20  # of the checkpoints
@@ -193,7 +194,7 @@ def test_the_kv_cache_is_as_large_as_computed_and_a_sequence_fills_it(
     assert (full, windowed) == (4 * each * (3 - num_windows), 4 * each * num_windows)
     assert loaded.runner.state_bytes == 60 * full + 33 * windowed
     with caplog.at_level(logging.INFO):
-        _tell_of_windows(loaded.config, loaded.model, capacity)
+        tell_of_windows(loaded.config, loaded.model, capacity)
     alike = (60 * full + 33 * windowed) // (full + windowed)
     assert f"{59 / (alike - 1):.2f} times as many" in caplog.text
 

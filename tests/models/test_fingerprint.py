@@ -20,7 +20,7 @@ from minisgl.models.fingerprint import weights_fingerprint
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
-from minisgl.runner.model_fingerprint import model_fingerprint
+from minisgl.runner.setup import Setup
 
 SIZE = 3_000_000  # bytes of a tensor
 
@@ -184,7 +184,7 @@ def test_what_the_numbers_depend_on_is_in_the_fingerprint(tmp_path: Path) -> Non
     def of(
         config: ResolvedConfig = plain, model: ModelConfig = model, folder: Path = folders[0]
     ) -> bytes:
-        return model_fingerprint(config, model, folder)
+        return Setup(config, model, folder).fingerprint()
 
     rope = dataclasses.replace(model.rope, type="yarn", factor=2.0)
     found = [

@@ -82,13 +82,7 @@ def answers(
     attention = Attention(TorchAttention(), TorchAttention())
     computation = Drafting(
         model=model,
-        states=allocate_states(
-            model.layer_specs("float32"),
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            num_slots=NUM_SLOTS,
-            device=CPU,
-        ),
+        states=allocate_states(model.layer_specs("float32"), capacity, CPU),
         capacity=capacity,
         vocab_size=config.vocab_size,
         attention=attention,

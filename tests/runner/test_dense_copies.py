@@ -9,16 +9,47 @@ import pytest
 import torch
 from support.resolving import GPU, MODEL, resolved
 
-from minisgl.config.resolve import DENSE_COPIES_SHARES
 from minisgl.distributed.communicator import SingleRank
 from minisgl.distributed.pipeline import OneStage
 from minisgl.errors import DeviceMemoryError
 from minisgl.models.decoder import Decoder
-from minisgl.runner import dense_copies
-from minisgl.runner.dense_copies import keeps_copies, prepare_model
+from minisgl.runner.dense_copies import prepare_model
 from minisgl.runner.memory import GIB
 
 LAYERS = MODEL.kv_specs("bfloat16")
+
+
+class Model:
+    """Of which only the copies are seen."""
+
+    def __init__(self, dense_copy_bytes: int = 24 * GIB, fits: bool = True) -> None:
+        self.dense_copy_bytes = dense_copy_bytes
+        self.fits = fits
+        self.kept: bool | None = None
+
+    def prepare(self, *, dense_copies: bool) -> None:
+        if dense_copies and not self.fits:
+            raise torch.OutOfMemoryError
+        self.kept = dense_copies
+
+
+class BesideAnother(SingleRank):
+    """The other rank has less memory."""
+
+    def host_min(self, number: int) -> int:
+        return min(number, 0)
+
+
+def prepare(
+    model: Model, room: int | None = None, *, ranks: SingleRank | None = None, **options: Any
+) -> int:
+    """room: what 10 GiB of weights leave on a GPU of 140, if not given."""
+    config = resolved(machine=GPU, **options)
+    if room is None:
+        room = int(140 * GIB * config.memory_ratio) - 10 * GIB
+    return prepare_model(
+        config, cast(Decoder, model), LAYERS, OneStage(ranks or SingleRank()), room
+    )
 
 
 # Gigabytes of copies, of the weights as they are stored, and of memory.
@@ -38,54 +69,16 @@ def test_copies_are_kept_where_they_take_a_third_of_what_is_left_at_most(
     copies: float, weights: float, memory: float, kept: bool
 ) -> None:
     room = int((0.9 * memory - weights) * 1e9)
-    assert keeps_copies(int(copies * 1e9), DENSE_COPIES_SHARES["auto"], room) is kept
+    model = Model(int(copies * 1e9))
+    prepare(model, room)
+    assert model.kept is kept
 
 
 @pytest.mark.parametrize("room", [-GIB, 0, 100 * GIB])
 def test_always_and_never_hold_whatever_is_left(room: int) -> None:
-    assert keeps_copies(GIB, DENSE_COPIES_SHARES["always"], room)
-    assert not keeps_copies(GIB, DENSE_COPIES_SHARES["never"], room)
-
-
-class Model:
-    """Of which only the copies are seen."""
-
-    dense_copy_bytes = 24 * GIB
-
-    def __init__(self, fits: bool = True) -> None:
-        self.fits = fits
-        self.kept: bool | None = None
-
-    def prepare(self, *, dense_copies: bool) -> None:
-        if dense_copies and not self.fits:
-            raise torch.OutOfMemoryError
-        self.kept = dense_copies
-
-
-class BesideAnother(SingleRank):
-    """The other rank has less memory."""
-
-    def host_min(self, number: int) -> int:
-        return min(number, 0)
-
-
-def prepare(
-    model: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    ranks: SingleRank | None = None,
-    **options: Any,
-) -> int:
-    """With 10 GiB of weights on a GPU of 140."""
-    monkeypatch.setattr(dense_copies, "free_bytes", lambda device: 130 * GIB)
-    return prepare_model(
-        resolved(machine=GPU, **options),
-        cast(Decoder, model),
-        LAYERS,
-        OneStage(ranks or SingleRank()),
-        torch.device("cpu"),
-        140 * GIB,
-    )
+    model = Model(GIB)
+    assert prepare(model, room, dense_copies="always") == GIB and model.kept
+    assert prepare(model, room, dense_copies="never") == 0 and not model.kept
 
 
 @pytest.mark.parametrize(
@@ -104,24 +97,21 @@ def test_the_log_says_what_is_kept(
     options: dict[str, Any],
     kept: bool,
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     model = Model()
-    assert prepare(model, monkeypatch, **options) == (24 * GIB if kept else 0)
+    assert prepare(model, **options) == (24 * GIB if kept else 0)
     assert model.kept is kept
     assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
-def test_a_rank_without_room_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_room_decides_for_all() -> None:
     model = Model()
-    assert prepare(model, monkeypatch, ranks=BesideAnother()) == 0
+    assert prepare(model, ranks=BesideAnother()) == 0
     assert model.kept is False
 
 
-def test_copies_that_do_not_fit_are_refused_with_the_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_that_do_not_fit_are_refused_with_the_option() -> None:
     with pytest.raises(DeviceMemoryError, match=r"take 24\.0 GiB, .* --dense-copies never does"):
-        prepare(Model(fits=False), monkeypatch, dense_copies="always")
+        prepare(Model(fits=False), dense_copies="always")

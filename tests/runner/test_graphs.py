@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.resolving import GPU, resolved
 
+from minisgl.config import ResolvedConfig
 from minisgl.device.lanes import Lanes
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.host import ScoredChunk, ScorePlan
@@ -29,13 +31,22 @@ from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 CPU = torch.device("cpu")
 
 
-def graphs(max_batch: int, max_chunk_rows: int = 8192, **runs: int) -> StepGraphs:
+def config_of(max_batch: int, max_chunk_rows: int = 8192, num_drafts: int = 0) -> ResolvedConfig:
+    return replace(
+        resolved(machine=GPU, max_running_requests=512),
+        cuda_graph_max_bs=max_batch,
+        max_prefill_length=max_chunk_rows,
+        num_drafts=num_drafts,
+    )
+
+
+def graphs(*sizes: int, num_drafts: int = 0) -> StepGraphs:
     def nothing() -> None:
         pass
 
     steps = [
         CapturedStep(key, torch.empty(0) if key.shape.num_chunks else None, nothing, {})
-        for key in graph_keys(max_batch, max_chunk_rows, **runs)
+        for key in graph_keys(config_of(*sizes, num_drafts=num_drafts))
     ]
     return StepGraphs(steps)
 
@@ -66,17 +77,17 @@ def test_every_batch_up_to_the_largest_has_a_graph(max_batch: int) -> None:
         assert captured.find(decode_plan(max_batch + 1), variant) is None
 
 
-@pytest.mark.parametrize("runs", [{}, {"max_run": 4, "max_run_rows": 512}])
-def test_the_largest_graphs_are_captured_first(runs: dict[str, int]) -> None:
-    keys = graph_keys(256, 8192, **runs)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_largest_graphs_are_captured_first(num_drafts: int) -> None:
+    keys = graph_keys(config_of(256, num_drafts=num_drafts))
     rows = [key.shape.num_rows for key in keys]
     assert rows == sorted(rows, reverse=True)
     assert len(set(keys)) == len(rows)
-    assert graph_keys(0, 8192, **runs) == []
+    assert graph_keys(config_of(0, num_drafts=num_drafts)) == []
 
 
 def test_a_step_with_runs_has_a_graph_of_its_own_as_long_as_it_has_few_rows() -> None:
-    captured = graphs(256, max_run=4, max_run_rows=512)
+    captured = graphs(256, num_drafts=3)
     plain = graphs(256)
     for plan in (decode_plan(3), decode_plan(128), mixed_plan(3, 100), mixed_plan(100, 400)):
         for variant in (SamplingVariant.FILTERED, SamplingVariant.FULL):

@@ -33,7 +33,14 @@ from minisgl.models.decoder import Taps
 from minisgl.request import Request, SamplingParams
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import GraphKey, mixed_shape
-from minisgl.runner.memory import GIB, MemoryUse, allocate_states, fit_caches, fit_slots
+from minisgl.runner.memory import (
+    GIB,
+    StepMemory,
+    WeightMemory,
+    allocate_states,
+    fit_caches,
+    fit_slots,
+)
 from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.step_shape import StepShape
@@ -121,8 +128,7 @@ def in_a_loop(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def runner_of_toy() -> ModelRunner:
-    longest = (NUM_PAGES - 1) * PAGE_SIZE
-    capacity = Capacity(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, longest, num_snapshots=NUM_SNAPSHOTS)
+    capacity = capacity_of(NUM_PAGES)
     lanes, attention = Lanes(CPU), Attention(TorchAttention(), TorchAttention())
     computation = Computation(
         model=Toy(),
@@ -136,15 +142,13 @@ def runner_of_toy() -> ModelRunner:
     return ModelRunner(computation, capacity, {})
 
 
+def capacity_of(num_pages: int) -> Capacity:
+    longest = (num_pages - 1) * PAGE_SIZE
+    return Capacity(num_pages, PAGE_SIZE, NUM_SLOTS, longest, num_snapshots=NUM_SNAPSHOTS)
+
+
 def states_of(num_pages: int) -> list[LayerState]:
-    return allocate_states(
-        LAYERS,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        num_slots=NUM_SLOTS,
-        num_snapshots=NUM_SNAPSHOTS,
-        device=CPU,
-    )
+    return allocate_states(LAYERS, capacity_of(num_pages), CPU)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -210,41 +214,45 @@ def test_memory_counts_the_states_of_slots_and_each_cache_once() -> None:
     assert planes.page_bytes == page_bytes(LAYERS, PAGE_SIZE)
 
 
+WEIGHTS = WeightMemory(free_at_start=80 * GIB, weight_bytes=60 * GIB)
+STEPS = StepMemory(activation_bytes=GIB, graph_bytes=0)
+
+
 def test_states_of_slots_and_snapshots_are_taken_off_the_pages() -> None:
-    use = MemoryUse(
-        free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=GIB, graph_bytes=0
-    )
     pages, state = LAYERS[1:2], StateSpec(shapes=((1 << 20,),), dtypes=("float32",))
     config = resolved(machine=GPU)
-    whole, none = fit_caches(config, pages, use)
+    whole, none = fit_caches(config, pages, WEIGHTS, STEPS)
     assert none == 0
     of_slots = (config.max_running_requests + 1) * 4 << 20
-    left = dataclasses.replace(use, weight_bytes=use.weight_bytes + of_slots)
-    assert fit_caches(config, [*pages, state], use)[0] == fit_caches(config, pages, left)[0]
+    left = dataclasses.replace(WEIGHTS, weight_bytes=60 * GIB + of_slots)
+    assert (
+        fit_caches(config, [*pages, state], WEIGHTS, STEPS)[0]
+        == fit_caches(config, pages, left, STEPS)[0]
+    )
     given = dataclasses.replace(config, num_snapshots=7)
     left = dataclasses.replace(left, weight_bytes=left.weight_bytes + 7 * (4 << 20))
-    assert fit_caches(given, [*pages, state], use) == (fit_caches(config, pages, left)[0], 7)
+    assert fit_caches(given, [*pages, state], WEIGHTS, STEPS) == (
+        fit_caches(config, pages, left, STEPS)[0],
+        7,
+    )
     too_many = dataclasses.replace(config, num_snapshots=10_000)
     with pytest.raises(DeviceMemoryError, match="--max-running-requests, --state-cache or"):
-        fit_caches(too_many, [*pages, state], use)
+        fit_caches(too_many, [*pages, state], WEIGHTS, STEPS)
     fitting = dataclasses.replace(config, num_snapshots=None)
-    num_pages, num_snapshots = fit_caches(fitting, [*pages, state], use)
+    num_pages, num_snapshots = fit_caches(fitting, [*pages, state], WEIGHTS, STEPS)
     share = num_snapshots * (4 << 20) / (11 * GIB - of_slots)
     assert 0.33 < share <= 1 / 3
     assert num_pages < whole
 
 
 def test_a_stage_without_states_or_without_a_cache_leaves_the_numbers_to_the_others() -> None:
-    use = MemoryUse(
-        free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=GIB, graph_bytes=0
-    )
     state = StateSpec(shapes=((1 << 20,),), dtypes=("float32",))
     config = dataclasses.replace(resolved(machine=GPU), num_snapshots=None)
-    both = fit_caches(config, [LAYERS[1], state], use)
-    assert fit_caches(config, [state], use)[0] > both[0]
-    assert fit_caches(config, LAYERS[1:2], use)[1] > both[1]
+    both = fit_caches(config, [LAYERS[1], state], WEIGHTS, STEPS)
+    assert fit_caches(config, [state], WEIGHTS, STEPS)[0] > both[0]
+    assert fit_caches(config, LAYERS[1:2], WEIGHTS, STEPS)[1] > both[1]
     with pytest.raises(DeviceMemoryError):
-        fit_caches(dataclasses.replace(config, num_snapshots=10_000), [state], use)
+        fit_caches(dataclasses.replace(config, num_snapshots=10_000), [state], WEIGHTS, STEPS)
 
 
 def test_the_states_of_requests_take_at_most_half_of_what_weights_leave() -> None:

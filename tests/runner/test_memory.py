@@ -10,13 +10,20 @@ import pytest
 import torch
 from support.resolving import GPU, MODEL, resolved
 
+from minisgl.config import Capacity
 from minisgl.errors import DeviceMemoryError
-from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_states, fit_caches
+from minisgl.runner.memory import (
+    GIB,
+    MIN_PAGES,
+    StepMemory,
+    WeightMemory,
+    allocate_states,
+    fit_caches,
+)
 
 LAYERS = MODEL.kv_specs("bfloat16")
-USE = MemoryUse(
-    free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=8 * GIB, graph_bytes=3 * GIB
-)
+WEIGHTS = WeightMemory(free_at_start=80 * GIB, weight_bytes=60 * GIB)
+STEPS = StepMemory(activation_bytes=8 * GIB, graph_bytes=3 * GIB)
 
 
 def num_pages_of(*arguments: Any) -> int:
@@ -26,13 +33,13 @@ def num_pages_of(*arguments: Any) -> int:
 def test_pages_fill_the_memory_that_everything_else_leaves() -> None:
     config = resolved(machine=GPU, memory_ratio=0.9)
     page_bytes = MODEL.kv_bytes_per_token(config.dtype) * config.page_size
-    assert num_pages_of(config, LAYERS, USE) == GIB // page_bytes
+    assert num_pages_of(config, LAYERS, WEIGHTS, STEPS) == GIB // page_bytes
 
 
 def test_twice_the_pages_in_fp8() -> None:
     config = resolved(machine=GPU, kv_cache_dtype="fp8")
-    num_pages = num_pages_of(config, MODEL.kv_specs(config.kv_dtype), USE)
-    assert num_pages // 2 == num_pages_of(config, LAYERS, USE)
+    num_pages = num_pages_of(config, MODEL.kv_specs(config.kv_dtype), WEIGHTS, STEPS)
+    assert num_pages // 2 == num_pages_of(config, LAYERS, WEIGHTS, STEPS)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.88])
@@ -41,32 +48,34 @@ def test_a_memory_ratio_that_leaves_no_page_is_refused_with_one_that_does(ratio:
     with pytest.raises(
         DeviceMemoryError, match=f"--memory-ratio {ratio} of the 80.0 GiB"
     ) as caught:
-        num_pages_of(resolved(machine=GPU, memory_ratio=ratio), LAYERS, USE)
+        num_pages_of(resolved(machine=GPU, memory_ratio=ratio), LAYERS, WEIGHTS, STEPS)
     named = re.search(r"Raise it to ([0-9.]+) or more", str(caught.value))
     assert named is not None
     least = float(named[1])
     enough = resolved(machine=GPU, memory_ratio=least)
-    assert num_pages_of(enough, LAYERS, USE) >= MIN_PAGES
+    assert num_pages_of(enough, LAYERS, WEIGHTS, STEPS) >= MIN_PAGES
     with pytest.raises(DeviceMemoryError):
-        num_pages_of(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, USE)
+        num_pages_of(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, WEIGHTS, STEPS)
 
 
 def test_a_step_too_large_for_any_memory_ratio_is_refused() -> None:
-    use = dataclasses.replace(USE, activation_bytes=20 * GIB)
+    steps = dataclasses.replace(STEPS, activation_bytes=20 * GIB)
     with pytest.raises(DeviceMemoryError) as caught:
-        num_pages_of(resolved(machine=GPU, memory_ratio=1.0), LAYERS, use)
+        num_pages_of(resolved(machine=GPU, memory_ratio=1.0), LAYERS, WEIGHTS, steps)
     assert "Raise" not in str(caught.value)
     assert "Lower --max-prefill-length" in str(caught.value)
 
 
 def test_dense_copies_that_leave_no_page_are_named_with_the_option() -> None:
-    use = dataclasses.replace(USE, weight_bytes=70 * GIB, copy_bytes=50 * GIB)
+    weights = WeightMemory(80 * GIB, weight_bytes=70 * GIB, copy_bytes=50 * GIB)
     with pytest.raises(DeviceMemoryError) as caught:
-        num_pages_of(resolved(machine=GPU), LAYERS, use)
+        num_pages_of(resolved(machine=GPU), LAYERS, weights, STEPS)
     assert "weights take 70.0 (50.0 of that dense copies), the largest step" in str(caught.value)
     assert str(caught.value).endswith(" --dense-copies never does without the copies.")
     with pytest.raises(DeviceMemoryError) as caught:
-        num_pages_of(resolved(machine=GPU), LAYERS, dataclasses.replace(use, copy_bytes=0))
+        num_pages_of(
+            resolved(machine=GPU), LAYERS, dataclasses.replace(weights, copy_bytes=0), STEPS
+        )
     assert "dense" not in str(caught.value)
 
 
@@ -74,8 +83,6 @@ def test_more_pages_than_fit_in_memory_are_refused() -> None:
     with pytest.raises(DeviceMemoryError, match="without --num-pages as many are made as fit"):
         allocate_states(
             MODEL.kv_specs("float32"),
-            num_pages=1 << 40,
-            page_size=16,
-            num_slots=1,
-            device=torch.device("cpu"),
+            Capacity(num_pages=1 << 40, page_size=16, num_slots=1, max_seq_len=16),
+            torch.device("cpu"),
         )

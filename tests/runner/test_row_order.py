@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.resolving import GPU, resolved
 from torch import Tensor
 
 from minisgl.attention.base import Attention, ForwardBatch
@@ -264,8 +266,16 @@ def check_chunks(
 
 def draft_step(tables: SlotTables, batch: ForwardBatch, samples: SampleRows) -> DraftStep:
     return DraftStep(
-        *(batch, torch.zeros(0), tables.state, [], Attention(TorchAttention(), TorchAttention())),
-        *(samples.slots, samples.output_index, samples.rows, samples.num_runs, samples.chunk_ends),
+        batch=batch,
+        hidden=torch.zeros(0),
+        state=tables.state,
+        states=[],
+        attention=Attention(TorchAttention(), TorchAttention()),
+        slots=samples.slots,
+        output_index=samples.output_index,
+        sample_rows=samples.rows,
+        num_runs=samples.num_runs,
+        chunk_ends=samples.chunk_ends,
     )
 
 
@@ -307,7 +317,8 @@ def check_slots_of_ranks(step: DraftStep, rank: int) -> None:
 def test_a_captured_step_has_room_for_the_rank_with_most_rows(num_ranks: int) -> None:
     tables = make_tables(num_ranks=num_ranks)
     each = 64 // num_ranks
-    keys = dict.fromkeys(key.divided(num_ranks) for key in graph_keys(64, 8192))
+    config = resolved(machine=GPU, max_running_requests=64, cuda_graph_max_bs=64)
+    keys = graph_keys(replace(config, tp=num_ranks, dp_attention=True))
     for key in keys:
         assert not key.shape.num_decodes % num_ranks and not key.shape.num_chunk_rows % num_ranks
     packed = {key: torch.empty(0) if key.shape.num_chunks else None for key in keys}

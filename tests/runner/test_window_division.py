@@ -10,7 +10,7 @@ import pytest
 from support.resolving import GPU, MODEL, resolved
 
 from minisgl.config import AttentionSpec, LayerSpec, ResolvedConfig, page_bytes
-from minisgl.runner.load import _divided
+from minisgl.runner.memory import divide_pages
 
 FULL = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=64, scale=0.125)
 WINDOWED = replace(FULL, window=128)
@@ -36,7 +36,7 @@ def divided(
 ) -> tuple[int, int]:
     specs: list[LayerSpec] = [spec.kv("bfloat16") for spec in layers]
     pipeline = Others(others or [sys.maxsize] * 3)
-    return _divided(config, specs, num_pages, pipeline)  # type: ignore[arg-type]
+    return divide_pages(config, specs, num_pages, pipeline)  # type: ignore[arg-type]
 
 
 def test_pages_of_both_kinds_take_the_memory_of_pages_alike() -> None:

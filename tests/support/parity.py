@@ -25,18 +25,16 @@ from support.checkpoints import (
 from support.draft_policies import drafting
 from support.forked_ranks import forked_ranks
 
-from minisgl.config import EngineConfig, resolve
-from minisgl.drafting.networks.loading import find_network
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
-from minisgl.models.kv_scales import with_kv_scales
-from minisgl.models.registry import read_model_config
-from minisgl.ranks.several_ranks import load_ranks
+from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.request import RequestOutput, SamplingParams
-from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
+from minisgl.runner.runner import ModelRunner
+from minisgl.runner.setup import read_setup
 from minisgl.tiers.disk.disk_cache import check_folder
 
 FOLDER = TemporaryDirectory()
@@ -86,47 +84,33 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     """The engine on a checkpoint without a tokenizer, which verifies drafts in each step if it may
     do so in any. `padded`: the largest batch that runs in the shape of a captured one. `spawned`:
     has its ranks start as those of users do."""
-    overlap = options.pop("overlap", True)
     starting = contextlib.nullcontext() if options.pop("spawned", False) else forked_ranks()
-    padded = options.pop("padded", 0)
-    model_config = read_model_config(
-        folder,
-        quantization=options.get("quantization"),
-        model_impl=options.get("model_impl", "auto"),
-    )
-    if options.get("kv_cache_dtype") != "model":
-        model_config = with_kv_scales(model_config, folder)
-    if options.get("dp_attention"):
-        model_config = model_config.by_request()
-    facts = model_config.facts()
-    if network := find_network(
-        options.get("speculative") or "",
-        model_config,
-        folder,
-        load_format="auto",
-        num_ranks=options.get("tp", 1),
-    ):
-        facts = network.added_to(facts)
+    padded, overlap = options.pop("padded", 0), options.pop("overlap", True)
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
-    given = EngineConfig(model=str(folder), **options)
-    config = resolve(given, facts, device_facts(facts), overlap=overlap)
+    setup = read_setup(EngineConfig(model=str(folder), **options))
+    config = dataclasses.replace(setup.config, overlap=overlap)
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
     if config.disk_cache:
         check_folder(config)
-    defaults = GenerationDefaults(frozenset())
+    setup = dataclasses.replace(setup, config=config)
+    runner: ModelRunner | SeveralRanks
     if config.num_ranks == 1:
-        alone = load_runner(config, model_config, folder)
-        return drafting(
-            Loaded(*(alone, config, alone.capacity, facts, None, defaults, "test"), disk=alone.disk)
-        )
-    with starting:
-        runner = load_ranks(config, model_config, folder)
+        runner = load_runner(setup)
+    else:
+        with starting:
+            runner = load_ranks(setup)
     return drafting(
         Loaded(
-            *(runner, config, runner.capacity, facts, None, defaults, "test"),
-            ranks=runner.others,
+            runner=runner,
+            config=config,
+            capacity=runner.capacity,
+            model=setup.facts,
+            tokenizer=None,
+            defaults=GenerationDefaults(frozenset()),
+            model_name="test",
+            ranks=runner.others if isinstance(runner, SeveralRanks) else None,
             disk=runner.disk,
         )
     )

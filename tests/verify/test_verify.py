@@ -25,12 +25,11 @@ from typer.testing import CliRunner
 from minisgl.attention.base import DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import EngineConfig
-from minisgl.engine import startup
 from minisgl.errors import ConfigError
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.hub import DEMO_FOLDER, safetensors_files
 from minisgl.models.registry import read_model_config
-from minisgl.runner import load
+from minisgl.runner import load, setup
 from minisgl.text.rendering import render
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.verify import answers, reference, run, texts
@@ -91,13 +90,13 @@ def test_a_template_that_refuses_a_question_leaves_the_other_prompts() -> None:
 
 
 def wrong_theta(patch: pytest.MonkeyPatch) -> None:
-    read = startup.read_model_config
+    read = setup.read_model_config
 
     def changed(*args: Any, **given: Any) -> Any:
         config = read(*args, **given)
         return replace(config, rope=replace(config.rope, theta=1.2 * config.rope.theta))
 
-    patch.setattr(startup, "read_model_config", changed)
+    patch.setattr(setup, "read_model_config", changed)
 
 
 def wrong_norm(patch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,10 @@ class NetworkConfig:
         """The config of its layers."""
         return self.of.layer if isinstance(self.of, Eagle3Config) else self.of
 
-    def by_request(self) -> NetworkConfig:
-        """The same with attention as in ModelConfig.by_request."""
+    def attending_as(self, target: ModelConfig) -> NetworkConfig:
+        """The same, with attention as in ModelConfig.by_request if the target's is."""
+        if not isinstance(target, NativeConfig) or target.divides_heads:
+            return self
         if isinstance(self.of, Eagle3Config):
             return replace(self, of=replace(self.of, layer=self.of.layer.by_request()))
         return replace(self, of=self.of.by_request())
@@ -156,8 +158,7 @@ def read_mtp(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkCo
 
 
 def _fitting(found: NetworkConfig, target: ModelConfig, num_ranks: int) -> NetworkConfig:
-    if isinstance(target, NativeConfig) and not target.divides_heads:
-        found = found.by_request()
+    found = found.attending_as(target)
     layers = found.layers
     if layers.vocab_size != target.vocab_size:
         raise UnsupportedModelError(

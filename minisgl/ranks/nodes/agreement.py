@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 import minisgl
-from minisgl.config import ResolvedConfig
-from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
+from minisgl.runner.setup import Setup
 
 # What each node may have for itself, what the ranks agree on later, and what only node 0 uses.
 OWN_OPTIONS = frozenset(
@@ -32,8 +31,9 @@ LONGEST_VALUE = 48  # longer ones are compared by their hashes
 TAIL_BYTES = 4096
 
 
-def facts_of(config: ResolvedConfig, model: ModelConfig, folder: Path) -> dict[str, str]:
+def facts_of(setup: Setup) -> dict[str, str]:
     """What must agree, by a name for people. Raises CheckpointError if weights are missing."""
+    config, model = setup.config, setup.model
     facts = {
         "the version of minisgl": minisgl.__version__,
         "that of PyTorch": str(torch.__version__),
@@ -45,7 +45,7 @@ def facts_of(config: ResolvedConfig, model: ModelConfig, folder: Path) -> dict[s
         if spec.name != "notes":
             facts[f"the model's {spec.name}"] = _short(getattr(model, spec.name))
     if config.load_format != "dummy":
-        facts["the weights"] = _digest(_tails(folder))
+        facts["the weights"] = _digest(_tails(setup.folder))
     return facts
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from minisgl.config import ResolvedConfig
@@ -24,7 +23,6 @@ from minisgl.distributed.handshake import HandshakeError, prove_to_main
 from minisgl.distributed.interfaces import interface_of
 from minisgl.distributed.layout import RankLayout
 from minisgl.errors import ConfigError, EngineStoppedError, MinisglError
-from minisgl.models.config import ModelConfig
 from minisgl.ranks.nodes.addresses import main_address
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import JOIN_LIMIT_S
@@ -45,6 +43,7 @@ from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
 from minisgl.ranks.processes.rendezvous import TcpRendezvous
 from minisgl.ranks.processes.worker import RankSpec
+from minisgl.runner.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +51,15 @@ CONNECT_S = 5.0
 RETRY_S = 0.5
 
 
-def work(config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
-    """Run the ranks of node `config.node_rank` until node 0 ends them in order.
+def work(setup: Setup) -> None:
+    """Run the ranks of the node of `setup` until node 0 ends them in order.
 
     Blocks. Raises ConfigError if ranks cannot be started here or node 0 refuses this node,
     EngineStoppedError (or the error of loading) if node 0 is lost, a rank is, or any node fails.
     """
     if reason := spawn_obstacle():
-        raise ConfigError("--node-rank", config.node_rank, reason)
-    node = _WorkerNode(config, model, folder)
+        raise ConfigError("--node-rank", setup.config.node_rank, reason)
+    node = _WorkerNode(setup)
     try:
         node.run()
     finally:
@@ -68,13 +67,12 @@ def work(config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
 
 
 class _WorkerNode:
-    def __init__(self, config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
-        self._config = config
-        self._model = model
-        self._folder = folder
+    def __init__(self, setup: Setup) -> None:
+        config = setup.config
+        self._setup = setup
         self._own = RankLayout.of(config).ranks_of_node(config.node_rank)
         self._ranks: RemoteRanks | None = None  # of this node
-        self._facts = facts_of(config, model, folder)
+        self._facts = facts_of(setup)
         self._link = NodeLink(connect(config), "Node 0", self._beat)
 
     def run(self) -> None:
@@ -104,7 +102,7 @@ class _WorkerNode:
 
     def _join(self) -> Start:
         """Ask node 0 to take part, and wait until all other nodes have."""
-        node = self._config.node_rank
+        node = self._setup.config.node_rank
         try:
             self._link.send(Join(node, self._facts))
         except OSError as error:
@@ -119,17 +117,14 @@ class _WorkerNode:
                 self._check_failed(frame)
 
     def _start_ranks(self, start: Start) -> RemoteRanks:
-        config = self._config
-        context = multiprocessing.get_context("spawn")
+        context, setup = multiprocessing.get_context("spawn"), self._setup
         masks = MaskRing.allocate(
-            context, config.max_running_requests, self._model.vocab_size, config.pp
+            context, setup.config.max_running_requests, setup.model.vocab_size, setup.config.pp
         )
         channel = Channel(self._own, context, masks)
         spec = RankSpec(
             rank=self._own[0],
-            config=config,
-            model_config=self._model,
-            folder=self._folder,
+            setup=setup,
             rendezvous=TcpRendezvous(start.host, start.port),
             interface=interface_of(self._link.own_address),
         )

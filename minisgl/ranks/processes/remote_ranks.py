@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
@@ -64,7 +64,7 @@ class RemoteRanks:
         self._launcher = launcher
         self.channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
-        self._watch = RankWatch(others, own.config.step_timeout)
+        self._watch = RankWatch(others, own.setup.config.step_timeout)
         self._listening: dict[int, RankListens] = {}
         self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
         self._ending = False
@@ -83,13 +83,7 @@ class RemoteRanks:
     def wait_ready(self, report: Callable[[float], None]) -> None:
         """Block until all ranks have loaded; raises the reason if one cannot. report: called with
         the fraction of ranks that have loaded, 0 to 1."""
-        with self._changed:
-            num_ranks = len(self._watch.silence)
-            while len(self._watch.ready) < num_ranks and not self.lost.done():
-                report(len(self._watch.ready) / num_ranks)
-                self._changed.wait()
-        if self.lost.done():
-            self.lost.result()
+        self._wait_for_all(self._watch.ready, report)
 
     def send(self, plan: bytes, masks: StepMasks | None = None) -> None:
         """Send an encoded plan to every rank, and its masks. Raises EngineStoppedError."""
@@ -101,18 +95,24 @@ class RemoteRanks:
         the reason why the ranks are lost."""
         self._listening.clear()
         self.pass_on(packed(LISTEN, (address, token)))
-        with self._changed:
-            while len(self._listening) < len(self._watch.silence) and not self._ending:
-                self._changed.wait()
-        if self.lost.done():
-            self.lost.result()
-        if len(self._listening) < len(self._watch.silence):
-            raise EngineStoppedError(TOLD_TO_END)
+        self._wait_for_all(self._listening, lambda fraction: None)
         found = [self._listening[rank] for rank in sorted(self._listening)]
         for each in found:
             if each.obstacle:
                 raise OSError(each.obstacle)
         return Listening.of(each.listening for each in found if each.listening is not None)
+
+    def _wait_for_all(self, heard: Sized, report: Callable[[float], None]) -> None:
+        """Block until as many as all ranks are in `heard`. Raises why that cannot be."""
+        num_ranks = len(self._watch.silence)
+        with self._changed:
+            while len(heard) < num_ranks and not self._ending:
+                report(len(heard) / num_ranks)
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+        if len(heard) < num_ranks:
+            raise EngineStoppedError(TOLD_TO_END)
 
     def pass_on(self, data: bytes, masks: StepMasks | None = None) -> None:
         """Send every rank a message that is no plan, as `send` does."""

@@ -14,11 +14,9 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from minisgl.config import ResolvedConfig
 from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
@@ -26,7 +24,6 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
-from minisgl.models.config import ModelConfig
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
@@ -38,9 +35,10 @@ from minisgl.ranks.processes.channel import (
 )
 from minisgl.ranks.processes.plan_codec import LISTEN, MOVE, SAMPLE, PlanDecoder, unpacked
 from minisgl.ranks.processes.rendezvous import Rendezvous
-from minisgl.runner.load import Report, load_runner, rank_device
+from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.setup import Setup
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -49,9 +47,7 @@ class RankSpec:
     """The parameters of a rank, the same for all ranks of a machine except `rank`."""
 
     rank: int  # among all ranks
-    config: ResolvedConfig
-    model_config: ModelConfig
-    folder: Path
+    setup: Setup
     rendezvous: Rendezvous
     interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
 
@@ -63,7 +59,7 @@ def run_rank(spec: RankSpec, end: RankEnd) -> None:
     try:
         runner, pipeline = join_and_load(spec)
         end.report(Ready())
-        _run_plans(runner, end, spec.config.pp)
+        _run_plans(runner, end, pipeline.size)
         runner.close()
         pipeline.close()
     except EOFError:  # rank 0 has died
@@ -87,40 +83,33 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
     os._exit(1)
 
 
-def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Pipeline]:
+def join_and_load(spec: RankSpec, report: Report = no_report) -> tuple[ModelRunner, Pipeline]:
     """Join the groups and load this rank's part of the model. Every rank calls it, rank 0 too.
 
     Blocks for seconds or minutes, until all ranks have loaded.
     """
-    config, layout = spec.config, RankLayout.of(spec.config)
-    local_rank = layout.local_rank(spec.rank)
+    config = spec.setup.config
+    layout = RankLayout.of(config)
+    device = torch.device("cpu")
     if config.device == "cpu":
         # With more threads than cores all ranks of a machine are slower.
         num_threads = max(1, (os.cpu_count() or 1) // layout.ranks_per_node)
         torch.set_num_threads(min(torch.get_num_threads(), num_threads))
-    device = rank_device(config, local_rank)
-    if device.type == "cuda":
+    else:
+        device = torch.device("cuda", layout.local_rank(spec.rank))
         torch.cuda.set_device(device)
     ranks, pipeline = join_group(
         spec.rendezvous.store(),
         spec.rank,
         layout,
         device,
-        hidden_size=spec.model_config.hidden_size,
+        hidden_size=spec.setup.model.hidden_size,
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,
         interface=spec.interface,
     )
     try:
-        runner = load_runner(
-            config,
-            spec.model_config,
-            spec.folder,
-            report,
-            ranks,
-            pipeline,
-            local_rank=local_rank,
-        )
+        runner = load_runner(spec.setup, report, ranks, pipeline, device)
     except BaseException:
         if device.type == "cpu":
             pipeline.abandon()

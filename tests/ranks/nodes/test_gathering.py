@@ -35,6 +35,7 @@ from minisgl.ranks.nodes.main_node import NodesChannel
 from minisgl.ranks.nodes.worker_node import connect, work
 from minisgl.ranks.processes.channel import Failed, Ready
 from minisgl.ranks.processes.mask_ring import MaskRing
+from minisgl.runner.setup import Setup
 
 FOLDER = locate_model("", load_format="auto")
 MODEL: ModelConfig = read_model_config(FOLDER)
@@ -64,7 +65,7 @@ class Main:
         self._links: list[NodeLink] = []
         self._threads = ThreadPoolExecutor(1)
         config = config_of(0, self.port, nnodes)
-        facts = facts_of(config, MODEL, FOLDER)
+        facts = facts_of(Setup(config, MODEL, FOLDER))
         self.nodes: Future[Nodes] = self._threads.submit(gather_nodes, config, facts, self._report)
 
     def _report(self, fraction: float) -> None:
@@ -86,7 +87,7 @@ class Main:
         config = config_of(node, self.port, self.nnodes)
         link = NodeLink(connect(config), "Node 0", lambda: Beat(8.0))
         self._links.append(link)
-        link.send(Join(node, facts or facts_of(config, MODEL, FOLDER)))
+        link.send(Join(node, facts or facts_of(Setup(config, MODEL, FOLDER))))
         return link
 
 
@@ -172,7 +173,7 @@ def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(
     config = config_of(2, zero.port, 3)
     with pytest.raises(ConfigError, match=r"^--master-addr 127.0.0.1:\d+: node 0 cannot be joined: "
                        "it does not accept the cluster token of this node$"):  # fmt: skip
-        work(config, MODEL, FOLDER)
+        work(Setup(config, MODEL, FOLDER))
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
 
     twice = config_of(1, zero.port, 3)
@@ -188,7 +189,7 @@ def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(
         with pytest.raises(
             ConfigError, match="^--node-rank .: node 0 refuses this node: .*" + reason
         ):
-            work(its, model, FOLDER)
+            work(Setup(its, model, FOLDER))
         assert "Refused node" in caplog.text
         monkeypatch.setattr(worker_node, "facts_of", facts_of)
 
@@ -202,8 +203,8 @@ def test_strangers_and_unfit_nodes_are_refused_and_the_right_one_still_joins(
 
 
 def with_version(version: str) -> Callable[..., dict[str, str]]:
-    def facts(*arguments: Any) -> dict[str, str]:
-        return facts_of(*arguments) | {"the version of minisgl": version}
+    def facts(setup: Setup) -> dict[str, str]:
+        return facts_of(setup) | {"the version of minisgl": version}
 
     return facts
 
@@ -216,7 +217,7 @@ def test_a_node_that_does_not_come_is_named_after_a_while(
         main(3).nodes.result()
     monkeypatch.setattr(worker_node, "JOIN_LIMIT_S", 0.3)
     with pytest.raises(EngineStoppedError, match=r"Node 0 was not found at 127\.0\.0\.1:\d+ with"):
-        work(config_of(1, port), MODEL, FOLDER)
+        work(Setup(config_of(1, port), MODEL, FOLDER))
 
 
 def test_a_node_hears_why_node_0_has_failed_and_that_it_has_gone(
@@ -225,7 +226,7 @@ def test_a_node_hears_why_node_0_has_failed_and_that_it_has_gone(
     for last_words, reason in ((True, "Rank 0 failed: no memory"), (False, "Node 0 has closed")):
         zero = main()
         with ThreadPoolExecutor(1) as threads:
-            worked = threads.submit(work, config_of(1, zero.port), MODEL, FOLDER)
+            worked = threads.submit(work, Setup(config_of(1, zero.port), MODEL, FOLDER))
             nodes = zero.nodes.result()
             if last_words:
                 nodes.links[1].send_last(Failed("DeviceMemoryError", reason))
@@ -265,8 +266,8 @@ def test_an_address_that_node_0_cannot_have_is_refused(port: int) -> None:
 def test_nodes_of_one_command_line_agree_also_with_models_in_different_places(
     tmp_path: Path,
 ) -> None:
-    ours = facts_of(config_of(0, 1000, model="here"), MODEL, FOLDER)
-    theirs = facts_of(config_of(1, 2000, model="there", num_pages=70), MODEL, FOLDER)
+    ours = facts_of(Setup(config_of(0, 1000, model="here"), MODEL, FOLDER))
+    theirs = facts_of(Setup(config_of(1, 2000, model="there", num_pages=70), MODEL, FOLDER))
     assert difference(theirs, ours) is None
 
 
@@ -275,13 +276,13 @@ def test_weights_are_compared_by_their_files_and_by_their_ends(tmp_path: Path) -
     file = tmp_path / "model.safetensors"
     content = bytes(10_000)
     file.write_bytes(content)
-    ours = facts_of(config, MODEL, tmp_path)
+    ours = facts_of(Setup(config, MODEL, tmp_path))
     for other in (content[:-1] + b"x", content + b"\0"):
         file.write_bytes(other)
-        found = difference(facts_of(config, MODEL, tmp_path), ours)
+        found = difference(facts_of(Setup(config, MODEL, tmp_path)), ours)
         assert found is not None and found.startswith("the weights (sha256:")
     dummy = dataclasses.replace(config, load_format="dummy")
-    found = difference(facts_of(dummy, MODEL, tmp_path), ours)
+    found = difference(facts_of(Setup(dummy, MODEL, tmp_path)), ours)
     assert found is not None and "load_format (dummy, on node 0 safetensors)" in found
     assert "the weights (none, on node 0 sha256:" in found
 

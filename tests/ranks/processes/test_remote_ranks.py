@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from minisgl.ranks.processes.plan_codec import LISTEN, unpacked
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec
+from minisgl.runner.setup import Setup
 
 NUM_RANKS = 4
 
@@ -105,7 +107,8 @@ class QueueChannel:
 
 
 class TwoMachines:
-    def __init__(self) -> None:
+    def __init__(self, says_ready: bool) -> None:
+        self.says_ready = says_ready
         self.started: dict[int, RankSpec] = {}
         self.exit_codes: dict[int, int | None] = {}
 
@@ -114,7 +117,8 @@ class TwoMachines:
             self.started[spec.rank] = spec
             self.exit_codes[spec.rank] = None
             end.beat()
-            end.report(Ready())
+            if self.says_ready:
+                end.report(Ready())
 
     def states(self) -> Mapping[int, ProcessState]:
         return {rank: ProcessState(100 + rank, code) for rank, code in self.exit_codes.items()}
@@ -132,16 +136,19 @@ class TwoMachines:
 
 
 @contextmanager
-def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
+def remote_ranks(
+    says_ready: bool = True,
+) -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
     config: Any = SimpleNamespace(num_ranks=NUM_RANKS, device="cpu", step_timeout=100.0)
-    model_config: Any = None
-    launcher, channel = TwoMachines(), QueueChannel()
+    model: Any = None
+    launcher, channel = TwoMachines(says_ready), QueueChannel()
     folder = Path("nowhere")
-    own = RankSpec(0, config, model_config, folder, FileRendezvous(folder))
+    own = RankSpec(0, Setup(config, model, folder), FileRendezvous(folder))
     others = range(1, NUM_RANKS)
     ranks = RemoteRanks(own, launcher, channel, others, may_hang=False)
     try:
-        ranks.wait_ready(lambda fraction: None)
+        if says_ready:
+            ranks.wait_ready(lambda fraction: None)
         yield ranks, launcher, channel
     finally:
         ranks.end()
@@ -191,6 +198,16 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         channel.unreachable = True
         with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):
             ranks.send(b"plan")
+
+
+def test_ranks_that_are_told_to_end_while_they_load_are_awaited_no_longer() -> None:
+    with remote_ranks(says_ready=False) as (ranks, *_), ThreadPoolExecutor(1) as thread:
+        began = threading.Event()
+        waiting = thread.submit(ranks.wait_ready, lambda fraction: began.set())
+        assert began.wait(10)
+        ranks.begin_to_end()
+        with pytest.raises(EngineStoppedError, match="told to end"):
+            waiting.result(60)
 
 
 def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
