@@ -1,6 +1,5 @@
-"""Makes a runner from what a setup says, in phases: the weights are loaded and made ready, the
-largest steps run on a trial runner, which is measured, the caches get the rest of the memory, and
-graphs are captured."""
+"""Makes the runner of a setup, in phases: load the weights, make them ready, measure the largest
+steps on a trial runner, allocate the caches in the rest of the memory, capture the graphs."""
 
 from __future__ import annotations
 
@@ -98,8 +97,8 @@ def load_runner(
     pages in the remaining memory, and capture the graphs. All ranks must call this together.
 
     ranks: the communicator of this rank's stage. pipeline: of the stages, if there are several.
-    device: which of this machine. Blocks for seconds or minutes. Raises CheckpointError or
-    DeviceMemoryError.
+    device: of this rank, if there are others; else the one of the options. Blocks for seconds or
+    minutes. Raises CheckpointError or DeviceMemoryError.
     """
     config, pipeline = setup.config, pipeline or OneStage(ranks)
     lanes = Lanes(device or torch.device(config.device))
