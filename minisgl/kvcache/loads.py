@@ -6,14 +6,15 @@ nobody reads them before the plan that awaits it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
 from minisgl.kvcache.host import UNPLANNED
-from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.residency import Device
+from minisgl.kvcache.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class InFlight:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Loads:
-    _cache: RadixCache
-    _device: PagePool
+    _tree: PrefixTree
+    _device: Device
+    _host_pages: Mapping[Node, Sequence[int]]  # of the nodes in host memory
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
     num_begun: int = 0  # since the start
     in_flight: dict[int, InFlight] = field(default_factory=dict)
+    _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
     _new: list[Load] = field(default_factory=list)  # for the next plan
     _awaits: list[int] = field(default_factory=list)  # for the next plan
 
@@ -44,17 +47,22 @@ class Loads:
     @property
     def is_lane_busy(self) -> bool:
         """Whether a load that began now would only queue up behind others."""
-        if self._max_pages is None:
-            return False
-        return sum(len(load.pages) for load in self.in_flight.values()) >= self._max_pages
+        return self._max_pages is not None and len(self._of_page) >= self._max_pages
 
     def begin(self, node: Node, pages: Sequence[int]) -> int:
         """Load the end of a match, the locked `node`, into `pages` with the next plan."""
         self.num_begun += 1
-        load_id = self.num_begun
-        host_pages = self._cache.fill(node, pages, load_id)
+        load_id, host_pages = self.num_begun, list[int]()
+        resident, copied = self._device.pages, self._host_pages
+        absent = takewhile(lambda each: each in copied and each not in resident, node.upwards())
+        for each in reversed([*absent]):
+            start = len(host_pages)
+            host_pages += copied[each]
+            self._device.put(each, list(pages[start : len(host_pages)]))
+        self._tree.lock(node)
         self.in_flight[load_id] = InFlight(node, pages, UNPLANNED)
-        self._device.mark_written(pages, UNPLANNED)
+        self._of_page.update(dict.fromkeys(pages, load_id))
+        self._device.pool.mark_written(pages, UNPLANNED)
         self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
         return load_id
 
@@ -62,8 +70,10 @@ class Loads:
         """The loads that write pages of the prefix up to `node`, and how many of these each."""
         found: dict[int, int] = {}
         for each in node.upwards() if self.in_flight else ():
-            if each.load:
-                found[each.load] = found.get(each.load, 0) + len(each.pages)
+            pages = self._device.pages.get(each)
+            load_id = self._of_page.get(pages[0]) if pages else None
+            if load_id is not None:
+                found[load_id] = found.get(load_id, 0) + each.num_pages
         return found
 
     def landed(self, load_id: int) -> None:
@@ -73,13 +83,15 @@ class Loads:
         """
         found = self.in_flight.pop(load_id, None)
         if found is not None:
-            self._cache.filled(found.node)
+            for page in found.pages:
+                del self._of_page[page]
+            self._tree.release(found.node)
             self._awaits.append(load_id)
 
-    def await_unwanted(self, wanted: Iterable[frozenset[int]]) -> None:
+    def await_unwanted(self, wanted: Iterable[Iterable[int]]) -> None:
         """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
         if self.in_flight:
-            for load_id in self.in_flight.keys() - frozenset[int]().union(*wanted):
+            for load_id in self.in_flight.keys() - set[int]().union(*wanted):
                 self.landed(load_id)
 
     def drop_since(self, step: int) -> None:
@@ -96,6 +108,15 @@ class Loads:
         for load in self._new:
             if load.id in self.in_flight:
                 self.in_flight[load.id] = replace(self.in_flight[load.id], step=step)
-            self._device.mark_written(load.pages, step)
+            self._device.pool.mark_written(load.pages, step)
         self._new, self._awaits = [], []
         return taken
+
+    def audit(self) -> None:
+        """AssertionError if a page is filled that is not locked, or has no copy to fill it from."""
+        filled = {page for load in self.in_flight.values() for page in load.pages}
+        assert filled == self._of_page.keys()
+        for node, pages in self._device.pages.items():
+            if node.num_users and node in self._host_pages:
+                filled.difference_update(pages)
+        assert not filled, "pages in flight are not locked"

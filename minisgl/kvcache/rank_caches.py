@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
-from minisgl.kvcache.snapshots import SnapshotStats
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.snapshots import SnapshotStats, TakenSnapshot
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
 # elsewhere: each is worth its tokens.

@@ -1,78 +1,63 @@
-"""The KV cache of models some of whose layers see a window only: two kinds of pages in a lease."""
+"""Windowed layers as a group of pages beside the full ones of a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from minisgl.config import WindowSizes
-from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.windows import Windows
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.residency import Device
+from minisgl.kvcache.tree import Found, PrefixTree
+from minisgl.kvcache.windows import WindowPages, Windows
 
 
-class WindowedCacheManager(KVCacheManager):
-    """Leases on pages of full layers, and beside each a page of windowed layers, until it is behind
-    their window."""
+class WindowGroup:
+    """A lease has, beside each full page, a page of windowed layers, until it is behind their
+    window."""
 
-    windows: Windows
+    def __init__(self, windows: Windows, tree: PrefixTree, device: Device) -> None:
+        self._windows = windows
+        self._tree = tree
+        self._device = device
+        device.pool.on_free = windows.forget
 
-    def __init__(
-        self, *, num_window_pages: int, sizes: WindowSizes, num_pages: int, cache_type: str
-    ) -> None:
-        super().__init__(num_pages=num_pages, page_size=sizes.page_size, cache_type=cache_type)
-        self.windows = Windows(num_window_pages, sizes)
-        self._device.on_free = self.windows.forget
+    def _full_pages(self, found: Found) -> list[int]:
+        pages = self._device.pages
+        return [page for node, common in found for page in pages[node][:common]]
 
-    def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
-        return self._usable(key, num_tokens, namespace) * self.page_size
+    def usable(self, found: Found, num_pages: int) -> int:
+        return self._windows.usable(self._full_pages(found)[:num_pages])
 
-    def _usable(self, key: bytes, num_tokens: int, namespace: bytes) -> int:
-        max_pages = self._cache.max_match(num_tokens)
-        return self.windows.usable(self._cache.find(key, max_pages, namespace))
+    def open(self, lease: Lease, ends: Iterable[int]) -> None:
+        lease.windows = self._windows.open(lease.pages)
 
-    def acquire(
-        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
-    ) -> Lease:
-        num_pages = self._usable(key, num_tokens, namespace) if reuse else 0
-        lease = super().acquire(key, num_pages * self.page_size + 1, namespace, reuse=reuse)
-        lease.windows = self.windows.open(lease.pages)
-        return lease
+    def claim(self, lease: Lease, num_tokens: int) -> bool:
+        return self._windows.claim(_pages_of(lease), num_tokens)
 
-    def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
-        """Grow the lease; returns None if the pages of either kind are too few."""
-        assert lease.windows is not None
-        if not self.windows.claim(lease.windows, num_tokens):
-            return None
-        return super().reserve(lease, num_tokens, **of_plan)
+    def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """Let the cache keep what the lease has, whose last page a launched chunk ends in, and
+        give up what is behind the window."""
+        held = _pages_of(lease)
+        self._share(lease, key, num_pages, step)
+        self._windows.trim(held, held.end)
 
-    def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        """Share the first pages of a lease, whose last page a launched chunk ends in."""
-        super().commit(lease, key, num_tokens, step)
-        self._share(lease, key, num_tokens, step)
-        assert lease.windows is not None
-        self.windows.trim(lease.windows, lease.windows.end)
-
-    def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        super().close(lease, key, num_tokens, step)
-        self._share(lease, key, num_tokens, step)
-        assert lease.windows is not None
-        self.windows.close(lease.windows)
-
-    def _share(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        """Let the cache keep what the lease has beside the first pages of `key`."""
-        assert lease.windows is not None
+    def _share(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         *_, root = lease.node.upwards()
-        full_pages = self._cache.find(key, num_tokens // self.page_size, namespace=root.key)
-        self.windows.share(lease.windows, full_pages, step)
+        full_pages = self._full_pages(self._tree.below(root, key, 0, num_pages))
+        self._windows.share(_pages_of(lease), full_pages, step)
+
+    def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        self._share(lease, key, num_pages, step)
+        self._windows.close(_pages_of(lease))
 
     def drop_written_since(self, step: int) -> None:
-        super().drop_written_since(step)
-        self.windows.drop_written_since(step)
+        self._windows.drop_written_since(step)
 
-    def audit(self, launched: int) -> None:
-        super().audit(launched)
-        held = [lease.windows for lease in self._leases if lease.windows is not None]
-        assert len(held) == len(self._leases)
-        self.windows.audit(held, self._cache.pages(), launched)
-        for lease in self._leases:
-            assert lease.windows is not None and lease.windows.end <= len(lease.pages)
+    def audit(self, leases: Sequence[Lease], launched: int) -> None:
+        cached = [page for run in self._device.pages.values() for page in run]
+        self._windows.audit([_pages_of(lease) for lease in leases], cached, launched)
+        assert all(_pages_of(lease).end <= len(lease.pages) for lease in leases)
+
+
+def _pages_of(lease: Lease) -> WindowPages:
+    assert lease.windows is not None
+    return lease.windows

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.copies import Copies
-from minisgl.kvcache.manager import TakenSnapshot
+from minisgl.kvcache.snapshots import TakenSnapshot
 from minisgl.request import Pooling, SamplingParams, TokenLogprobs, Vector
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minisgl.kvcache.manager import Lease
+from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.windows import WindowPages, Windows
 from minisgl.request import PooledRows, Pooling, Request

@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kvcache.host import HostPool
+from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.leaves import LeafQueue
-from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.residency import Device
+from minisgl.kvcache.tree import PrefixTree
 
 
 def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> KVCacheManager:
@@ -150,8 +153,6 @@ def test_the_least_recently_used_leaf_of_all_namespaces_is_evicted_first() -> No
 def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
     """A client may send a fresh salt each time, whether its prompts fill a page or not."""
     kv = make(num_pages=32, page_size=4)
-    cache = kv._cache
-    assert isinstance(cache, RadixCache)
     for index in range(2000):
         namespace = index.to_bytes(4, "big")
         assert cached_tokens(kv, list(range(9)), namespace) == 0
@@ -159,11 +160,11 @@ def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
             tokens = list(range(length))
             lease = run_once(kv, tokens, namespace=namespace)
             kv.close(lease, pack_tokens(tokens), length, 1)
-        assert len(cache._roots) <= 31
-        assert len(cache._leaves._heap) <= 64 + 2 * 31
+        assert len(kv._tree._roots) <= 31
+        assert len(kv._device._leaves._heap) <= 64 + 2 * 31
     kv.audit(1)
     kv.drop_written_since(0)
-    assert not cache._roots
+    assert not kv._tree._roots
     assert kv.num_free == 31
 
 
@@ -178,14 +179,14 @@ def test_a_request_can_opt_out_of_prefix_reuse() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._device._free.append(lease.pages[0]),
-        lambda kv, lease: kv._device._free.pop(),
+        lambda kv, lease: kv._device.pool._free.append(lease.pages[0]),
+        lambda kv, lease: kv._device.pool._free.pop(),
         lambda kv, lease: lease.pages.append(lease.pages[-1]),
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
-        lambda kv, lease: kv._device.written_by.__setitem__(lease.pages[0], 99),
-        lambda kv, lease: setattr(kv._cache, "_num_evictable", 3),
-        lambda kv, lease: kv._cache._roots.update({b"x": Node(key=b"x", pages=[], parent=None)}),
-        lambda kv, lease: kv._cache._roots.update({b"x": kv._cache._roots.pop(b"")}),
+        lambda kv, lease: kv._device.pool.written_by.__setitem__(lease.pages[0], 99),
+        lambda kv, lease: setattr(kv._device, "num_evictable", 3),
+        lambda kv, lease: kv._tree._roots.update({b"x": Node(key=b"x", num_pages=0, parent=None)}),
+        lambda kv, lease: kv._tree._roots.update({b"x": kv._tree._roots.pop(b"")}),
     ],
 )
 def test_the_audit_detects_every_kind_of_damage(damage: object) -> None:
@@ -251,21 +252,23 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
     page_size, rng = 4, random.Random(0)
 
     def visits(num_prompts: int) -> tuple[int, int]:
-        cache = RadixCache(page_size, HostPool(0))
+        tree = PrefixTree(page_size)
+        device = Device(tree, PagePool(1))
+        cache = RadixCache(tree, device)
         for index in range(num_prompts):
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)
             pages = range(index * 10, index * 10 + 10)
             cache.insert(match.node, pack_tokens(tokens), 0, pages)
             cache.release(match.node)
-        lookups = _count_calls(cache, "_child", lambda: cache.match_pages(pack_tokens(tokens), 10))
-        removals = _count_calls(cache._leaves, "_is_fresh", lambda: cache.evict(20))
+        lookups = _count_calls(tree, "child", lambda: cache.match_pages(pack_tokens(tokens), 10))
+        removals = _count_calls(device._leaves, "_is_fresh", lambda: device.evict(20))
         return lookups, removals
 
     assert visits(10) == visits(1000)
 
 
-def _count_calls(owner: RadixCache | LeafQueue, name: str, action: object) -> int:
+def _count_calls(owner: PrefixTree | LeafQueue, name: str, action: object) -> int:
     calls = 0
     original = getattr(owner, name)
 
