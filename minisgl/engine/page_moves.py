@@ -148,7 +148,7 @@ class PageMoves:
         return HostStats(
             page_size=self._config.page_size,
             num_pages=self._config.num_host_pages,
-            num_used_pages=self._kv.tiers.num_host,
+            num_used_pages=self._kv.tiers.host.pool.num_used,
             traffic=self._runner.traffic() or HostTraffic(),
             has_disk=self._has_disk,
         )

@@ -27,7 +27,6 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
-from minisgl.kvcache.windows import Windows
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
@@ -193,7 +192,8 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
             num_pages=capacity.num_pages,
             page_size=page_size,
             cache_type=config.cache_type,
-            windows=Windows(capacity.num_window_pages, config.windows),
+            num_window_pages=capacity.num_window_pages,
+            window_sizes=config.windows,
         )
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None

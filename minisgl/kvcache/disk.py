@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from minisgl.kvcache.ahead import CopiesAhead
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.host import HostPool
-from minisgl.kvcache.host_tier import HostTier
+from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, page_keys
 from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,6 @@ class DiskTier:
     """Looks for pages on disk, and begins the moves to it and from it."""
 
     _disk: Disk
-    _tree: PrefixTree
-    _cache: RadixCache
     _host: HostTier
     _ahead: CopiesAhead
     _moves: Moves
@@ -47,7 +42,7 @@ class DiskTier:
 
     def _keys(self, namespace: bytes, key: bytes, start: int, end: int) -> Iterator[bytes]:
         """The keys of the pages `start` .. `end` - 1 of `key`."""
-        size = self._tree.page_bytes
+        size = self._host.tree.page_bytes
         return page_keys(self._disk.fingerprint, namespace, key, size, start, end)
 
     def read(
@@ -64,8 +59,8 @@ class DiskTier:
         come: `acquire` may find more then.
         """
         pool, index = self._host.pool, self._disk.index
-        max_pages = self._cache.max_match(num_tokens)
-        match = self._cache.acquire(key, max_pages, namespace)  # locked while room is made
+        max_pages = self._host.device.max_match(num_tokens)
+        match = self._host.device.acquire(key, max_pages, namespace)  # locked while room is made
         start = len(match.pages) + match.num_to_load
         keys = [*takewhile(index.holds, self._keys(namespace, key, start, max_pages))]
         keys = keys[: pool.num_pages - self._num_spare]
@@ -80,7 +75,7 @@ class DiskTier:
                 ended(range(start, start + num_pages))
 
             self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
-        self._cache.release(match.node)
+        self._host.tree.release(match.node)
         return begins
 
     def make_spare(self) -> None:
@@ -99,7 +94,7 @@ class DiskTier:
             if node in self._ahead:
                 host.offer(node)  # until the device has evicted it
                 return
-            self._tree.cut(node, pool.piece)
+            self._host.tree.cut(node, pool.piece)
             if node not in host.device.pages and not self._write(node):
                 host.offer(node)  # until its offload is settled
                 return
@@ -107,7 +102,9 @@ class DiskTier:
 
     def store_all(self) -> None:
         """Begin to write what host memory has, and the disk has not: the latest used first."""
-        for node in sorted(self._tree.nodes(), key=lambda node: -node.last_used):  # parents first
+        for node in sorted(
+            self._host.tree.nodes(), key=lambda node: -node.last_used
+        ):  # parents first
             if node in self._host.pages:
                 self._write(node)
 
@@ -117,7 +114,7 @@ class DiskTier:
         pool, host_pages = self._host.pool, self._host.pages[node]
         if not pool.are_settled(host_pages):
             return False
-        namespace, key, start = self._tree.place(node)
+        namespace, key, start = self._host.tree.place(node)
         keys = self._keys(namespace, key, start, start + len(host_pages))
         missing = [
             (name, page)

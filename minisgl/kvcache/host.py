@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.page_pool import PagePool
 
 # Written by a plan that is still being made.
@@ -14,17 +13,18 @@ UNPLANNED = 1 << 62
 class HostPool(PagePool):
     """Allocates host pages, and collects the offloads that the next plan carries."""
 
-    def __init__(self, num_pages: int, *, rule: LoadRule = ALWAYS, piece: int = 1) -> None:
-        """num_pages: 0 if there is no host memory. piece: number of device pages that are at least
-        offloaded together, if there are as many. Larger pieces mean fewer nodes; smaller ones keep
-        more on the device.
-        """
+    def __init__(self, num_pages: int, *, piece: int = 1) -> None:
+        """piece: number of device pages that are at least offloaded together, if there are as many.
+        Larger pieces mean fewer nodes; smaller ones keep more on the device."""
         super().__init__(num_pages)
-        self.rule = rule
         self.piece = piece
         self._offloads: dict[int, int] = {}  # device page by host page
         self._frozen: set[int] = set()  # somebody reads them
         self._leaving: set[int] = set()  # frozen, and freed as soon as they are not
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
 
     @property
     def num_leaving(self) -> int:

@@ -2,6 +2,7 @@
 
 Nodes that were evicted stay in the tree below those with pages on the device. A node that is loaded
 again keeps its host pages until others need them, so that evicting it once more copies nothing.
+Some are copied ahead of their eviction, so that a decode plan need not wait for room.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.residency import Device, Residency
-from minisgl.kvcache.tree import PrefixTree
+from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.residency import Residency
 
 
 class HostTier(Residency):
@@ -20,11 +21,9 @@ class HostTier(Residency):
 
     pool: HostPool
 
-    def __init__(
-        self, tree: PrefixTree, device: Device, pool: HostPool, offloads_per_plan: int | None
-    ) -> None:
+    def __init__(self, device: RadixCache, pool: HostPool, offloads_per_plan: int | None) -> None:
         """offloads_per_plan: the most pages that a decode plan may offload; None: any number."""
-        super().__init__(tree, pool)
+        super().__init__(device.tree, pool)
         self.offloads_per_plan = offloads_per_plan
         self.device = device
 
@@ -45,7 +44,7 @@ class HostTier(Residency):
         if self.offloads_per_plan is None or num_beside is None:
             return None
         pace = self.offloads_per_plan + num_granted
-        most = pace + num_beside // self._tree.page_size
+        most = pace + num_beside // self.tree.page_size
         return most if self.pool.num_planned + missing <= most else pace
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> None:
@@ -65,7 +64,7 @@ class HostTier(Residency):
                 if at_most <= 0:
                     self.device.offer(node)
                     return
-            self._tree.cut(node, at_most)
+            self.tree.cut(node, at_most)
             num_pages -= node.num_pages
             if node in self.pages or self.offload(node):
                 self.device.drop(node)
@@ -88,7 +87,7 @@ class HostTier(Residency):
         for each in reversed(doomed):
             self.drop(each)
             self.device.drop(each)
-            self._tree.remove(each)
+            self.tree.remove(each)
 
     # -- what host memory gives up -----------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class HostTier(Residency):
             if not may_drop(node):
                 self.offer(node)
                 return False
-            self._tree.cut(node, max(num_pages - pool.num_free, pool.piece))
+            self.tree.cut(node, max(num_pages - pool.num_free, pool.piece))
             self.leave(node)
         return True
 
@@ -115,18 +114,18 @@ class HostTier(Residency):
         """Take a node out of host memory, and out of the tree if it is not on the device."""
         self.drop(node)
         if node in self.device.pages:
-            self._tree.let_go(node)
+            self.tree.let_go(node)
         else:
-            self._tree.remove(node)
+            self.tree.remove(node)
 
     def drop_written_since(self, step: int) -> None:
         """Drop what `step` or a later one has written or copied, on the device and here. None may
         be locked."""
         written_by = self.pool.written_by
-        for node in reversed([*self._tree.nodes()]):  # children first
+        for node in reversed([*self.tree.nodes()]):  # children first
             if any(written_by[page] >= step for page in self.pages.get(node, ())):
                 self.drop(node)
-                self._tree.let_go(node)
+                self.tree.let_go(node)
             self.device.drop_late(node, step)
             if node not in self.device.pages and node not in self.pages:
                 self._forget(node)
@@ -144,7 +143,7 @@ class HostTier(Residency):
         if not num_pages:
             self.pool.free(host_pages)
             return
-        tree, end = self._tree, start + num_pages
+        tree, end = self.tree, start + num_pages
         root = tree.root(namespace)
         path = tree.path(tree.below(root, key, 0, end), end)
         last, at = path[-1] if path else root, sum(each.num_pages for each in path)
@@ -155,3 +154,78 @@ class HostTier(Residency):
             self.put(last, list(host_pages[num_refused:num_pages]))
         tree.let_go(last)
         self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused]])
+
+
+class CopiesAhead(Residency):
+    """What the device has without a copy in host memory, and which nodes were copied ahead: before
+    their eviction, and not used since. Children go before parents."""
+
+    def __init__(self, host: HostTier, num_wanted: int, *, may_drop: bool) -> None:
+        """num_wanted: number of pages of the device that are to be free or copied ahead. may_drop:
+        whether host memory drops older pages for that; otherwise the disk makes room."""
+        super().__init__(host.tree, host.device.pool)
+        self.num_ahead = 0  # pages
+        self._ahead: set[Node] = set()
+        self._device = host.device
+        self._host = host
+        self._num_wanted = num_wanted
+        self._may_drop = may_drop
+        host.device.watcher = host.watcher = self
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a node was copied ahead."""
+        return node in self._ahead
+
+    def copy(self) -> None:
+        """Let the next plan copy what the device evicts next, as far as a decode plan may."""
+        pool, most = self._host.pool, self._host.offloads_per_plan
+        num_wanted = self._num_wanted - self._device.pool.num_free
+        while most is not None and self.num_ahead < num_wanted and pool.num_planned < most:
+            node = self.pop()
+            if node is None:
+                return
+            missing = max(num_wanted - self.num_ahead, pool.piece)
+            self.tree.cut(node, min(most - pool.num_planned, missing))
+            if not self._makes_room(node.num_pages):
+                self.offer(node)
+                return
+            self._host.offload(node)
+            self._ahead.add(node)
+            self.num_ahead += node.num_pages
+            self.tree.let_go(node)
+
+    def _makes_room(self, num_pages: int) -> bool:
+        """Drops no copies that the device is to evict sooner than what they would make room for."""
+        if not self._may_drop:
+            return self._host.pool.num_free >= num_pages
+        return self._host.make_room(num_pages, lambda node: node not in self._device.pages)
+
+    def note(self, node: Node) -> None:
+        pages, is_copied = self._device.pages.get(node), node in self._host.pages
+        if pages is None or not is_copied:
+            self.locked([node])
+        if pages is None or is_copied:
+            if node in self.pages:
+                self.take(node)
+        elif node not in self.pages:
+            self.put(node, pages)
+
+    def locked(self, nodes: Sequence[Node]) -> None:
+        """Note that `nodes` are not ahead any more."""
+        for node in self._ahead.intersection(nodes) if self._ahead else ():
+            self._ahead.remove(node)
+            self.num_ahead -= node.num_pages
+
+    def split(self, upper: Node, node: Node) -> None:
+        super().split(upper, node)
+        if node in self._ahead:
+            self._ahead.add(upper)
+
+    def audit(self) -> None:
+        super().audit()
+        device, host = self._device.pages.keys(), self._host.pages.keys()
+        assert self.pages.keys() == device - host, "a copy is not where its node is"
+        assert self._ahead <= device & host, "a node is not ahead"
+        assert not any(node.num_users for node in self._ahead), "it was copied in vain"
+        num_ahead = sum(node.num_pages for node in self._ahead)
+        assert num_ahead == self.num_ahead, "the number of pages copied ahead is wrong"

@@ -8,7 +8,22 @@ from typing import Protocol
 
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.tree import Found
-from minisgl.kvcache.windows import WindowPages
+
+
+@dataclass(slots=True, eq=False)
+class WindowPages:
+    """The pages of windowed layers that a lease has: those of the columns `first`, `first` + 1, ...
+    of its page table."""
+
+    first: int
+    pages: list[int]
+    num_expected: int = 0  # tokens that its request is expected to have in the end
+    claim: int = 0
+    extra: int = 0  # number of pages beyond the claim, until its chunk is launched
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
 
 
 @dataclass(slots=True, eq=False)

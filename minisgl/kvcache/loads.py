@@ -6,30 +6,28 @@ nobody reads them before the plan that awaits it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
 from minisgl.kvcache.host import UNPLANNED
 from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.residency import Device
-from minisgl.kvcache.tree import PrefixTree
+from minisgl.kvcache.radix import RadixCache
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A load that was planned, and not known to have landed."""
+    """A load that has begun, and is not known to have landed."""
 
     node: Node  # the last one that it fills
     pages: Sequence[int]
-    step: int  # whose plan carries it; UNPLANNED before that
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Loads:
-    _tree: PrefixTree
-    _device: Device
+    _cache: RadixCache
     _host_pages: Mapping[Node, Sequence[int]]  # of the nodes in host memory
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
@@ -53,28 +51,24 @@ class Loads:
         """Load the end of a match, the locked `node`, into `pages` with the next plan."""
         self.num_begun += 1
         load_id, host_pages = self.num_begun, list[int]()
-        resident, copied = self._device.pages, self._host_pages
+        resident, copied = self._cache.pages, self._host_pages
         absent = takewhile(lambda each: each in copied and each not in resident, node.upwards())
         for each in reversed([*absent]):
             start = len(host_pages)
             host_pages += copied[each]
-            self._device.put(each, list(pages[start : len(host_pages)]))
-        self._tree.lock(node)
-        self.in_flight[load_id] = InFlight(node, pages, UNPLANNED)
+            self._cache.put(each, list(pages[start : len(host_pages)]))
+        self._cache.tree.lock(node)
+        self.in_flight[load_id] = InFlight(node, pages)
         self._of_page.update(dict.fromkeys(pages, load_id))
-        self._device.pool.mark_written(pages, UNPLANNED)
+        self._cache.pool.mark_written(pages, UNPLANNED)
         self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
         return load_id
 
-    def above(self, node: Node) -> dict[int, int]:
-        """The loads that write pages of the prefix up to `node`, and how many of these each."""
-        found: dict[int, int] = {}
-        for each in node.upwards() if self.in_flight else ():
-            pages = self._device.pages.get(each)
-            load_id = self._of_page.get(pages[0]) if pages else None
-            if load_id is not None:
-                found[load_id] = found.get(load_id, 0) + each.num_pages
-        return found
+    def of(self, pages: Sequence[int]) -> dict[int, int]:
+        """The loads that write some of `pages`, and how many each."""
+        if not self.in_flight:
+            return {}
+        return Counter(self._of_page[page] for page in pages if page in self._of_page)
 
     def landed(self, load_id: int) -> None:
         """Make the pages of a load ordinary ones from the next plan on, which awaits it.
@@ -85,7 +79,7 @@ class Loads:
         if found is not None:
             for page in found.pages:
                 del self._of_page[page]
-            self._tree.release(found.node)
+            self._cache.tree.release(found.node)
             self._awaits.append(load_id)
 
     def await_unwanted(self, wanted: Iterable[Iterable[int]]) -> None:
@@ -97,8 +91,9 @@ class Loads:
     def drop_since(self, step: int) -> None:
         """Have the next plan await the loads of failed steps, so that their pages can be used
         again."""
-        for load_id, found in list(self.in_flight.items()):
-            if found.step >= step:
+        written_by = self._cache.pool.written_by
+        for load_id, found in [*self.in_flight.items()]:
+            if written_by[found.pages[0]] >= step:
                 self.landed(load_id)
         self._new = []
 
@@ -106,9 +101,7 @@ class Loads:
         """The loads that the plan of `step` begins, and those that it awaits."""
         taken = tuple(self._new), tuple(self._awaits)
         for load in self._new:
-            if load.id in self.in_flight:
-                self.in_flight[load.id] = replace(self.in_flight[load.id], step=step)
-            self._device.pool.mark_written(load.pages, step)
+            self._cache.pool.mark_written(load.pages, step)
         self._new, self._awaits = [], []
         return taken
 
@@ -116,7 +109,7 @@ class Loads:
         """AssertionError if a page is filled that is not locked, or has no copy to fill it from."""
         filled = {page for load in self.in_flight.values() for page in load.pages}
         assert filled == self._of_page.keys()
-        for node, pages in self._device.pages.items():
+        for node, pages in self._cache.pages.items():
             if node.num_users and node in self._host_pages:
                 filled.difference_update(pages)
         assert not filled, "pages in flight are not locked"

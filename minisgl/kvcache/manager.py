@@ -18,20 +18,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from minisgl.config import WindowSizes
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.host_tier import HostTier
-from minisgl.kvcache.lease import Lease, PageGroup
+from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.residency import Device
 from minisgl.kvcache.snapshots import Snapshots, SnapshotStats, TakenSnapshot
 from minisgl.kvcache.tiers import Tiers
 from minisgl.kvcache.tree import PrefixTree
-from minisgl.kvcache.windowed import WindowGroup
 from minisgl.kvcache.windows import Windows
 
 # Pages that are offloaded together at least, in caches large enough.
@@ -58,7 +57,8 @@ class KVCacheManager:
         disk: Disk | None = None,
         max_in_transit: int = 0,
         num_snapshots: int | None = None,
-        windows: Windows | None = None,
+        num_window_pages: int = 0,
+        window_sizes: WindowSizes | None = None,
         looks_ahead: bool = False,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
@@ -66,41 +66,37 @@ class KVCacheManager:
         nothing is copied ahead. max_loading: number of pages on their way from
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
-        always fit. num_snapshots: of the states of requests; None: the model keeps none. windows:
-        pages of windowed layers, if these have their own. looks_ahead: what a page has of its last
-        token depends on the next one.
+        always fit. num_snapshots: of the states of requests; None: the model keeps none.
+        num_window_pages, window_sizes: of windowed layers, if these have pages of their own.
+        looks_ahead: what a page has of its last token depends on the next one.
         """
         self.page_size = page_size
         self.num_pages = num_pages
-        keeps = cache_type == "radix"
+        self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         tree = PrefixTree(page_size)
-        self._tree = tree
-        self._device = Device(tree, PagePool(num_pages, first=SCRATCH_PAGE + 1))
-        self._leases: set[Lease] = set()
-        self._groups: list[PageGroup] = []
+        keeps = cache_type == "radix"
+        # Where a request goes on from a snapshot, it computes the last token of the prefix again.
+        num_spared = int(looks_ahead and num_snapshots is None)
+        self._cache = RadixCache(tree, self._pool, load_rule, keeps=keeps, num_spared=num_spared)
+        self._groups = self._cache.groups
+        self.leases: set[Lease] = set()
         self.snapshots: Snapshots | None = None
         if num_snapshots is not None:
             self.snapshots = Snapshots(num_snapshots if keeps else 0, tree)
             self._groups.append(self.snapshots)
-        self.windows = windows
-        if windows is not None:
-            self._groups.append(WindowGroup(windows, tree, self._device))
-        # Where a request goes on from a snapshot, it computes the last token of the prefix again.
-        num_spared = int(looks_ahead and num_snapshots is None)
-        self._cache = RadixCache(
-            tree, self._device, self._groups, rule=load_rule, keeps=keeps, num_spared=num_spared
-        )
+        self.windows: Windows | None = None
+        if window_sizes is not None:
+            self.windows = Windows(num_window_pages, window_sizes, self._cache)
+            self._groups.append(self.windows)
         host: HostTier | None = None
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
-            pool = HostPool(num_host_pages, piece=piece)
-            host = HostTier(tree, self._device, pool, offloads_per_plan)
+            host = HostTier(self._cache, HostPool(num_host_pages, piece=piece), offloads_per_plan)
         self.moves = Moves()
-        self.loads = Loads(tree, self._device, {} if host is None else host.pages, max_loading)
+        self.loads = Loads(self._cache, {} if host is None else host.pages, max_loading)
         self._tiers: Tiers | None = None
         if host is not None:
-            lanes = (self.loads, self.moves)
-            self._tiers = Tiers(tree, self._device, host, self._cache, *lanes, disk, max_in_transit)
+            self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache that the lease is on."""
@@ -108,17 +104,17 @@ class KVCacheManager:
 
     @property
     def num_free(self) -> int:
-        return self._device.pool.num_free
+        return self._pool.num_free
 
     @property
     def num_cached(self) -> int:
         """Number of pages in the prefix cache that no lease uses."""
-        return self._device.num_evictable
+        return self._cache.num_evictable
 
     @property
     def num_available(self) -> int:
         """Number of pages that `reserve` can provide."""
-        return self._device.pool.num_free + self._device.num_evictable
+        return self._pool.num_free + self._cache.num_evictable
 
     @property
     def tiers(self) -> Tiers:
@@ -154,12 +150,12 @@ class KVCacheManager:
         """
         max_pages = self._cache.max_match(num_tokens)
         match = self._cache.acquire(key, max_pages if reuse else 0, namespace)
-        loads = self.loads.above(match.node)
+        loads = self.loads.of(match.pages)
         lease = Lease(match.pages, match.node, len(match.pages), match.num_to_load, loads)
         for group in self._groups:
             # Where the prompt leaves another, and where it ends.
             group.open(lease, {match.num_found, max_pages})
-        self._leases.add(lease)
+        self.leases.add(lease)
         return lease
 
     def reserve(
@@ -178,12 +174,13 @@ class KVCacheManager:
         it can, so that a later call succeeds. num_granted: pages that the plan already grants to
         its decode rows; it may offload as many more.
         """
-        if not all(group.claim(lease, num_tokens) for group in self._groups):
-            return None
+        for group in self._groups:
+            if not group.claim(lease, num_tokens):
+                return None
         count = -(-num_tokens // self.page_size) - len(lease.pages)
         if count <= 0:
             return ()
-        pool = self._device.pool
+        pool = self._pool
         missing = count - pool.num_free
         if missing > 0:
             self._evict(missing, num_beside, num_granted)
@@ -202,12 +199,12 @@ class KVCacheManager:
     def _evict(self, missing: int, num_beside: int | None, num_granted: int) -> None:
         """Free so many pages of the cache, if no leases use them, and the plan can carry what it
         has to offload."""
-        if missing > self._device.num_evictable:
-            self.loads.await_unwanted(lease.loads for lease in self._leases)
-            if missing > self._device.num_evictable:
+        if missing > self._cache.num_evictable:
+            self.loads.await_unwanted(lease.loads for lease in self.leases)
+            if missing > self._cache.num_evictable:
                 return
         if self._tiers is None:
-            self._device.evict(missing)
+            self._cache.evict(missing)
         else:
             host = self._tiers.host
             host.evict(missing, host.max_offloads(missing, num_beside, num_granted))
@@ -222,7 +219,7 @@ class KVCacheManager:
 
     def settled(self, step: int) -> None:
         """Note that the steps up to `step` have succeeded."""
-        self._device.pool.settled = step
+        self._pool.settled = step
         if self._tiers is not None:
             self._tiers.settled(step)
 
@@ -246,7 +243,7 @@ class KVCacheManager:
             node = self._cache.extend(lease.node, key, lease.num_committed, fresh)
             if node is not None:
                 lease.node, lease.num_committed = node, num_pages
-                self._device.pool.mark_written(fresh, step)
+                self._pool.mark_written(fresh, step)
         for group in self._groups:
             group.commit(lease, key, num_pages, step)
 
@@ -256,8 +253,8 @@ class KVCacheManager:
         The cache keeps the full pages among the first `num_tokens` tokens of `key`, written by
         steps up to `step`; without a key, the committed pages.
         """
-        self._leases.remove(lease)
-        pool, num_pages = self._device.pool, num_tokens // self.page_size
+        self.leases.remove(lease)
+        pool, num_pages = self._pool, num_tokens // self.page_size
         fresh = lease.pages[lease.num_committed : num_pages]
         refused = self._cache.insert(lease.node, key, lease.num_committed, fresh)
         pool.mark_written(fresh, step)
@@ -265,39 +262,39 @@ class KVCacheManager:
         pool.free(lease.pages[lease.num_committed + len(fresh) :])
         for group in self._groups:
             group.close(lease, key, num_pages, step)
-        self._cache.release(lease.node)
+        self._cache.tree.release(lease.node)
 
     def drop_written_since(self, step: int) -> None:
         """Drop the cached pages that failed steps wrote or copied. Their leases are closed."""
         self.loads.drop_since(step)
         for group in self._groups:
             group.drop_written_since(step)
-        (self._tiers or self._device).drop_written_since(step)
+        (self._tiers or self._cache).drop_written_since(step)
 
     def audit(self, launched: int) -> None:
         """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
-        locked = [*self._leases, *self.loads.in_flight.values()]
-        nodes = [each.node for each in locked]
-        cached = [page for run in self._device.pages.values() for page in run]
-        owners = [*self._device.pool.free_pages, *cached]
-        resident = {*self._device.pages}
+        nodes = [lease.node for lease in self.leases]
+        nodes += [load.node for load in self.loads.in_flight.values()]
+        cached = [page for run in self._cache.pages.values() for page in run]
+        owners = [*self._pool.free_pages, *cached]
+        resident = {*self._cache.pages}
         if self._tiers is not None:
             nodes += self._tiers.transits.locked
             owners += self._tiers.transits.owned(Place.DEVICE)
             resident |= self._tiers.host.pages.keys()
             self._tiers.audit(launched)
-        self._tree.audit(nodes)
-        assert resident == set(self._tree.nodes()), "a node has no pages"
-        self._device.audit()
+        self._cache.tree.audit(nodes)
+        assert resident == set(self._cache.tree.nodes()), "a node has no pages"
+        self._cache.audit()
         self.loads.audit()
-        for lease in self._leases:
+        for lease in self.leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]
-            runs = [self._device.pages.get(each, []) for each in lease.node.upwards()]
+            runs = [self._cache.pages.get(each, []) for each in lease.node.upwards()]
             assert shared == [*chain.from_iterable(reversed(runs))], "it shares what it locks not"
             assert not lease.num_to_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
-        written_by = self._device.pool.written_by
+        written_by = self._pool.written_by
         assert all(written_by[page] <= launched for page in cached), "written too early"
         for group in self._groups:
-            group.audit([*self._leases], launched)
+            group.audit([*self.leases], launched)

@@ -1,4 +1,4 @@
-"""The prefix cache: what a request finds of its prompt, and what it leaves behind."""
+"""The prefix cache: what a request finds of its prompt on the device, and what it leaves there."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.copies import LoadRule
 from minisgl.kvcache.lease import PageGroup
+from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.residency import Device
+from minisgl.kvcache.residency import Residency
 from minisgl.kvcache.tree import Found, PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A locked prefix, which stays cached until `release(node)`: pages on the device, then
+    """A locked prefix, which stays cached until `tree.release(node)`: pages on the device, then
     `num_to_load` pages in another memory. Of `num_found` pages it has those that are of use."""
 
     node: Node
@@ -24,25 +25,25 @@ class Match:
     num_found: int
 
 
-class RadixCache:
+class RadixCache(Residency):
+    """The pages on the device. They are a tree from the root; nodes without any hang below it."""
+
     def __init__(
         self,
         tree: PrefixTree,
-        device: Device,
-        groups: Sequence[PageGroup] = (),
+        pool: PagePool,
+        rule: LoadRule,
         *,
-        rule: LoadRule = ALWAYS,
         keeps: bool = True,
         num_spared: int = 0,
     ) -> None:
-        """groups: what else a request needs to go on behind a prefix. rule: whether the end of a
-        prefix is loaded that the device has not. keeps: otherwise it takes no page, and every
-        request computes its whole prompt. num_spared: pages at the end of a match that are not of
-        use."""
+        """rule: whether the end of a prefix is loaded that the device has not. keeps: otherwise it
+        takes no page, and every request computes its whole prompt. num_spared: pages at the end of
+        a match that are of no use."""
+        super().__init__(tree, pool)
         self.rule = rule
-        self._tree = tree
-        self._device = device
-        self._groups = groups
+        self.groups: list[PageGroup] = []  # what a request needs beside the pages of a prefix
+        self.num_evictable = 0  # pages that are not in use
         self._keeps = keeps
         self._num_spared = num_spared
 
@@ -50,16 +51,16 @@ class RadixCache:
 
     def max_match(self, num_tokens: int) -> int:
         """Number of pages of the longest prefix that leaves at least one token to compute."""
-        return (num_tokens - 1) // self._tree.page_size
+        return (num_tokens - 1) // self.tree.page_size
 
     def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
         """Number of pages of `key` that are cached and of use, at most `max_pages`. Changes
         nothing. O(key)."""
-        return self._num_useful(self._tree.match(key, max_pages, namespace))
+        found = self.tree.match(key, max_pages, namespace)
+        return self._num_useful(found, sum(common for _, common in found))
 
-    def _num_useful(self, found: Found) -> int:
-        num_pages = sum(common for _, common in found)
-        for group in self._groups:
+    def _num_useful(self, found: Found, num_pages: int) -> int:
+        for group in self.groups:
             num_pages = group.usable(found, num_pages)
         return max(0, num_pages - self._num_spared)
 
@@ -69,23 +70,20 @@ class RadixCache:
 
         Its end in another memory is left out where computing it is faster than loading it.
         """
-        tree, resident = self._tree, self._device.pages
+        tree = self.tree
         root = tree.root(namespace)
         found = tree.below(root, key, 0, max_pages)
-        path = tree.path(found, self._num_useful(found))
-        on_device = [*takewhile(resident.__contains__, path)]
-        pages = [page for node in on_device for page in resident[node]]
+        num_found = sum(common for _, common in found)
+        path = tree.path(found, self._num_useful(found, num_found))
+        on_device = [*takewhile(self.pages.__contains__, path)]
+        pages = [page for node in on_device for page in self.pages[node]]
         num_to_load = sum(node.num_pages for node in path[len(on_device) :])
         if num_to_load and not self.rule.pays(num_to_load):
             path, num_to_load = on_device, 0
         tree.use(path)
         node = path[-1] if path else root
         tree.lock(node)
-        return Match(node, pages, num_to_load, sum(common for _, common in found))
-
-    def release(self, node: Node) -> None:
-        """Release one lock on `node`."""
-        self._tree.release(node)
+        return Match(node, pages, num_to_load, num_found)
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -95,42 +93,106 @@ class RadixCache:
         `node` must end where `start` begins; its lock moves to the returned node. Returns None
         without a change if the cache already has device pages with the same tokens. O(pages).
         """
-        if not self._keeps or self._tree.child(node, key, start) in self._device.pages:
+        if not self._keeps or self.tree.child(node, key, start) in self.pages:
             return None
-        added, _ = self._put(node, key, start, pages)
-        self._tree.lock(added)
-        self._tree.release(node)
+        added, _ = self._put_run(node, key, start, pages)
+        self.tree.lock(added)
+        self.tree.release(node)
         return added
 
-    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Sequence[int]:
         """Take the pages that the cache does not have on the device, and return the others.
 
         `node` must end where `start` begins; its lock stays where it is. O(pages).
         """
-        if not self._keeps:
-            return list(pages)
-        last, refused = self._put(node, key, start, pages)
-        self._tree.let_go(last)
+        if not (self._keeps and pages):
+            return pages
+        last, refused = self._put_run(node, key, start, pages)
+        self.tree.let_go(last)
         return refused
 
-    def _put(
+    def _put_run(
         self, node: Node, key: bytes, start: int, pages: Sequence[int]
     ) -> tuple[Node, list[int]]:
         """Add pages below `node`, where the device has none; returns the last node and the others.
 
         Nodes that are in another memory only get theirs back.
         """
-        tree, num_put, refused = self._tree, 0, list[int]()
-        for last in tree.path(tree.below(node, key, start, start + len(pages)), len(pages)):
-            run = pages[num_put : num_put + last.num_pages]
-            if last in self._device.pages:
+        tree, num_put, refused = self.tree, 0, list[int]()
+        found = tree.below(node, key, start, start + len(pages))
+        for node in tree.path(found, len(pages)):
+            run = pages[num_put : num_put + node.num_pages]
+            if node in self.pages:
                 refused += run
             else:
-                self._device.put(last, list(run))
-                tree.let_go(last)
+                self.put(node, list(run))
+                tree.let_go(node)
             num_put += len(run)
-            node = last
         if num_put < len(pages):
             node = tree.add(node, key, start + num_put, start + len(pages))
-            self._device.put(node, list(pages[num_put:]))
+            self.put(node, list(pages[num_put:]))
         return node, refused
+
+    # -- what may go -------------------------------------------------------------------------------
+
+    def put(self, node: Node, pages: list[int]) -> None:
+        super().put(node, pages)
+        if not node.num_users:
+            self.num_evictable += len(pages)
+
+    def take(self, node: Node) -> list[int]:
+        assert not node.num_users and node not in self._num_below, "a dropped page is still used"
+        pages = super().take(node)
+        self.num_evictable -= len(pages)
+        return pages
+
+    def locked(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node in self.pages:
+                self.num_evictable -= node.num_pages
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node in self.pages:
+                self.num_evictable += node.num_pages
+                self.offer(node)
+
+    def evict(self, num_pages: int) -> None:
+        """Free the `num_pages` pages that go first, of which there must be as many."""
+        while num_pages:
+            node = self.pop()
+            assert node is not None, "the caller has checked that there are enough"
+            if node.num_pages > num_pages:  # evicting the tail is enough
+                pages = self.pages[node]
+                self.pool.free(pages[-num_pages:])
+                del pages[-num_pages:]
+                self.num_evictable -= num_pages
+                self.tree.trim(node, num_pages)
+                self.offer(node)
+                return
+            num_pages -= node.num_pages
+            self.drop(node)
+            self.tree.remove(node)
+
+    def drop_late(self, node: Node, step: int) -> None:
+        """Free the pages of `node` that were written by `step` or later, which must not be used.
+        Pages of a run are written in order, so they are its tail."""
+        late = [page for page in self.pages.get(node, ()) if self.pool.written_by[page] >= step]
+        if late:
+            self.tree.cut(node, len(late))
+            self.drop(node)
+
+    def drop_written_since(self, step: int) -> None:
+        """Drop the pages that `step` or a later one has written. None may be locked."""
+        for node in reversed([*self.tree.nodes()]):  # children first
+            self.drop_late(node, step)
+            if node not in self.pages:
+                self.tree.remove(node)
+
+    def audit(self) -> None:
+        super().audit()
+        evictable = sum(len(run) for node, run in self.pages.items() if not node.num_users)
+        assert evictable == self.num_evictable, "the number of evictable pages is wrong"
+        for node in self.pages:
+            assert node.parent is not None
+            assert node.parent in self.pages or node.parent.parent is None, "it has no way to it"

@@ -38,7 +38,6 @@ class RankCaches(KVCacheManager):
         self.num_ranks = len(caches)
         self.snapshots = caches[0].snapshots
         self._num_slots = num_slots
-        self._num_leases = [0] * len(caches)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache of the rank that has the pages of a lease."""
@@ -75,11 +74,11 @@ class RankCaches(KVCacheManager):
             found = cache.match(key, num_tokens, namespace) if reuse else 0
             return in_use * self.page_size - PREFIX_WEIGHT * found
 
-        ranks = [rank for rank, num in enumerate(self._num_leases) if num < self._num_slots]
+        caches = enumerate(self.of_ranks)
+        ranks = [rank for rank, cache in caches if len(cache.leases) < self._num_slots]
         rank = min(ranks, key=cost)
         lease = self.of_ranks[rank].acquire(key, num_tokens, namespace, reuse=reuse)
         lease.rank = rank
-        self._num_leases[rank] += 1
         return lease
 
     def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
@@ -98,7 +97,6 @@ class RankCaches(KVCacheManager):
         self.of(lease).commit(lease, key, num_tokens, step)
 
     def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        self._num_leases[lease.rank] -= 1
         self.of(lease).close(lease, key, num_tokens, step)
 
     def drop_written_since(self, step: int) -> None:
@@ -108,4 +106,4 @@ class RankCaches(KVCacheManager):
     def audit(self, launched: int) -> None:
         for cache in self.of_ranks:
             cache.audit(launched)
-        assert all(0 <= num <= self._num_slots for num in self._num_leases)
+            assert len(cache.leases) <= self._num_slots

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
-from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.tree import Follower, PrefixTree
 
+# (last_used, order of insertion, node). An entry is stale, and skipped, if its node has changed.
+_HeapEntry = tuple[int, int, Node]
+
 
 class Residency(Follower):
     """Nodes of a tree, each with all of its pages. A node may go that is not in use and has no
-    child here; the least recently used goes first."""
+    child here; the least recently used goes first.
+
+    A node that changes is not looked for among those that may go: its entry is skipped when its
+    turn comes, so the cost of everything here is logarithmic, amortized.
+    """
 
     def __init__(self, tree: PrefixTree, pool: PagePool) -> None:
         self.pool = pool
         self.pages: dict[Node, list[int]] = {}
         self.watcher: Residency | None = None  # which `note` tells of nodes that come and go
-        self._tree = tree
+        self.tree = tree
         self._num_below: dict[Node, int] = {}  # children that are here, if any
-        self._leaves = LeafQueue(self.may_go)
+        self._heap: list[_HeapEntry] = []
+        self._num_offers = 0
         tree.followers.append(self)
 
     def may_go(self, node: Node) -> bool:
@@ -51,17 +59,30 @@ class Residency(Follower):
         if node in self.pages:
             self.pool.free(self.take(node))
 
-    def pop(self) -> Node | None:
-        """The node that goes first, which is here still, but is offered no more; None if there is
-        none."""
-        return self._leaves.pop()
-
     def note(self, node: Node) -> None:
         """Note that `node` has come to another memory, or left it."""
 
     def offer(self, node: Node) -> None:
-        if self.may_go(node):
-            self._leaves.offer(node, self._tree.num_nodes)
+        if not self.may_go(node):
+            return
+        self._num_offers += 1
+        heapq.heappush(self._heap, (node.last_used, self._num_offers, node))
+        if len(self._heap) > 64 + 2 * self.tree.num_nodes:  # amortized: most are stale
+            fresh = {entry[2]: entry for entry in self._heap if self._is_fresh(entry)}
+            self._heap = list(fresh.values())
+            heapq.heapify(self._heap)
+
+    def pop(self) -> Node | None:
+        """The node that goes first, which is offered no more; None if there is none."""
+        while self._heap:
+            entry = heapq.heappop(self._heap)
+            if self._is_fresh(entry):
+                return entry[2]
+        return None
+
+    def _is_fresh(self, entry: _HeapEntry) -> bool:
+        last_used, _, node = entry
+        return node.last_used == last_used and self.may_go(node)
 
     def released(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -75,79 +96,10 @@ class Residency(Follower):
 
     def audit(self) -> None:
         """Recompute every invariant from scratch; AssertionError if one fails."""
-        offered, num_below = self._leaves.nodes(), dict[Node, int]()
+        offered = {entry[2] for entry in self._heap if self._is_fresh(entry)}
+        num_below: dict[Node, int] = {}
         for node, pages in self.pages.items():
             assert len(pages) == node.num_pages and node.parent is not None, "a run is not whole"
             num_below[node.parent] = num_below.get(node.parent, 0) + 1
         assert num_below == self._num_below, "a number of children is wrong"
         assert offered >= set(filter(self.may_go, self.pages)), "a leaf cannot be evicted"
-
-
-class Device(Residency):
-    """The pages on the device. They are a tree from the root; nodes without any hang below it."""
-
-    def __init__(self, tree: PrefixTree, pool: PagePool) -> None:
-        super().__init__(tree, pool)
-        self.num_evictable = 0  # pages that are not in use
-
-    def put(self, node: Node, pages: list[int]) -> None:
-        super().put(node, pages)
-        if not node.num_users:
-            self.num_evictable += len(pages)
-
-    def take(self, node: Node) -> list[int]:
-        assert not node.num_users and node not in self._num_below, "a dropped page is still used"
-        pages = super().take(node)
-        self.num_evictable -= len(pages)
-        return pages
-
-    def locked(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            if node in self.pages:
-                self.num_evictable -= node.num_pages
-
-    def released(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            if node in self.pages:
-                self.num_evictable += node.num_pages
-                self.offer(node)
-
-    def evict(self, num_pages: int) -> None:
-        """Free the `num_pages` pages that go first, of which there must be as many."""
-        while num_pages:
-            node = self.pop()
-            assert node is not None, "the caller has checked that there are enough"
-            if node.num_pages > num_pages:  # evicting the tail is enough
-                pages = self.pages[node]
-                self.pool.free(pages[-num_pages:])
-                del pages[-num_pages:]
-                self.num_evictable -= num_pages
-                self._tree.trim(node, num_pages)
-                self.offer(node)
-                return
-            num_pages -= node.num_pages
-            self.drop(node)
-            self._tree.remove(node)
-
-    def drop_late(self, node: Node, step: int) -> None:
-        """Free the pages of `node` that were written by `step` or later, which must not be used.
-        Pages of a run are written in order, so they are its tail."""
-        late = [page for page in self.pages.get(node, ()) if self.pool.written_by[page] >= step]
-        if late:
-            self._tree.cut(node, len(late))
-            self.drop(node)
-
-    def drop_written_since(self, step: int) -> None:
-        """Drop the pages that `step` or a later one has written. None may be locked."""
-        for node in reversed([*self._tree.nodes()]):  # children first
-            self.drop_late(node, step)
-            if node not in self.pages:
-                self._tree.remove(node)
-
-    def audit(self) -> None:
-        super().audit()
-        evictable = sum(len(run) for node, run in self.pages.items() if not node.num_users)
-        assert evictable == self.num_evictable, "the number of evictable pages is wrong"
-        for node in self.pages:
-            assert node.parent is not None
-            assert node.parent in self.pages or node.parent.parent is None, "it has no way to it"

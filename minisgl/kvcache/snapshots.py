@@ -92,11 +92,10 @@ class Snapshots(Follower):
 
     def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         """Give snapshots of a lease to the nodes that end there, as far as the tree has them."""
-        *_, root = lease.node.upwards()
         for boundary, snapshot in [*lease.snapshots.items()]:
             if snapshot is None or boundary > num_pages:
                 continue
-            path = self._tree.path(self._tree.below(root, key, 0, boundary), boundary)
+            path = self._tree.path(self._tree.along(lease.node, key, boundary), boundary)
             if sum(node.num_pages for node in path) == boundary:
                 del lease.snapshots[boundary]
                 self._put(path[-1], snapshot)

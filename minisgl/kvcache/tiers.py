@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from minisgl.kvcache.ahead import CopiesAhead
 from minisgl.kvcache.copies import ALWAYS, Copies
 from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host import UNPLANNED
-from minisgl.kvcache.host_tier import HostTier
+from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Moves, Place
-from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.residency import Device
 from minisgl.kvcache.transits import Transits
-from minisgl.kvcache.tree import PrefixTree
 
 # With a disk, one host page in so many is kept free, for what the device evicts while pages are
 # written.
@@ -27,10 +23,7 @@ class Tiers:
 
     def __init__(
         self,
-        tree: PrefixTree,
-        device: Device,
         host: HostTier,
-        cache: RadixCache,
         loads: Loads,
         moves: Moves,
         disk: Disk | None,
@@ -38,21 +31,14 @@ class Tiers:
     ) -> None:
         self.host = host
         self.disk: DiskTier | None = None
-        self.transits = Transits(cache, device, host, loads, max_in_transit)
-        self._device = device
-        self._cache = cache
+        self.transits = Transits(host.device, host, loads, max_in_transit)
         self._loads = loads
         self._moves = moves
-        num_ahead = device.pool.num_pages // AHEAD_PART
-        self._ahead = CopiesAhead(tree, host, num_ahead, may_drop=disk is None)
+        num_ahead = host.device.pool.num_pages // AHEAD_PART
+        self._ahead = CopiesAhead(host, num_ahead, may_drop=disk is None)
         if disk is not None:
             num_spare = -(-host.pool.num_pages // SPARE_PART)
-            self.disk = DiskTier(disk, tree, cache, host, self._ahead, moves, num_spare)
-
-    @property
-    def num_host(self) -> int:
-        """Number of host pages in use."""
-        return self.host.pool.num_pages - self.host.pool.num_free
+            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare)
 
     def take_copies(self, step: int) -> Copies | None:
         """What the plan of `step` copies; None if there is nothing."""
@@ -65,11 +51,11 @@ class Tiers:
 
     def offload_all(self) -> None:
         """Let the next plan take everything that no lease uses off the device."""
-        self.host.evict(self._device.num_evictable)
+        self.host.evict(self.host.device.num_evictable)
 
     def load_always(self) -> None:
         """Load prefixes even where computing them is faster: others would wait for that."""
-        self._cache.rule = ALWAYS
+        self.host.device.rule = ALWAYS
 
     def settled(self, step: int) -> None:
         """Note that the steps up to `step` have succeeded."""

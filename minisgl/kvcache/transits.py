@@ -15,7 +15,6 @@ from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.residency import Device
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +32,6 @@ class Transit:
 @dataclass(slots=True, eq=False, repr=False)
 class Transits:
     _cache: RadixCache
-    _device: Device
     _host: HostTier
     _loads: Loads
     _max_on_device: int  # number of pages that other engines may keep from requests
@@ -49,11 +47,11 @@ class Transits:
         """
         match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
         pages = match.pages
-        settled = self._device.pool.are_settled(pages)
-        whole = not (match.num_to_load or self._loads.above(match.node))
+        settled = self._cache.pool.are_settled(pages)
+        whole = not (match.num_to_load or self._loads.of(match.pages))
         if pages and settled and whole and self._has_room(len(pages)):
             return self._begin(Transit(Place.DEVICE, pages, match.node))
-        self._cache.release(match.node)
+        self._cache.tree.release(match.node)
         return None
 
     def copy_out(
@@ -69,8 +67,8 @@ class Transits:
         memory no room.
         """
         match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
-        pages = [] if self._loads.above(match.node) else match.pages
-        self._cache.release(match.node)
+        pages = [] if self._loads.of(match.pages) else match.pages
+        self._cache.tree.release(match.node)
         return self._copy(pages, copied)
 
     def copy_lent(
@@ -147,15 +145,15 @@ class Transits:
         if self._loads.are_planned or self._host.pool.num_planned:
             return None
         match = self._cache.acquire(key, start, namespace)
-        self._cache.release(match.node)
+        self._cache.tree.release(match.node)
         if len(match.pages) < start or not self._has_room(num_pages):
             return None
-        missing = min(num_pages - self._device.pool.num_free, self._device.num_evictable)
+        missing = min(num_pages - self._cache.pool.num_free, self._cache.num_evictable)
         if missing > 0:
             self._host.evict(missing, max_offloads=0)
-        if num_pages > self._device.pool.num_free:
+        if num_pages > self._cache.pool.num_free:
             return None
-        return self._begin(Transit(Place.DEVICE, self._device.pool.take(num_pages)))
+        return self._begin(Transit(Place.DEVICE, self._cache.pool.take(num_pages)))
 
     def adopt(
         self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
@@ -164,8 +162,8 @@ class Transits:
         self._all.remove(transit)
         pages = transit.pages
         if transit.place is Place.DEVICE:
-            self._device.pool.free(self._insert(pages[:num_pages], key, start, namespace))
-            self._device.pool.free(pages[num_pages:])
+            self._cache.pool.free(self._insert(pages[:num_pages], key, start, namespace))
+            self._cache.pool.free(pages[num_pages:])
         else:
             self._host.adopt(namespace, key, start, pages, num_pages)
 
@@ -181,11 +179,11 @@ class Transits:
             # With what is before them, they go if the step that writes it fails.
             path = self._cache.acquire(key, start + len(pages), namespace)
             taken = set(pages).difference(refused)
-            written_by = self._device.pool.written_by
+            written_by = self._cache.pool.written_by
             before = [written_by[page] for page in path.pages if page not in taken]
-            self._device.pool.mark_written(taken, max(before, default=0))
-            self._cache.release(path.node)
-        self._cache.release(match.node)
+            self._cache.pool.mark_written(taken, max(before, default=0))
+            self._cache.tree.release(path.node)
+        self._cache.tree.release(match.node)
         return refused
 
     # -- both --------------------------------------------------------------------------------------
@@ -204,9 +202,9 @@ class Transits:
             return
         self._all.remove(transit)
         if transit.node is not None:
-            self._cache.release(transit.node)
+            self._cache.tree.release(transit.node)
         else:
-            tier = self._device if transit.place is Place.DEVICE else self._host
+            tier = self._cache if transit.place is Place.DEVICE else self._host
             tier.pool.free(transit.pages)
 
     @property

@@ -65,6 +65,11 @@ class PrefixTree:
             node, start = child, start + common
         return found
 
+    def along(self, node: Node, key: bytes, num_pages: int) -> Found:
+        """What the tree of `node` has of the first `num_pages` pages of `key`."""
+        *_, root = node.upwards()
+        return self.below(root, key, 0, num_pages)
+
     def child(self, node: Node, key: bytes, start: int) -> Node | None:
         """The node below `node` that begins with page `start` of `key`."""
         return node.children.get(self._first_page(key, start))
@@ -175,21 +180,18 @@ class PrefixTree:
         self.num_nodes -= 1
         for each in self.followers:
             each.ended(node)
-        self.let_go(parent)
+        if parent.parent is None:
+            self.let_go(parent)
 
     def let_go(self, node: Node) -> None:
         """Offer `node` to the followers if it is not in use; end the root of nothing."""
         if node.num_users:
             return
-        if node.parent is None:
-            self._end(node)
-            return
-        for each in self.followers:
-            each.offer(node)
-
-    def _end(self, root: Node) -> None:
-        if not root.children:
-            del self._roots[root.key]
+        if node.parent is not None:
+            for each in self.followers:
+                each.offer(node)
+        elif not node.children:
+            del self._roots[node.key]
 
     # -- locks -------------------------------------------------------------------------------------
 
@@ -221,8 +223,8 @@ class PrefixTree:
             released.append(at)
         for each in self.followers:
             each.released(released)
-        if at.parent is None and not at.num_users:
-            self._end(at)
+        if at.parent is None:
+            self.let_go(at)
 
     # -- audit -------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.lease import Lease, WindowPages
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.windows import WindowPages, Windows
+from minisgl.kvcache.windows import Windows
 from minisgl.request import PooledRows, Pooling, Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 

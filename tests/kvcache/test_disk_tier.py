@@ -149,7 +149,7 @@ def test_copies_made_ahead_are_written_once_the_device_has_evicted_their_pages()
     kv = make(store, num_pages=33, num_host_pages=2, offloads_per_plan=8)
     run(kv, [1, 2], 1)
     run(kv, list(range(10, 40)), 2)
-    assert kv.tiers.num_host == 2  # which leaves none of the pages that are to be free
+    assert kv.tiers.host.pool.num_used == 2  # which leaves none of the pages that are to be free
     for step in (3, 4, 5):
         assert not kv.take_copies(step) and not kv.moves.take()
         kv.settled(step)

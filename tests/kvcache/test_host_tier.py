@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kvcache.ahead import CopiesAhead
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.host import HostPool
-from minisgl.kvcache.host_tier import HostTier
+from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.residency import Device
 from minisgl.kvcache.tree import PrefixTree
 
 
@@ -109,7 +107,7 @@ def test_computed_pages_join_the_copies_that_host_memory_has() -> None:
     run(kv, [4, 5, 6, 7], 2)
     assert len(run(kv, [1, 2, 3, 8], 3).offloads) == 4  # of the second prompt
     assert len(run(kv, [9, 9, 9, 9], 4).offloads) == 1  # 8, which is new
-    assert kv.tiers.num_host == 8
+    assert kv.tiers.host.pool.num_used == 8
 
 
 def test_requests_with_the_same_prefix_share_a_load() -> None:
@@ -156,7 +154,7 @@ def test_a_failed_step_takes_its_copies_along() -> None:
     run(kv, [4, 5, 6, 7, 8, 9], 2)  # offloads 1, 2, 3
     kv.drop_written_since(2)
     kv.audit(2)
-    assert kv.tiers.num_host == 0
+    assert kv.tiers.host.pool.num_used == 0
     assert kv.match(pack_tokens([1, 2, 3, 0]), 4) == 0
 
 
@@ -218,7 +216,7 @@ def test_a_prefix_that_is_used_again_keeps_its_copy_and_the_next_one_is_copied()
     kv.close(open_lease(kv, [1, 0]))
     assert kv.num_free == 1
     kv.close(open_lease(kv, [1, 0]))
-    assert kv.tiers.num_host == 1
+    assert kv.tiers.host.pool.num_used == 1
     assert offloaded(kv, 5) == [second[0]]
     lease = kv.acquire(b"", 1)
     kv.reserve(lease, 2)
@@ -244,24 +242,21 @@ def test_copying_ahead_visits_only_what_it_copies() -> None:
     """However many prefixes there are, all with the same first page."""
 
     def visits(num_prompts: int) -> int:
-        tree = PrefixTree(1)
-        device = Device(tree, PagePool(0))
-        host = HostTier(tree, device, HostPool(5000), 20)
-        ahead = CopiesAhead(tree, host, 20, may_drop=True)
-        cache, count = RadixCache(tree, device), 0
+        cache, count = RadixCache(PrefixTree(1), PagePool(0), ALWAYS), 0
+        ahead = CopiesAhead(HostTier(cache, HostPool(5000), 20), 20, may_drop=True)
         for index in range(num_prompts):
             key = pack_tokens([0, index, 1, 2])
             match = cache.acquire(key, 4)
             cache.insert(match.node, key, len(match.pages), range(4 * index, 4 * index + 3))
-            cache.release(match.node)
-        is_fresh = ahead._leaves._is_fresh
+            cache.tree.release(match.node)
+        is_fresh = ahead._is_fresh
 
         def counting(entry: tuple[int, int, Node]) -> bool:
             nonlocal count
             count += 1
             return is_fresh(entry)
 
-        ahead._leaves._is_fresh = counting  # type: ignore[method-assign]
+        ahead._is_fresh = counting  # type: ignore[method-assign]
         ahead.copy()
         assert ahead.num_ahead == 20
         return count
@@ -275,7 +270,7 @@ def test_nothing_is_copied_while_the_device_has_room() -> None:
     for round in range(3):
         for index, tokens in enumerate(prompts):
             assert run(kv, tokens, 100 * round + index + 1) == Copies()
-    assert kv.tiers.num_host == 0
+    assert kv.tiers.host.pool.num_used == 0
 
 
 def test_a_plan_beside_decode_rows_makes_room_as_far_as_its_copies_go() -> None:
@@ -310,7 +305,7 @@ def test_a_failed_step_takes_the_copies_along_that_it_made_ahead() -> None:
     assert offloaded(kv, 3) == [pages[0][2]]
     kv.drop_written_since(3)
     kv.audit(3)
-    assert kv.tiers.num_host == 0 and kv.match(pack_tokens([1, 2, 3, 0]), 4) == 3
+    assert kv.tiers.host.pool.num_used == 0 and kv.match(pack_tokens([1, 2, 3, 0]), 4) == 3
     assert offloaded(kv, 4) == [pages[0][2]]
 
 
@@ -345,7 +340,7 @@ def test_namespaces_share_no_host_pages() -> None:
         lambda kv, lease: kv.tiers.host.pool._free.pop(),
         lambda kv, lease: kv.tiers.host.pages[lease.node].append(7),
         lambda kv, lease: kv.loads.in_flight.clear(),
-        lambda kv, lease: kv._device._num_below.update({lease.node: 1}),
+        lambda kv, lease: kv._cache._num_below.update({lease.node: 1}),
         lambda kv, lease: kv.tiers._ahead._num_below.update({lease.node: 1}),
         lambda kv, lease: kv.tiers._ahead._ahead.add(lease.node),
         lambda kv, lease: setattr(kv.tiers._ahead, "num_ahead", 1),

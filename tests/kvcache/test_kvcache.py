@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.kvcache.copies import ALWAYS
 from minisgl.kvcache.lease import Lease
-from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.residency import Device
 from minisgl.kvcache.tree import PrefixTree
 
 
@@ -160,11 +159,11 @@ def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
             tokens = list(range(length))
             lease = run_once(kv, tokens, namespace=namespace)
             kv.close(lease, pack_tokens(tokens), length, 1)
-        assert len(kv._tree._roots) <= 31
-        assert len(kv._device._leaves._heap) <= 64 + 2 * 31
+        assert len(kv._cache.tree._roots) <= 31
+        assert len(kv._cache._heap) <= 64 + 2 * 31
     kv.audit(1)
     kv.drop_written_since(0)
-    assert not kv._tree._roots
+    assert not kv._cache.tree._roots
     assert kv.num_free == 31
 
 
@@ -179,14 +178,16 @@ def test_a_request_can_opt_out_of_prefix_reuse() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._device.pool._free.append(lease.pages[0]),
-        lambda kv, lease: kv._device.pool._free.pop(),
+        lambda kv, lease: kv._cache.pool._free.append(lease.pages[0]),
+        lambda kv, lease: kv._cache.pool._free.pop(),
         lambda kv, lease: lease.pages.append(lease.pages[-1]),
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
-        lambda kv, lease: kv._device.pool.written_by.__setitem__(lease.pages[0], 99),
-        lambda kv, lease: setattr(kv._device, "num_evictable", 3),
-        lambda kv, lease: kv._tree._roots.update({b"x": Node(key=b"x", num_pages=0, parent=None)}),
-        lambda kv, lease: kv._tree._roots.update({b"x": kv._tree._roots.pop(b"")}),
+        lambda kv, lease: kv._cache.pool.written_by.__setitem__(lease.pages[0], 99),
+        lambda kv, lease: setattr(kv._cache, "num_evictable", 3),
+        lambda kv, lease: kv._cache.tree._roots.update(
+            {b"x": Node(key=b"x", num_pages=0, parent=None)}
+        ),
+        lambda kv, lease: kv._cache.tree._roots.update({b"x": kv._cache.tree._roots.pop(b"")}),
     ],
 )
 def test_the_audit_detects_every_kind_of_damage(damage: object) -> None:
@@ -253,22 +254,21 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
 
     def visits(num_prompts: int) -> tuple[int, int]:
         tree = PrefixTree(page_size)
-        device = Device(tree, PagePool(1))
-        cache = RadixCache(tree, device)
+        cache = RadixCache(tree, PagePool(1), ALWAYS)
         for index in range(num_prompts):
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)
             pages = range(index * 10, index * 10 + 10)
             cache.insert(match.node, pack_tokens(tokens), 0, pages)
-            cache.release(match.node)
+            tree.release(match.node)
         lookups = _count_calls(tree, "child", lambda: cache.match_pages(pack_tokens(tokens), 10))
-        removals = _count_calls(device._leaves, "_is_fresh", lambda: device.evict(20))
+        removals = _count_calls(cache, "_is_fresh", lambda: cache.evict(20))
         return lookups, removals
 
     assert visits(10) == visits(1000)
 
 
-def _count_calls(owner: PrefixTree | LeafQueue, name: str, action: object) -> int:
+def _count_calls(owner: PrefixTree | RadixCache, name: str, action: object) -> int:
     calls = 0
     original = getattr(owner, name)
 

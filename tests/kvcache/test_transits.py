@@ -46,7 +46,7 @@ def test_a_copy_that_leaves_locks_nothing_and_an_adopted_one_is_loaded() -> None
     sender.audit(2)
     sender.tiers.transits.drop(transit)
     sender.audit(2)
-    assert sender.tiers.num_host == 0
+    assert sender.tiers.host.pool.num_used == 0
 
     expected = receiver.tiers.transits.expect(3)
     assert expected is not None and receiver.match(key, len(tokens)) == 0
@@ -71,9 +71,9 @@ def test_pages_that_came_twice_or_have_lost_their_prefix_are_freed() -> None:
     assert first is not None and second is not None and orphan is not None
     kv.tiers.transits.adopt(first, key, 0, 2)
     kv.tiers.transits.adopt(second, key, 0, 3)  # one of its four pages did not come
-    assert kv.match(key, 17) == 12 and kv.tiers.num_host == 5
+    assert kv.match(key, 17) == 12 and kv.tiers.host.pool.num_used == 5
     kv.tiers.transits.adopt(orphan, pack_tokens([*range(100, 117)]), 2, 2)
-    assert kv.tiers.num_host == 3
+    assert kv.tiers.host.pool.num_used == 3
     kv.audit(0)
     assert kv.tiers.transits.expect(10) is not None, "adopted pages make room for others"
     assert kv.tiers.transits.expect(3) is None
@@ -107,7 +107,7 @@ def test_a_failed_step_takes_the_copies_that_it_was_to_make() -> None:
     kv.drop_written_since(3)
     assert late.failed and not written.failed
     kv.drop_written_since(2)
-    assert written.failed and unplanned.failed and kv.tiers.num_host == 0
+    assert written.failed and unplanned.failed and kv.tiers.host.pool.num_used == 0
     kv.tiers.transits.drop(written)  # has no effect
     kv.audit(2)
 
@@ -138,7 +138,7 @@ def test_whoever_waits_for_a_copy_hears_once_whether_it_was_made() -> None:
     for transit in (*transits, lent):
         assert transit is not None
         kv.tiers.transits.drop(transit)
-    assert kv.tiers.num_host == 0
+    assert kv.tiers.host.pool.num_used == 0
     kv.audit(4)
 
 
@@ -189,7 +189,7 @@ def test_a_lent_prefix_stays_and_an_adopted_one_is_on_the_device() -> None:
     receiver.audit(0)
     receiver.tiers.transits.adopt(coming, key, 0, 2)  # one of its pages did not come
     receiver.audit(0)
-    assert receiver.num_available == 19 and receiver.tiers.num_host == 0
+    assert receiver.num_available == 19 and receiver.tiers.host.pool.num_used == 0
     lease = receiver.acquire(key, len(tokens))
     assert lease.pages == list(coming.pages[:2])
     rest = receiver.tiers.transits.expect_on_device(key, 2, 1)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import WindowSizes
-from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.lease import Lease, WindowPages
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.windows import WindowPages, Windows
+from minisgl.kvcache.windows import Windows
 
 
 class WindowedCache(KVCacheManager):
@@ -32,7 +32,8 @@ def make(
         num_pages=num_pages,
         page_size=page_size,
         cache_type="radix",
-        windows=Windows(num_window_pages, sizes),
+        num_window_pages=num_window_pages,
+        window_sizes=sizes,
     )
 
 
@@ -58,8 +59,8 @@ def run(kv: WindowedCache, tokens: list[int], step: int = 1) -> None:
 
 def full_pages(kv: WindowedCache, tokens: list[int], num_pages: int) -> list[int]:
     """The pages of full layers that the cache has of a prompt."""
-    found = kv._tree.match(pack_tokens(tokens), num_pages)
-    return [page for node, common in found for page in kv._device.pages[node][:common]]
+    found = kv._cache.tree.match(pack_tokens(tokens), num_pages)
+    return [page for node, common in found for page in kv._cache.pages[node][:common]]
 
 
 def cached(kv: WindowedCache, tokens: list[int]) -> int:
@@ -151,16 +152,16 @@ def test_pages_that_a_failed_step_wrote_are_not_matched() -> None:
     kv.audit(2)
     assert cached(kv, prompt) == 0
     assert len(full_pages(kv, prompt, 6)) == 6
-    assert kv.windows.num_cached == 0
+    assert len(kv.windows._cached) == 0
 
 
 def test_pages_leave_with_the_prefix_that_they_belong_to() -> None:
     kv = make(window=4, page_size=2, num_pages=11)
     run(kv, list(range(13)))
-    assert kv.windows.num_cached == 6
+    assert len(kv.windows._cached) == 6
     run(kv, list(range(20, 37)))
     assert cached(kv, list(range(13))) == 2
-    assert kv.windows.num_cached == 1 + 8
+    assert len(kv.windows._cached) == 1 + 8
 
 
 def test_requests_wait_for_the_claims_of_others() -> None:
@@ -179,7 +180,7 @@ def test_requests_wait_for_the_claims_of_others() -> None:
     kv.close(third)
     kv.close(second)
     kv.close(first)
-    assert kv.windows.num_free == 10
+    assert kv.windows._pool.num_free == 10
 
 
 @settings(max_examples=150, deadline=None)
@@ -233,4 +234,4 @@ def test_any_leases_see_what_was_computed_and_no_page_is_lost(seed: int) -> None
         kv.close(lease)
     kv.audit(step)
     assert kv.num_available == kv.num_pages - 1
-    assert kv.windows.num_free + kv.windows.num_cached == num_window_pages - 1
+    assert kv.windows._pool.num_free + len(kv.windows._cached) == num_window_pages - 1

@@ -28,7 +28,6 @@ from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
-from minisgl.kvcache.windows import Windows
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -135,7 +134,8 @@ class Harness:
                 num_pages=self.num_pages,
                 page_size=self.page_size,
                 cache_type=self.cache_type,
-                windows=Windows(num_window_pages, sizes),
+                num_window_pages=num_window_pages,
+                window_sizes=sizes,
             )
         self.scheduler = Scheduler(
             kv=kv,
@@ -1377,7 +1377,7 @@ def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk()
     harness.end_move()
     assert harness.launch() is None and scheduler.num_waiting == 2
     kv = scheduler.kv
-    received = kv.tiers.transits.expect(harness.num_host_pages - kv.tiers.num_host + 9)
+    received = kv.tiers.transits.expect(harness.num_host_pages - kv.tiers.host.pool.num_used + 9)
     assert received is not None
     kv.tiers.transits.drop(received)
     harness.run()
