@@ -14,10 +14,10 @@ from functools import partial
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
-from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, page_keys
+from minisgl.kvcache.page_pool import HostPool
 from minisgl.kvcache.prefix import Node
 
 

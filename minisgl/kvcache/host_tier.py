@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from minisgl.kvcache.host import HostPool
+from minisgl.kvcache.page_pool import HostPool
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.residency import Residency
@@ -203,16 +203,16 @@ class CopiesAhead(Residency):
     def note(self, node: Node) -> None:
         pages, is_copied = self._device.pages.get(node), node in self._host.pages
         if pages is None or not is_copied:
-            self.locked([node])
+            self.locked(node)
         if pages is None or is_copied:
             if node in self.pages:
                 self.take(node)
         elif node not in self.pages:
             self.put(node, pages)
 
-    def locked(self, nodes: Sequence[Node]) -> None:
-        """Note that `nodes` are not ahead any more."""
-        for node in self._ahead.intersection(nodes) if self._ahead else ():
+    def locked(self, node: Node) -> None:
+        """Note that `node` is not ahead any more."""
+        if node in self._ahead:
             self._ahead.remove(node)
             self.num_ahead -= node.num_pages
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
-from minisgl.kvcache.host import UNPLANNED
+from minisgl.kvcache.page_pool import UNPLANNED
 from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
 

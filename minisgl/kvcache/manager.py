@@ -21,12 +21,11 @@ from itertools import chain
 from minisgl.config import WindowSizes
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk, DiskTier
-from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Moves, Place
-from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
+from minisgl.kvcache.page_pool import SCRATCH_PAGE, HostPool, PagePool
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.snapshots import Snapshots, SnapshotStats, TakenSnapshot
 from minisgl.kvcache.tiers import Tiers

@@ -146,16 +146,14 @@ class RadixCache(Residency):
         self.num_evictable -= len(pages)
         return pages
 
-    def locked(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            if node in self.pages:
-                self.num_evictable -= node.num_pages
+    def locked(self, node: Node) -> None:
+        if node in self.pages:
+            self.num_evictable -= node.num_pages
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            if node in self.pages:
-                self.num_evictable += node.num_pages
-                self.offer(node)
+    def released(self, node: Node) -> None:
+        if node in self.pages:
+            self.num_evictable += node.num_pages
+            self.offer(node)
 
     def evict(self, num_pages: int) -> None:
         """Free the `num_pages` pages that go first, of which there must be as many."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node
@@ -84,9 +83,8 @@ class Residency(Follower):
         last_used, _, node = entry
         return node.last_used == last_used and self.may_go(node)
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            self.offer(node)
+    def released(self, node: Node) -> None:
+        self.offer(node)
 
     def split(self, upper: Node, node: Node) -> None:
         pages = self.pages.get(node)

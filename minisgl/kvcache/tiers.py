@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from minisgl.kvcache.copies import ALWAYS, Copies
 from minisgl.kvcache.disk import Disk, DiskTier
-from minisgl.kvcache.host import UNPLANNED
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Moves, Place
+from minisgl.kvcache.page_pool import UNPLANNED
 from minisgl.kvcache.transits import Transits
 
 # With a disk, one host page in so many is kept free, for what the device evicts while pages are

@@ -10,8 +10,9 @@ a namespace without cached pages takes no memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from minisgl.kvcache.prefix import TOKEN_BYTES, Node
 
@@ -22,11 +23,11 @@ Found = list[tuple[Node, int]]
 class Follower:
     """Keeps something beside the nodes of a tree, which tells of its changes."""
 
-    def locked(self, nodes: Sequence[Node]) -> None:
-        """Note that `nodes` have come into use."""
+    def locked(self, node: Node) -> None:
+        """Note that `node` has come into use."""
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """Note that `nodes` have gone out of use, children first."""
+    def released(self, node: Node) -> None:
+        """Note that `node` has gone out of use."""
 
     def offer(self, node: Node) -> None:
         """Note that `node`, which is not in use, may go, as far as this depends on the tree."""
@@ -79,17 +80,14 @@ class PrefixTree:
 
     def _common_pages(self, node: Node, key: bytes, start: int, end: int) -> int:
         """Number of equal pages of `node` and pages `start` .. `end` - 1 of `key`, at least one."""
-        size = self.page_bytes
-        low, high = 1, min(node.num_pages, end - start)
-        if key.startswith(node.key[: high * size], start * size):
-            return high
-        while high - low > 1:  # pages below low are equal, those below high are not
-            middle = (low + high) // 2
-            if key.startswith(node.key[low * size : middle * size], (start + low) * size):
-                low = middle
-            else:
-                high = middle
-        return low
+        size, most = self.page_bytes, min(node.num_pages, end - start)
+        if key.startswith(node.key[: most * size], start * size):
+            return most
+
+        def differ(num_pages: int) -> bool:
+            return not key.startswith(node.key[: num_pages * size], start * size)
+
+        return bisect_left(range(1, most), True, key=differ)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""
@@ -202,29 +200,24 @@ class PrefixTree:
 
     def lock(self, node: Node) -> None:
         """Keep `node`, and what is above it, until `release`."""
-        locked: list[Node] = []
         for at in node.upwards():
             at.num_users += 1
             if at.num_users > 1:
-                break
-            locked.append(at)
-        for each in self.followers:
-            each.locked(locked)
+                return
+            for each in self.followers:
+                each.locked(at)
 
     def release(self, node: Node) -> None:
         """Release one lock on `node`."""
         self._clock += 1
         node.last_used = self._clock
-        released: list[Node] = []
         for at in node.upwards():
             at.num_users -= 1
             if at.num_users:
-                break
-            released.append(at)
-        for each in self.followers:
-            each.released(released)
-        if at.parent is None:
-            self.let_go(at)
+                return
+            for each in self.followers:
+                each.released(at)
+        self.let_go(at)  # the root
 
     # -- audit -------------------------------------------------------------------------------------
 

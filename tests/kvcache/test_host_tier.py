@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
-from minisgl.kvcache.host import HostPool
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.kvcache.page_pool import PagePool
+from minisgl.kvcache.page_pool import HostPool, PagePool
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.tree import PrefixTree
