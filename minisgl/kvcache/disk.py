@@ -87,11 +87,11 @@ class DiskTier:
         host, pool = self._host, self._host.pool
         if pool.num_free >= self._num_spare:
             return
-        while pool.num_free + pool.num_leaving < self._num_spare:
+        while pool.num_free + len(pool.leaving) < self._num_spare:
             node = host.pop()
             if node is None:
                 return
-            if node in self._ahead:
+            if node in self._ahead.copied:
                 host.offer(node)  # until the device has evicted it
                 return
             self._host.tree.cut(node, pool.piece)
@@ -119,7 +119,7 @@ class DiskTier:
         missing = [
             (name, page)
             for name, page in zip(keys, host_pages, strict=True)
-            if not (self._disk.index.holds(name) or pool.is_frozen(page))
+            if not (self._disk.index.holds(name) or page in pool.frozen)
         ]
         for first in range(0, len(missing), pool.piece):
             names, pages = zip(*missing[first : first + pool.piece], strict=True)

@@ -45,7 +45,7 @@ class HostTier(Residency):
             return None
         pace = self.offloads_per_plan + num_granted
         most = pace + num_beside // self.tree.page_size
-        return most if self.pool.num_planned + missing <= most else pace
+        return most if len(self.pool.offloads) + missing <= most else pace
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> None:
         """Free at least the `num_pages` pages of the device that go first, of which there must be
@@ -60,7 +60,7 @@ class HostTier(Residency):
             assert node is not None, "the caller has checked that there are enough"
             at_most = max(num_pages, self.pool.piece)
             if max_offloads is not None and node not in self.pages:
-                at_most = min(at_most, max_offloads - self.pool.num_planned)
+                at_most = min(at_most, max_offloads - len(self.pool.offloads))
                 if at_most <= 0:
                     self.device.offer(node)
                     return
@@ -157,41 +157,37 @@ class HostTier(Residency):
 
 
 class CopiesAhead(Residency):
-    """What the device has without a copy in host memory, and which nodes were copied ahead: before
-    their eviction, and not used since. Children go before parents."""
+    """What the device has without a copy in host memory, and what was copied ahead of its eviction.
+    Children are copied before their parents."""
 
     def __init__(self, host: HostTier, num_wanted: int, *, may_drop: bool) -> None:
         """num_wanted: number of pages of the device that are to be free or copied ahead. may_drop:
         whether host memory drops older pages for that; otherwise the disk makes room."""
         super().__init__(host.tree, host.device.pool)
-        self.num_ahead = 0  # pages
-        self._ahead: set[Node] = set()
+        self.copied: set[Node] = set()  # ahead of their eviction, and not used since
+        self.num_copied = 0  # pages of these
         self._device = host.device
         self._host = host
         self._num_wanted = num_wanted
         self._may_drop = may_drop
-        host.device.watcher = host.watcher = self
-
-    def __contains__(self, node: Node) -> bool:
-        """Whether a node was copied ahead."""
-        return node in self._ahead
+        host.device.watcher = host.watcher = self._note
 
     def copy(self) -> None:
         """Let the next plan copy what the device evicts next, as far as a decode plan may."""
         pool, most = self._host.pool, self._host.offloads_per_plan
         num_wanted = self._num_wanted - self._device.pool.num_free
-        while most is not None and self.num_ahead < num_wanted and pool.num_planned < most:
+        while most is not None and self.num_copied < num_wanted and len(pool.offloads) < most:
             node = self.pop()
             if node is None:
                 return
-            missing = max(num_wanted - self.num_ahead, pool.piece)
-            self.tree.cut(node, min(most - pool.num_planned, missing))
+            missing = max(num_wanted - self.num_copied, pool.piece)
+            self.tree.cut(node, min(most - len(pool.offloads), missing))
             if not self._makes_room(node.num_pages):
                 self.offer(node)
                 return
             self._host.offload(node)
-            self._ahead.add(node)
-            self.num_ahead += node.num_pages
+            self.copied.add(node)
+            self.num_copied += node.num_pages
             self.tree.let_go(node)
 
     def _makes_room(self, num_pages: int) -> bool:
@@ -200,7 +196,8 @@ class CopiesAhead(Residency):
             return self._host.pool.num_free >= num_pages
         return self._host.make_room(num_pages, lambda node: node not in self._device.pages)
 
-    def note(self, node: Node) -> None:
+    def _note(self, node: Node) -> None:
+        """Note that `node` has come to the device or host memory, or left it."""
         pages, is_copied = self._device.pages.get(node), node in self._host.pages
         if pages is None or not is_copied:
             self.locked(node)
@@ -212,20 +209,20 @@ class CopiesAhead(Residency):
 
     def locked(self, node: Node) -> None:
         """Note that `node` is not ahead any more."""
-        if node in self._ahead:
-            self._ahead.remove(node)
-            self.num_ahead -= node.num_pages
+        if node in self.copied:
+            self.copied.remove(node)
+            self.num_copied -= node.num_pages
 
     def split(self, upper: Node, node: Node) -> None:
         super().split(upper, node)
-        if node in self._ahead:
-            self._ahead.add(upper)
+        if node in self.copied:
+            self.copied.add(upper)
 
     def audit(self) -> None:
         super().audit()
         device, host = self._device.pages.keys(), self._host.pages.keys()
         assert self.pages.keys() == device - host, "a copy is not where its node is"
-        assert self._ahead <= device & host, "a node is not ahead"
-        assert not any(node.num_users for node in self._ahead), "it was copied in vain"
-        num_ahead = sum(node.num_pages for node in self._ahead)
-        assert num_ahead == self.num_ahead, "the number of pages copied ahead is wrong"
+        assert self.copied <= device & host, "a node is not ahead"
+        assert not any(node.num_users for node in self.copied), "it was copied in vain"
+        num_copied = sum(node.num_pages for node in self.copied)
+        assert num_copied == self.num_copied, "the number of pages copied ahead is wrong"

@@ -34,13 +34,9 @@ class Loads:
     num_begun: int = 0  # since the start
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
-    _new: list[Load] = field(default_factory=list)  # for the next plan
-    _awaits: list[int] = field(default_factory=list)  # for the next plan
-
-    @property
-    def are_planned(self) -> bool:
-        """Whether the next plan begins or awaits loads."""
-        return bool(self._new or self._awaits)
+    # What the next plan begins, and awaits.
+    new: list[Load] = field(default_factory=list)
+    awaits: list[int] = field(default_factory=list)
 
     @property
     def is_lane_busy(self) -> bool:
@@ -61,7 +57,7 @@ class Loads:
         self.in_flight[load_id] = InFlight(node, pages)
         self._of_page.update(dict.fromkeys(pages, load_id))
         self._cache.pool.mark_written(pages, UNPLANNED)
-        self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
+        self.new.append(Load(load_id, tuple(host_pages), tuple(pages)))
         return load_id
 
     def of(self, pages: Sequence[int]) -> dict[int, int]:
@@ -80,7 +76,7 @@ class Loads:
             for page in found.pages:
                 del self._of_page[page]
             self._cache.tree.release(found.node)
-            self._awaits.append(load_id)
+            self.awaits.append(load_id)
 
     def await_unwanted(self, wanted: Iterable[Iterable[int]]) -> None:
         """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
@@ -95,14 +91,14 @@ class Loads:
         for load_id, found in [*self.in_flight.items()]:
             if written_by[found.pages[0]] >= step:
                 self.landed(load_id)
-        self._new = []
+        self.new = []
 
     def take(self, step: int) -> tuple[tuple[Load, ...], tuple[int, ...]]:
         """The loads that the plan of `step` begins, and those that it awaits."""
-        taken = tuple(self._new), tuple(self._awaits)
-        for load in self._new:
+        taken = tuple(self.new), tuple(self.awaits)
+        for load in self.new:
             self._cache.pool.mark_written(load.pages, step)
-        self._new, self._awaits = [], []
+        self.new, self.awaits = [], []
         return taken
 
     def audit(self) -> None:

@@ -113,7 +113,7 @@ class KVCacheManager:
     @property
     def num_available(self) -> int:
         """Number of pages that `reserve` can provide."""
-        return self._pool.num_free + self._cache.num_evictable
+        return self.num_free + self.num_cached
 
     @property
     def tiers(self) -> Tiers:
@@ -132,7 +132,7 @@ class KVCacheManager:
 
     def snapshot_stats(self) -> SnapshotStats | None:
         """None: the model keeps no states."""
-        return SnapshotStats.of(self.snapshots)
+        return None if self.snapshots is None else self.snapshots.stats
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""

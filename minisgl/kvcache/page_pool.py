@@ -58,22 +58,14 @@ class HostPool(PagePool):
         Larger pieces mean fewer nodes; smaller ones keep more on the device."""
         super().__init__(num_pages)
         self.piece = piece
-        self._offloads: dict[int, int] = {}  # device page by host page
-        self._frozen: set[int] = set()  # somebody reads them
-        self._leaving: set[int] = set()  # frozen, and freed as soon as they are not
+        # What the next plan copies here: the device page by the host page.
+        self.offloads: dict[int, int] = {}
+        self.frozen: set[int] = set()  # somebody reads them
+        self.leaving: set[int] = set()  # frozen, and freed as soon as they are not
 
     @property
     def num_used(self) -> int:
         return self.num_pages - self.num_free
-
-    @property
-    def num_leaving(self) -> int:
-        """Number of pages that will be free once they are not frozen."""
-        return len(self._leaving)
-
-    @property
-    def free_pages(self) -> Sequence[int]:
-        return [*self._free, *self._leaving]
 
     def take(self, count: int) -> list[int]:
         """Take free pages, of which there must be enough, in the order of their numbers if they
@@ -86,46 +78,34 @@ class HostPool(PagePool):
         """Copy device pages with the next plan; returns their host pages. Enough must be free."""
         taken = self.take(len(pages))
         for page, host_page in zip(pages, taken, strict=True):
-            self._offloads[host_page] = page
+            self.offloads[host_page] = page
         self.mark_written(taken, UNPLANNED)
         return taken
 
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
-            if host_page in self._frozen:
-                self._leaving.add(host_page)
+            if host_page in self.frozen:
+                self.leaving.add(host_page)
             else:
-                self._offloads.pop(host_page, None)
+                self.offloads.pop(host_page, None)
                 self._free.append(host_page)
 
     def freeze(self, host_pages: Iterable[int]) -> None:
         """Keep pages as they are until `thaw`, even if they are freed. None may be frozen."""
-        self._frozen.update(host_pages)
+        self.frozen.update(host_pages)
 
     def thaw(self, host_pages: Iterable[int]) -> None:
         for host_page in host_pages:
-            self._frozen.remove(host_page)
-            if host_page in self._leaving:
-                self._leaving.remove(host_page)
+            self.frozen.remove(host_page)
+            if host_page in self.leaving:
+                self.leaving.remove(host_page)
                 self._free.append(host_page)
-
-    def is_frozen(self, host_page: int) -> bool:
-        return host_page in self._frozen
-
-    @property
-    def num_planned(self) -> int:
-        """Number of pages that the next plan copies here."""
-        return len(self._offloads)
-
-    def is_planned(self, host_page: int) -> bool:
-        """Whether the next plan writes `host_page`."""
-        return host_page in self._offloads
 
     def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
         """The (device page, host page) pairs for the plan of `step`."""
-        if not self._offloads:
+        if not self.offloads:
             return ()
-        offloads = tuple((page, host_page) for host_page, page in self._offloads.items())
-        self.mark_written(self._offloads, step)
-        self._offloads = {}
+        offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
+        self.mark_written(self.offloads, step)
+        self.offloads = {}
         return offloads

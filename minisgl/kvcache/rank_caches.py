@@ -51,13 +51,10 @@ class RankCaches(KVCacheManager):
     def num_cached(self) -> int:
         return sum(cache.num_cached for cache in self.of_ranks)
 
-    @property
-    def num_available(self) -> int:
-        """Number of pages that `reserve` can provide to requests of all ranks."""
-        return sum(cache.num_available for cache in self.of_ranks)
-
     def snapshot_stats(self) -> SnapshotStats | None:
-        return SnapshotStats.of(*(cache.snapshots for cache in self.of_ranks))
+        found = [each.snapshots.stats for each in self.of_ranks if each.snapshots is not None]
+        num, num_cached = sum(each.num for each in found), sum(each.num_cached for each in found)
+        return SnapshotStats(num, num_cached) if found else None
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached on the rank that has most."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Callable
 
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.prefix import Node
@@ -23,7 +25,7 @@ class Residency(Follower):
     def __init__(self, tree: PrefixTree, pool: PagePool) -> None:
         self.pool = pool
         self.pages: dict[Node, list[int]] = {}
-        self.watcher: Residency | None = None  # which `note` tells of nodes that come and go
+        self.watcher: Callable[[Node], None] | None = None  # called with what comes and goes
         self.tree = tree
         self._num_below: dict[Node, int] = {}  # children that are here, if any
         self._heap: list[_HeapEntry] = []
@@ -39,7 +41,7 @@ class Residency(Follower):
         self.pages[node] = pages
         self._num_below[node.parent] = self._num_below.get(node.parent, 0) + 1
         if self.watcher is not None:
-            self.watcher.note(node)
+            self.watcher(node)
 
     def take(self, node: Node) -> list[int]:
         """Have a node no longer, of which the caller gets the pages; its parent may go then."""
@@ -49,7 +51,7 @@ class Residency(Follower):
         if not self._num_below[parent]:
             del self._num_below[parent]
         if self.watcher is not None:
-            self.watcher.note(node)
+            self.watcher(node)
         self.offer(parent)
         return pages
 
@@ -57,9 +59,6 @@ class Residency(Follower):
         """Free the pages of a node, if it is here."""
         if node in self.pages:
             self.pool.free(self.take(node))
-
-    def note(self, node: Node) -> None:
-        """Note that `node` has come to another memory, or left it."""
 
     def offer(self, node: Node) -> None:
         if not self.may_go(node):
@@ -95,9 +94,8 @@ class Residency(Follower):
     def audit(self) -> None:
         """Recompute every invariant from scratch; AssertionError if one fails."""
         offered = {entry[2] for entry in self._heap if self._is_fresh(entry)}
-        num_below: dict[Node, int] = {}
         for node, pages in self.pages.items():
-            assert len(pages) == node.num_pages and node.parent is not None, "a run is not whole"
-            num_below[node.parent] = num_below.get(node.parent, 0) + 1
+            assert len(pages) == node.num_pages, "a run is not whole"
+        num_below = Counter(node.parent for node in self.pages)
         assert num_below == self._num_below, "a number of children is wrong"
         assert offered >= set(filter(self.may_go, self.pages)), "a leaf cannot be evicted"

@@ -33,16 +33,6 @@ class SnapshotStats:
     num: int
     num_cached: int
 
-    @staticmethod
-    def of(*parts: Snapshots | None) -> SnapshotStats | None:
-        """Of all parts together; None: the model keeps no states."""
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        return SnapshotStats(
-            sum(each.num for each in found), sum(each.num_cached for each in found)
-        )
-
 
 class Snapshots(Follower):
     """The snapshots 0 .. num - 1, as a `PageGroup`."""
@@ -56,9 +46,8 @@ class Snapshots(Follower):
         tree.followers.append(self)
 
     @property
-    def num_cached(self) -> int:
-        """Number of snapshots in the tree."""
-        return len(self._cached)
+    def stats(self) -> SnapshotStats:
+        return SnapshotStats(self.num, len(self._cached))
 
     def usable(self, found: Found, num_pages: int) -> int:
         """A request can go on behind the deepest node that has a snapshot."""

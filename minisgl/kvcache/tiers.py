@@ -75,13 +75,13 @@ class Tiers:
         pool = self.host.pool
         host_pages = [page for run in self.host.pages.values() for page in run]
         host_pages += self.transits.owned(Place.HOST)
-        owners = [*pool.free_pages, *host_pages]
+        owners = [*pool.free_pages, *pool.leaving, *host_pages]
         frozen: list[int] = []
         for move in self._moves.under_way:
             owners += move.pages if move.source is Place.DISK else ()
             frozen += move.pages if move.target is Place.DISK else ()
-        assert len(set(frozen)) == len(frozen) and all(map(pool.is_frozen, frozen))
+        assert len(set(frozen)) == len(frozen) and pool.frozen.issuperset(frozen)
         assert sorted(owners) == list(range(pool.num_pages)), "a host page is lost or owned twice"
         for page in host_pages:
             step = pool.written_by[page]
-            assert step <= launched or (step == UNPLANNED and pool.is_planned(page))
+            assert step <= launched or (step == UNPLANNED and page in pool.offloads)

@@ -88,7 +88,7 @@ class Transits:
     def is_copying_out(self) -> bool:
         """Whether another engine waits for what the next plan copies."""
         return any(
-            transit.copied is not None and self._host.pool.is_planned(transit.pages[0])
+            transit.copied is not None and transit.pages[0] in self._host.pool.offloads
             for transit in self._all
         )
 
@@ -142,7 +142,7 @@ class Transits:
         is evicted that has no copy, because only a plan copies it, and other plans may use the
         pages until they are launched.
         """
-        if self._loads.are_planned or self._host.pool.num_planned:
+        if self._loads.new or self._loads.awaits or self._host.pool.offloads:
             return None
         match = self._cache.acquire(key, start, namespace)
         self._cache.tree.release(match.node)

@@ -257,7 +257,7 @@ def test_copying_ahead_visits_only_what_it_copies() -> None:
 
         ahead._is_fresh = counting  # type: ignore[method-assign]
         ahead.copy()
-        assert ahead.num_ahead == 20
+        assert ahead.num_copied == 20
         return count
 
     assert visits(10) == visits(1000)
@@ -341,8 +341,8 @@ def test_namespaces_share_no_host_pages() -> None:
         lambda kv, lease: kv.loads.in_flight.clear(),
         lambda kv, lease: kv._cache._num_below.update({lease.node: 1}),
         lambda kv, lease: kv.tiers._ahead._num_below.update({lease.node: 1}),
-        lambda kv, lease: kv.tiers._ahead._ahead.add(lease.node),
-        lambda kv, lease: setattr(kv.tiers._ahead, "num_ahead", 1),
+        lambda kv, lease: kv.tiers._ahead.copied.add(lease.node),
+        lambda kv, lease: setattr(kv.tiers._ahead, "num_copied", 1),
         lambda kv, lease: kv.tiers.host.pool.written_by.__setitem__(
             kv.tiers.host.pages[lease.node][0], 99
         ),
