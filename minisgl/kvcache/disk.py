@@ -18,7 +18,7 @@ from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, page_keys
 from minisgl.kvcache.page_pool import HostPool
-from minisgl.kvcache.prefix import Node
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(frozen=True, slots=True)

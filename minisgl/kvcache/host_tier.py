@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from minisgl.kvcache.page_pool import HostPool
-from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.residency import Residency
+from minisgl.kvcache.tree import Node
 
 
 class HostTier(Residency):

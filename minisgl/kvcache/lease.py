@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.tree import Found
+from minisgl.kvcache.tree import Found, Node
 
 
 @dataclass(slots=True, eq=False)

@@ -13,8 +13,8 @@ from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
 from minisgl.kvcache.page_pool import UNPLANNED
-from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from itertools import takewhile
 from minisgl.kvcache.copies import LoadRule
 from minisgl.kvcache.lease import PageGroup
 from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.residency import Residency
-from minisgl.kvcache.tree import Found, PrefixTree
+from minisgl.kvcache.tree import Found, Node, PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.tree import Follower, PrefixTree
+from minisgl.kvcache.tree import Follower, Node, PrefixTree
 
 # (last_used, order of insertion, node). An entry is stale, and skipped, if its node has changed.
 _HeapEntry = tuple[int, int, Node]

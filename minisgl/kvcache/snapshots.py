@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minisgl.kvcache.lease import Lease
-from minisgl.kvcache.prefix import Node
-from minisgl.kvcache.tree import Follower, Found, PrefixTree
+from minisgl.kvcache.tree import Follower, Found, Node, PrefixTree
 
 
 class TakenSnapshot(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Place
-from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(slots=True, eq=False)

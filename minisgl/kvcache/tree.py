@@ -13,8 +13,29 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
-from minisgl.kvcache.prefix import TOKEN_BYTES, Node
+from minisgl.kvcache.prefix import TOKEN_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of pages. The run's tokens follow those of its parents."""
+
+    key: bytes  # packed tokens; only the first num_pages pages of it count
+    num_pages: int
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)  # by the packed first page
+    num_users: int = 0  # locks that end here, plus children with users
+    last_used: int = 0
+
+    def upwards(self) -> Iterator[Node]:
+        """The node and all above it, up to the root."""
+        at: Node | None = self
+        while at is not None:
+            yield at
+            at = at.parent
+
 
 # The nodes that a key passes, from the top, and how many pages of each it matches.
 Found = list[tuple[Node, int]]

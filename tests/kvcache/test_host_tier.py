@@ -11,9 +11,9 @@ from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_pool import HostPool, PagePool
-from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import PrefixTree
+from minisgl.kvcache.tree import Node, PrefixTree
 
 
 def make(

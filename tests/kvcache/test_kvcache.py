@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.folders import ROOT
 
 from minisgl.kvcache.copies import ALWAYS
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import PrefixTree
+from minisgl.kvcache.tree import Node, PrefixTree
 
 
 def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> KVCacheManager:
@@ -165,6 +167,30 @@ def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
     kv.drop_written_since(0)
     assert not kv._cache.tree._roots
     assert kv.num_free == 31
+
+
+def test_a_cache_of_the_device_alone_has_no_tiers_and_no_groups() -> None:
+    """What is off is not there: nothing follows the tree but the pages on the device."""
+    kv = make()
+    assert kv._cache.tree.followers == [kv._cache] and not kv._groups
+    assert kv.disk is None and kv.take_copies(1) is None and not kv.is_copying_out
+    with pytest.raises(AssertionError, match="no host memory"):
+        _ = kv.tiers
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        ("tree", {"prefix"}),
+        ("residency", {"page_pool", "tree"}),
+        ("radix", {"copies", "lease", "page_pool", "residency", "tree"}),
+    ],
+)
+def test_the_tree_knows_no_memory_and_the_device_none_behind_it(
+    module: str, known: set[str]
+) -> None:
+    source = (ROOT / f"minisgl/kvcache/{module}.py").read_text()
+    assert set(re.findall(r"^from minisgl\.kvcache\.(\w+) import", source, re.MULTILINE)) == known
 
 
 def test_a_request_can_opt_out_of_prefix_reuse() -> None:
