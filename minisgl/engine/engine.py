@@ -305,7 +305,7 @@ class AsyncEngine:
     async def _close(self) -> None:
         try:
             await self.drain(0, CLOSED)
-            if self._scheduler.kv.has_disk:
+            if self._scheduler.kv.disk is not None:
                 with contextlib.suppress(TimeoutError, MinisglError):
                     await asyncio.wait_for(self._steps.store_all(), STORE_S)
         finally:

@@ -83,7 +83,8 @@ class PageMoves:
 
     async def store_all(self) -> None:
         """Write to disk what host memory holds. Nothing may be in flight."""
-        self._kv.store_all()
+        if self._kv.disk is not None:
+            self._kv.disk.store_all()
         self.start()
         while not self._closed and any(move.uses_disk for move in self._kv.moves.under_way):
             self._ended.clear()
@@ -117,7 +118,7 @@ class PageMoves:
             reason = f"KV pages cannot be exchanged here: {error.strerror or error}"
             raise ConfigError("address", address, reason) from error
         if always_load:
-            self._kv.load_always()
+            self._kv.tiers.load_always()
         return self._exchange.address
 
     @property
@@ -149,7 +150,7 @@ class PageMoves:
         return HostStats(
             page_size=self._config.page_size,
             num_pages=self._config.num_host_pages,
-            num_used_pages=self._kv.num_host,
+            num_used_pages=self._kv.tiers.host.pool.num_used,
             traffic=self._runner.traffic() or HostTraffic(),
             has_disk=self._has_disk,
         )

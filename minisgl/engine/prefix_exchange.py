@@ -115,7 +115,7 @@ class PrefixExchange:
         Raises OSError if the address cannot be had.
         """
         self.stats = TransferStats()
-        self._kv, self._transits = kv, kv.transits
+        self._kv, self._transits = kv, kv.tiers.transits
         self._own = own
         self._start = start
         self._launch = launch

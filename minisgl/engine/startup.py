@@ -15,7 +15,6 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
-from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
 from minisgl.parts.host import host_parts
@@ -126,11 +125,12 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     if config.windows is not None and capacity.num_window_pages:
-        return WindowedCacheManager(
-            num_window_pages=capacity.num_window_pages,
-            sizes=config.windows,
+        return KVCacheManager(
             num_pages=capacity.num_pages,
+            page_size=page_size,
             cache_type=config.cache_type,
+            num_window_pages=capacity.num_window_pages,
+            window_sizes=config.windows,
         )
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None

@@ -8,16 +8,17 @@ tree knows nothing of the disk: a prefix is looked up by its keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
-from minisgl.kvcache.host import HostPool
+from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, page_keys
-from minisgl.kvcache.prefix import TOKEN_BYTES
+from minisgl.kvcache.page_pool import HostPool
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +30,104 @@ class Disk:
     rule: LoadRule = ALWAYS  # for pages from disk to device
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DiskTier:
-    """Looks for pages on disk, and begins the moves to it."""
+    """Looks for pages on disk, and begins the moves to it and from it."""
 
-    def __init__(self, disk: Disk, page_size: int, host: HostPool, moves: Moves) -> None:
-        self.rule = disk.rule
-        self.index = disk.index
-        self._fingerprint = disk.fingerprint
-        self._page_bytes = page_size * TOKEN_BYTES
-        self._host = host
-        self._moves = moves
+    _disk: Disk
+    _host: HostTier
+    _ahead: CopiesAhead
+    _moves: Moves
+    _num_spare: int  # host pages that are kept free
 
-    def find(self, namespace: bytes, key: bytes, start: int, end: int) -> list[bytes]:
-        """The keys of the pages `start` .. `end` - 1 of `key` up to the first that is not held."""
-        keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
-        return [*takewhile(self.index.holds, keys)]
+    def _keys(self, namespace: bytes, key: bytes, start: int, end: int) -> Iterator[bytes]:
+        """The keys of the pages `start` .. `end` - 1 of `key`."""
+        size = self._host.tree.page_bytes
+        return page_keys(self._disk.fingerprint, namespace, key, size, start, end)
 
-    def write(self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]) -> None:
-        """Begin to write the pages of `key` from page `start` on that are not on disk, nor on their
-        way there. They are frozen until that has ended."""
-        host = self._host
-        end = start + len(host_pages)
-        keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
-        pairs = zip(keys, host_pages, strict=True)
+    def read(
+        self,
+        key: bytes,
+        num_tokens: int,
+        namespace: bytes = b"",
+        *,
+        ended: Callable[[range], None] = lambda pages: None,
+    ) -> bool:
+        """Begin to read what the disk has of `key` beyond the other tiers, if that pays.
+
+        Returns whether it has begun. ended: called at the end with the pages of `key` that have
+        come: `acquire` may find more then.
+        """
+        pool, index = self._host.pool, self._disk.index
+        max_pages = self._host.device.max_match(num_tokens)
+        match = self._host.device.acquire(key, max_pages, namespace)  # locked while room is made
+        start = len(match.pages) + match.num_to_load
+        keys = [*takewhile(index.holds, self._keys(namespace, key, start, max_pages))]
+        keys = keys[: pool.num_pages - self._num_spare]
+        pays = bool(keys) and self._disk.rule.pays(len(keys))
+        begins = pays and self._host.make_room(len(keys))
+        if begins:
+            pages = pool.take(len(keys))
+
+            def move_ended(num_pages: int) -> None:
+                index.forget(keys[num_pages:])  # a rank does not have them
+                self._host.adopt(namespace, key, start, pages, num_pages)
+                ended(range(start, start + num_pages))
+
+            self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
+        self._host.tree.release(match.node)
+        return begins
+
+    def make_spare(self) -> None:
+        """Send host pages to disk, least recently used first, until enough are free or will be.
+
+        A page that is on the device, too, loses its host copy unwritten, unless it was copied
+        ahead.
+        """
+        host, pool = self._host, self._host.pool
+        if pool.num_free >= self._num_spare:
+            return
+        while pool.num_free + len(pool.leaving) < self._num_spare:
+            node = host.pop()
+            if node is None:
+                return
+            if node in self._ahead.copied:
+                host.offer(node)  # until the device has evicted it
+                return
+            self._host.tree.cut(node, pool.piece)
+            if node not in host.device.pages and not self._write(node):
+                host.offer(node)  # until its offload is settled
+                return
+            host.leave(node)
+
+    def store_all(self) -> None:
+        """Begin to write what host memory has, and the disk has not: the latest used first."""
+        for node in sorted(
+            self._host.tree.nodes(), key=lambda node: -node.last_used
+        ):  # parents first
+            if node in self._host.pages:
+                self._write(node)
+
+    def _write(self, node: Node) -> bool:
+        """Begin to write the host pages of `node` that are not on disk, nor on their way there.
+        They are frozen until that has ended. False if their offload is not settled."""
+        pool, host_pages = self._host.pool, self._host.pages[node]
+        if not pool.are_settled(host_pages):
+            return False
+        namespace, key, start = self._host.tree.place(node)
+        keys = self._keys(namespace, key, start, start + len(host_pages))
         missing = [
-            pair for pair in pairs if not (self.index.holds(pair[0]) or host.is_frozen(pair[1]))
+            (name, page)
+            for name, page in zip(keys, host_pages, strict=True)
+            if not (self._disk.index.holds(name) or page in pool.frozen)
         ]
-        for first in range(0, len(missing), host.piece):
-            names, pages = zip(*missing[first : first + host.piece], strict=True)
-            host.freeze(pages)
-            self._moves.begin(
-                Place.HOST, Place.DISK, pages, partial(_thaw, host, pages), keys=names
-            )
+        for first in range(0, len(missing), pool.piece):
+            names, pages = zip(*missing[first : first + pool.piece], strict=True)
+            pool.freeze(pages)
+            thaw = partial(_thaw, pool, pages)
+            self._moves.begin(Place.HOST, Place.DISK, pages, thaw, keys=names)
+        return True
 
 
-def _thaw(host: HostPool, pages: Sequence[int], num_written: int) -> None:
-    host.thaw(pages)
+def _thaw(pool: HostPool, pages: Sequence[int], num_written: int) -> None:
+    pool.thaw(pages)

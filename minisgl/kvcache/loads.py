@@ -6,65 +6,65 @@ nobody reads them before the plan that awaits it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
-from minisgl.kvcache.host import UNPLANNED
-from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import Node
+from minisgl.kvcache.page_pool import UNPLANNED
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A load that was planned, and not known to have landed."""
+    """A load that has begun, and is not known to have landed."""
 
     node: Node  # the last one that it fills
     pages: Sequence[int]
-    step: int  # whose plan carries it; UNPLANNED before that
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Loads:
     _cache: RadixCache
-    _device: PagePool
+    _host_pages: Mapping[Node, Sequence[int]]  # of the nodes in host memory
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
     num_begun: int = 0  # since the start
     in_flight: dict[int, InFlight] = field(default_factory=dict)
-    _new: list[Load] = field(default_factory=list)  # for the next plan
-    _awaits: list[int] = field(default_factory=list)  # for the next plan
-
-    @property
-    def are_planned(self) -> bool:
-        """Whether the next plan begins or awaits loads."""
-        return bool(self._new or self._awaits)
+    _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
+    # What the next plan begins, and awaits.
+    new: list[Load] = field(default_factory=list)
+    awaits: list[int] = field(default_factory=list)
 
     @property
     def is_lane_busy(self) -> bool:
         """Whether a load that began now would only queue up behind others."""
-        if self._max_pages is None:
-            return False
-        return sum(len(load.pages) for load in self.in_flight.values()) >= self._max_pages
+        return self._max_pages is not None and len(self._of_page) >= self._max_pages
 
     def begin(self, node: Node, pages: Sequence[int]) -> int:
         """Load the end of a match, the locked `node`, into `pages` with the next plan."""
         self.num_begun += 1
-        load_id = self.num_begun
-        host_pages = self._cache.fill(node, pages, load_id)
-        self.in_flight[load_id] = InFlight(node, pages, UNPLANNED)
-        self._device.mark_written(pages, UNPLANNED)
-        self._new.append(Load(load_id, tuple(host_pages), tuple(pages)))
+        load_id, host_pages = self.num_begun, list[int]()
+        resident, copied = self._cache.pages, self._host_pages
+        absent = takewhile(lambda each: each in copied and each not in resident, node.upwards())
+        for each in reversed([*absent]):
+            start = len(host_pages)
+            host_pages += copied[each]
+            self._cache.put(each, list(pages[start : len(host_pages)]))
+        self._cache.tree.lock(node)
+        self.in_flight[load_id] = InFlight(node, pages)
+        self._of_page.update(dict.fromkeys(pages, load_id))
+        self._cache.pool.mark_written(pages, UNPLANNED)
+        self.new.append(Load(load_id, tuple(host_pages), tuple(pages)))
         return load_id
 
-    def above(self, node: Node) -> dict[int, int]:
-        """The loads that write pages of the prefix up to `node`, and how many of these each."""
-        found: dict[int, int] = {}
-        for each in node.upwards() if self.in_flight else ():
-            if each.load:
-                found[each.load] = found.get(each.load, 0) + len(each.pages)
-        return found
+    def of(self, pages: Sequence[int]) -> dict[int, int]:
+        """The loads that write some of `pages`, and how many each."""
+        if not self.in_flight:
+            return {}
+        return Counter(self._of_page[page] for page in pages if page in self._of_page)
 
     def landed(self, load_id: int) -> None:
         """Make the pages of a load ordinary ones from the next plan on, which awaits it.
@@ -73,29 +73,39 @@ class Loads:
         """
         found = self.in_flight.pop(load_id, None)
         if found is not None:
-            self._cache.filled(found.node)
-            self._awaits.append(load_id)
+            for page in found.pages:
+                del self._of_page[page]
+            self._cache.tree.release(found.node)
+            self.awaits.append(load_id)
 
-    def await_unwanted(self, wanted: Iterable[frozenset[int]]) -> None:
+    def await_unwanted(self, wanted: Iterable[Iterable[int]]) -> None:
         """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
         if self.in_flight:
-            for load_id in self.in_flight.keys() - frozenset[int]().union(*wanted):
+            for load_id in self.in_flight.keys() - set[int]().union(*wanted):
                 self.landed(load_id)
 
     def drop_since(self, step: int) -> None:
         """Have the next plan await the loads of failed steps, so that their pages can be used
         again."""
-        for load_id, found in list(self.in_flight.items()):
-            if found.step >= step:
+        written_by = self._cache.pool.written_by
+        for load_id, found in [*self.in_flight.items()]:
+            if written_by[found.pages[0]] >= step:
                 self.landed(load_id)
-        self._new = []
+        self.new = []
 
     def take(self, step: int) -> tuple[tuple[Load, ...], tuple[int, ...]]:
         """The loads that the plan of `step` begins, and those that it awaits."""
-        taken = tuple(self._new), tuple(self._awaits)
-        for load in self._new:
-            if load.id in self.in_flight:
-                self.in_flight[load.id] = replace(self.in_flight[load.id], step=step)
-            self._device.mark_written(load.pages, step)
-        self._new, self._awaits = [], []
+        taken = tuple(self.new), tuple(self.awaits)
+        for load in self.new:
+            self._cache.pool.mark_written(load.pages, step)
+        self.new, self.awaits = [], []
         return taken
+
+    def audit(self) -> None:
+        """AssertionError if a page is filled that is not locked, or has no copy to fill it from."""
+        filled = {page for load in self.in_flight.values() for page in load.pages}
+        assert filled == self._of_page.keys()
+        for node, pages in self._cache.pages.items():
+            if node.num_users and node in self._host_pages:
+                filled.difference_update(pages)
+        assert not filled, "pages in flight are not locked"

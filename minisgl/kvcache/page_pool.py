@@ -1,10 +1,11 @@
-"""The pages of a memory: which are free, and which step wrote each."""
+"""The pages of a memory: which are free, which step wrote each, and what is planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 SCRATCH_PAGE = 0  # of the device, for padded rows
+UNPLANNED = 1 << 62  # written by a plan that is still being made
 
 
 class PagePool:
@@ -47,3 +48,64 @@ class PagePool:
     def are_settled(self, pages: Iterable[int]) -> bool:
         """Whether the steps that wrote `pages` have succeeded."""
         return all(self.written_by[page] <= self.settled for page in pages)
+
+
+class HostPool(PagePool):
+    """Allocates host pages, and collects the offloads that the next plan carries."""
+
+    def __init__(self, num_pages: int, *, piece: int = 1) -> None:
+        """piece: number of device pages that are at least offloaded together, if there are as many.
+        Larger pieces mean fewer nodes; smaller ones keep more on the device."""
+        super().__init__(num_pages)
+        self.piece = piece
+        # What the next plan copies here: the device page by the host page.
+        self.offloads: dict[int, int] = {}
+        self.frozen: set[int] = set()  # somebody reads them
+        self.leaving: set[int] = set()  # frozen, and freed as soon as they are not
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def take(self, count: int) -> list[int]:
+        """Take free pages, of which there must be enough, in the order of their numbers if they
+        were never used."""
+        taken = super().take(count)[::-1]
+        self.mark_written(taken, 0)
+        return taken
+
+    def offload(self, pages: Sequence[int]) -> list[int]:
+        """Copy device pages with the next plan; returns their host pages. Enough must be free."""
+        taken = self.take(len(pages))
+        for page, host_page in zip(pages, taken, strict=True):
+            self.offloads[host_page] = page
+        self.mark_written(taken, UNPLANNED)
+        return taken
+
+    def free(self, host_pages: Sequence[int]) -> None:
+        for host_page in reversed(host_pages):
+            if host_page in self.frozen:
+                self.leaving.add(host_page)
+            else:
+                self.offloads.pop(host_page, None)
+                self._free.append(host_page)
+
+    def freeze(self, host_pages: Iterable[int]) -> None:
+        """Keep pages as they are until `thaw`, even if they are freed. None may be frozen."""
+        self.frozen.update(host_pages)
+
+    def thaw(self, host_pages: Iterable[int]) -> None:
+        for host_page in host_pages:
+            self.frozen.remove(host_page)
+            if host_page in self.leaving:
+                self.leaving.remove(host_page)
+                self._free.append(host_page)
+
+    def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
+        """The (device page, host page) pairs for the plan of `step`."""
+        if not self.offloads:
+            return ()
+        offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
+        self.mark_written(self.offloads, step)
+        self.offloads = {}
+        return offloads

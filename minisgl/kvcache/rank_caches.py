@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from minisgl.kvcache.manager import KVCacheManager, Lease, TakenSnapshot
-from minisgl.kvcache.snapshots import SnapshotStats
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.snapshots import SnapshotStats, TakenSnapshot
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
 # elsewhere: each is worth its tokens.
@@ -37,7 +38,6 @@ class RankCaches(KVCacheManager):
         self.num_ranks = len(caches)
         self.snapshots = caches[0].snapshots
         self._num_slots = num_slots
-        self._num_leases = [0] * len(caches)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache of the rank that has the pages of a lease."""
@@ -51,13 +51,10 @@ class RankCaches(KVCacheManager):
     def num_cached(self) -> int:
         return sum(cache.num_cached for cache in self.of_ranks)
 
-    @property
-    def num_available(self) -> int:
-        """Number of pages that `reserve` can provide to requests of all ranks."""
-        return sum(cache.num_available for cache in self.of_ranks)
-
     def snapshot_stats(self) -> SnapshotStats | None:
-        return SnapshotStats.of(*(cache.snapshots for cache in self.of_ranks))
+        found = [each.snapshots.stats for each in self.of_ranks if each.snapshots is not None]
+        num, num_cached = sum(each.num for each in found), sum(each.num_cached for each in found)
+        return SnapshotStats(num, num_cached) if found else None
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Number of tokens that a lease would find cached on the rank that has most."""
@@ -74,11 +71,11 @@ class RankCaches(KVCacheManager):
             found = cache.match(key, num_tokens, namespace) if reuse else 0
             return in_use * self.page_size - PREFIX_WEIGHT * found
 
-        ranks = [rank for rank, num in enumerate(self._num_leases) if num < self._num_slots]
+        caches = enumerate(self.of_ranks)
+        ranks = [rank for rank, cache in caches if len(cache.leases) < self._num_slots]
         rank = min(ranks, key=cost)
         lease = self.of_ranks[rank].acquire(key, num_tokens, namespace, reuse=reuse)
         lease.rank = rank
-        self._num_leases[rank] += 1
         return lease
 
     def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
@@ -97,7 +94,6 @@ class RankCaches(KVCacheManager):
         self.of(lease).commit(lease, key, num_tokens, step)
 
     def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        self._num_leases[lease.rank] -= 1
         self.of(lease).close(lease, key, num_tokens, step)
 
     def drop_written_since(self, step: int) -> None:
@@ -107,4 +103,4 @@ class RankCaches(KVCacheManager):
     def audit(self, launched: int) -> None:
         for cache in self.of_ranks:
             cache.audit(launched)
-        assert all(0 <= num <= self._num_slots for num in self._num_leases)
+            assert len(cache.leases) <= self._num_slots

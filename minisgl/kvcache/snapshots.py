@@ -10,10 +10,19 @@ taken from a node may be written by the next step, whoever started from it befor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from minisgl.kvcache.prefix import Node
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.tree import Follower, Found, Node, PrefixTree
+
+
+class TakenSnapshot(NamedTuple):
+    """A snapshot that a step leaves of a request's state."""
+
+    end: int  # number of tokens of which it is the state
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,80 +32,87 @@ class SnapshotStats:
     num: int
     num_cached: int
 
-    @staticmethod
-    def of(*parts: Snapshots | None) -> SnapshotStats | None:
-        """Of all parts together; None: the model keeps no states."""
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        return SnapshotStats(
-            sum(each.num for each in found), sum(each.num_cached for each in found)
-        )
 
+class Snapshots(Follower):
+    """The snapshots 0 .. num - 1, as a `PageGroup`."""
 
-class Snapshots:
-    """The snapshots 0 .. num - 1."""
-
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, tree: PrefixTree) -> None:
         self.num = num
+        self._tree = tree
         self._free = list(range(num - 1, -1, -1))
-        self._nodes: OrderedDict[int, Node] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[Node, int] = OrderedDict()  # least recently used first
         self._written_by = [0] * num  # the step whose launch has written it last
+        tree.followers.append(self)
 
     @property
-    def num_cached(self) -> int:
-        """Number of snapshots in the tree."""
-        return len(self._nodes)
+    def stats(self) -> SnapshotStats:
+        return SnapshotStats(self.num, len(self._cached))
 
-    def take(self, step: int) -> int | None:
-        """A snapshot that `step` writes, if need be from the tree; None if leases have all."""
-        if self._free:
-            taken = self._free.pop()
-        elif self._nodes:
-            taken, node = self._nodes.popitem(last=False)
-            node.snapshot = None
-        else:
-            return None
-        self._written_by[taken] = step
-        return taken
+    def usable(self, found: Found, num_pages: int) -> int:
+        """A request can go on behind the deepest node that has a snapshot."""
+        usable = end = 0
+        for node, common in found:
+            end += common
+            if node in self._cached and common == node.num_pages and end <= num_pages:
+                usable = end
+        return usable
 
-    def free(self, snapshots: Iterable[int]) -> None:
-        """Give back snapshots of a lease."""
-        self._free.extend(snapshots)
+    def open(self, lease: Lease, ends: Iterable[int]) -> None:
+        if lease.node in self._cached:
+            lease.start_snapshot = self._cached[lease.node]
+            self._cached.move_to_end(lease.node)
+        lease.snapshots = {end: None for end in sorted(ends) if end > len(lease.pages)}
 
-    def put(self, node: Node, snapshot: int) -> None:
-        """Give a node the snapshot of a lease, unless it has an equal one, which then counts as
-        used."""
-        if node.snapshot is not None:
-            self.free([snapshot])
-            self.use(node)
-            return
-        node.snapshot = snapshot
-        self._nodes[snapshot] = node
+    def claim(self, lease: Lease, num_tokens: int) -> bool:
+        return True
 
-    def use(self, node: Node) -> None:
-        """Note that a request starts from the snapshot of a node."""
-        assert node.snapshot is not None
-        self._nodes.move_to_end(node.snapshot)
+    def take(self, lease: Lease, start: int, end: int, step: int) -> tuple[TakenSnapshot, ...]:
+        """The snapshots that `step` leaves, which computes the tokens `start` .. `end` - 1."""
+        taken: list[TakenSnapshot] = []
+        for boundary in lease.snapshots:
+            num_tokens = boundary * self._tree.page_size
+            if start < num_tokens <= end and (self._free or self._cached):
+                snapshot = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
+                self._written_by[snapshot] = step
+                lease.snapshots[boundary] = snapshot
+                taken.append(TakenSnapshot(num_tokens, snapshot))
+        return tuple(taken)
 
-    def drop(self, node: Node) -> None:
+    def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """Give snapshots of a lease to the nodes that end there, as far as the tree has them."""
+        for boundary, snapshot in [*lease.snapshots.items()]:
+            if snapshot is None or boundary > num_pages:
+                continue
+            path = self._tree.path(self._tree.along(lease.node, key, boundary), boundary)
+            if sum(node.num_pages for node in path) == boundary:
+                del lease.snapshots[boundary]
+                self._put(path[-1], snapshot)
+
+    def _put(self, node: Node, snapshot: int) -> None:
+        """Give a node a snapshot, unless it has an equal one, which then counts as used."""
+        if self._cached.setdefault(node, snapshot) != snapshot:
+            self._free.append(snapshot)
+            self._cached.move_to_end(node)
+
+    def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        self.commit(lease, key, num_pages, step)
+        self._free += [each for each in lease.snapshots.values() if each is not None]
+
+    def ended(self, node: Node) -> None:
         """Take the snapshot of a node away, if it has one."""
-        if node.snapshot is not None:
-            del self._nodes[node.snapshot]
-            self.free([node.snapshot])
-            node.snapshot = None
+        snapshot = self._cached.pop(node, None)
+        if snapshot is not None:
+            self._free.append(snapshot)
 
     def drop_written_since(self, step: int) -> None:
-        """Take away what failed steps wrote from the nodes that have it."""
-        for snapshot, node in list(self._nodes.items()):
+        for node, snapshot in [*self._cached.items()]:
             if self._written_by[snapshot] >= step:
-                self.drop(node)
+                self.ended(node)
 
-    def audit(self, nodes: Iterable[Node], held: Iterable[int], launched: int) -> None:
-        """AssertionError unless each snapshot has one owner. nodes: of the tree; held: by leases;
-        launched: the last step that is."""
-        owned = {node.snapshot: node for node in nodes if node.snapshot is not None}
-        assert owned == dict(self._nodes), "a snapshot is not where its node is"
-        owners = sorted([*self._free, *self._nodes, *held])
+    def audit(self, leases: Sequence[Lease], launched: int) -> None:
+        assert self._cached.keys() <= set(self._tree.nodes()), "a snapshot is left of a prefix"
+        held = [each for lease in leases for each in lease.snapshots.values() if each is not None]
+        owners = sorted([*self._free, *self._cached.values(), *held])
         assert owners == list(range(self.num)), "a snapshot is lost or owned twice"
-        assert all(self._written_by[snapshot] <= launched for snapshot in owned)
+        cached = self._cached.values()
+        assert all(self._written_by[snapshot] <= launched for snapshot in cached)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from minisgl.kvcache.host import HostPool
+from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.moves import Place
-from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import Node
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +32,7 @@ class Transit:
 @dataclass(slots=True, eq=False, repr=False)
 class Transits:
     _cache: RadixCache
-    _device: PagePool
-    _host: HostPool
+    _host: HostTier
     _loads: Loads
     _max_on_device: int  # number of pages that other engines may keep from requests
     _all: set[Transit] = field(default_factory=set)
@@ -49,11 +47,11 @@ class Transits:
         """
         match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
         pages = match.pages
-        settled = self._device.are_settled(pages)
-        whole = not (match.num_host or self._loads.above(match.node))
+        settled = self._cache.pool.are_settled(pages)
+        whole = not (match.num_to_load or self._loads.of(match.pages))
         if pages and settled and whole and self._has_room(len(pages)):
             return self._begin(Transit(Place.DEVICE, pages, match.node))
-        self._cache.release(match.node)
+        self._cache.tree.release(match.node)
         return None
 
     def copy_out(
@@ -69,8 +67,8 @@ class Transits:
         memory no room.
         """
         match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
-        pages = [] if self._loads.above(match.node) else match.pages
-        self._cache.release(match.node)
+        pages = [] if self._loads.of(match.pages) else match.pages
+        self._cache.tree.release(match.node)
         return self._copy(pages, copied)
 
     def copy_lent(
@@ -82,15 +80,15 @@ class Transits:
         return copy
 
     def _copy(self, pages: Sequence[int], copied: Callable[[bool], None]) -> Transit | None:
-        if not pages or not self._cache.make_room(len(pages)):
+        if not pages or not self._host.make_room(len(pages)):
             return None
-        return self._begin(Transit(Place.HOST, self._host.offload(pages), copied=copied))
+        return self._begin(Transit(Place.HOST, self._host.pool.offload(pages), copied=copied))
 
     @property
     def is_copying_out(self) -> bool:
         """Whether another engine waits for what the next plan copies."""
         return any(
-            transit.copied is not None and self._host.is_planned(transit.pages[0])
+            transit.copied is not None and transit.pages[0] in self._host.pool.offloads
             for transit in self._all
         )
 
@@ -104,7 +102,7 @@ class Transits:
         """Whether steps up to `step` have written the pages of `copy_out`."""
         if transit.place is Place.DEVICE:
             return True
-        return all(self._host.written_by[page] <= step for page in transit.pages)
+        return all(self._host.pool.written_by[page] <= step for page in transit.pages)
 
     def drop_written_since(self, step: int) -> None:
         """Drop what failed steps were to copy."""
@@ -131,9 +129,9 @@ class Transits:
 
         Copies of launched plans may still be under way to or from them.
         """
-        if not self._cache.make_room(num_pages):
+        if not self._host.make_room(num_pages):
             return None
-        return self._begin(Transit(Place.HOST, self._host.take(num_pages)))
+        return self._begin(Transit(Place.HOST, self._host.pool.take(num_pages)))
 
     def expect_on_device(
         self, key: bytes, start: int, num_pages: int, namespace: bytes = b""
@@ -144,18 +142,18 @@ class Transits:
         is evicted that has no copy, because only a plan copies it, and other plans may use the
         pages until they are launched.
         """
-        if self._loads.are_planned or self._host.num_planned:
+        if self._loads.new or self._loads.awaits or self._host.pool.offloads:
             return None
         match = self._cache.acquire(key, start, namespace)
-        self._cache.release(match.node)
+        self._cache.tree.release(match.node)
         if len(match.pages) < start or not self._has_room(num_pages):
             return None
-        missing = min(num_pages - self._device.num_free, self._cache.num_evictable)
+        missing = min(num_pages - self._cache.pool.num_free, self._cache.num_evictable)
         if missing > 0:
-            self._device.free(self._cache.evict(missing, max_offloads=0))
-        if num_pages > self._device.num_free:
+            self._host.evict(missing, max_offloads=0)
+        if num_pages > self._cache.pool.num_free:
             return None
-        return self._begin(Transit(Place.DEVICE, self._device.take(num_pages)))
+        return self._begin(Transit(Place.DEVICE, self._cache.pool.take(num_pages)))
 
     def adopt(
         self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
@@ -164,10 +162,10 @@ class Transits:
         self._all.remove(transit)
         pages = transit.pages
         if transit.place is Place.DEVICE:
-            self._device.free(self._insert(pages[:num_pages], key, start, namespace))
-            self._device.free(pages[num_pages:])
+            self._cache.pool.free(self._insert(pages[:num_pages], key, start, namespace))
+            self._cache.pool.free(pages[num_pages:])
         else:
-            self._cache.put_host(namespace, key, start, pages, num_pages)
+            self._host.adopt(namespace, key, start, pages, num_pages)
 
     def _insert(
         self, pages: Sequence[int], key: bytes, start: int, namespace: bytes
@@ -181,11 +179,11 @@ class Transits:
             # With what is before them, they go if the step that writes it fails.
             path = self._cache.acquire(key, start + len(pages), namespace)
             taken = set(pages).difference(refused)
-            written_by = self._device.written_by
+            written_by = self._cache.pool.written_by
             before = [written_by[page] for page in path.pages if page not in taken]
-            self._device.mark_written(taken, max(before, default=0))
-            self._cache.release(path.node)
-        self._cache.release(match.node)
+            self._cache.pool.mark_written(taken, max(before, default=0))
+            self._cache.tree.release(path.node)
+        self._cache.tree.release(match.node)
         return refused
 
     # -- both --------------------------------------------------------------------------------------
@@ -204,10 +202,10 @@ class Transits:
             return
         self._all.remove(transit)
         if transit.node is not None:
-            self._cache.release(transit.node)
+            self._cache.tree.release(transit.node)
         else:
-            pool = self._device if transit.place is Place.DEVICE else self._host
-            pool.free(transit.pages)
+            tier = self._cache if transit.place is Place.DEVICE else self._host
+            tier.pool.free(transit.pages)
 
     @property
     def locked(self) -> list[Node]:

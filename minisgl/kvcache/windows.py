@@ -19,33 +19,22 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from minisgl.config import WindowSizes
+from minisgl.kvcache.lease import Lease, WindowPages
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
-
-
-@dataclass(slots=True, eq=False)
-class WindowPages:
-    """The pages of windowed layers that a lease has: those of the columns `first`, `first` + 1, ...
-    of its page table."""
-
-    first: int
-    pages: list[int]
-    num_expected: int = 0  # tokens that its request is expected to have in the end
-    claim: int = 0
-    extra: int = 0  # number of pages beyond the claim, until its chunk is launched
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.pages)
+from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Found
 
 
 class Windows:
-    """The pages 1 .. num_pages - 1 of windowed layers."""
+    """The pages 1 .. num_pages - 1 of windowed layers, as a `PageGroup`."""
 
-    def __init__(self, num_pages: int, sizes: WindowSizes) -> None:
+    def __init__(self, num_pages: int, sizes: WindowSizes, cache: RadixCache) -> None:
+        """cache: of full pages."""
         self.sizes = sizes
+        self._cache = cache
+        cache.pool.on_free = self.forget
         self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         self._num_usable = num_pages - 1
         self._num_leases = [0] * num_pages  # that have a page
@@ -55,47 +44,42 @@ class Windows:
         self._num_claimed = 0
         self._num_extra = 0
 
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
+    def _full_pages(self, found: Found) -> list[int]:
+        pages = self._cache.pages
+        return [page for node, common in found for page in pages[node][:common]]
 
-    @property
-    def num_cached(self) -> int:
-        """Number of pages in the prefix cache, those of leases included."""
-        return len(self._beside)
-
-    def usable(self, full_pages: Sequence[int]) -> int:
-        """Of a cached prefix, the number of pages behind which a request can go on."""
-        end = at = len(full_pages)
+    def usable(self, found: Found, num_pages: int) -> int:
+        """A request can go on behind a page if all are left that its window reaches back to."""
+        full_pages, end, at = self._full_pages(found), num_pages, num_pages
         while end and at > self.sizes.first_seen(end):
             at -= 1
             if full_pages[at] not in self._beside:
                 end = at
         return end
 
-    def open(self, full_pages: Sequence[int]) -> WindowPages:
-        """The pages of a lease that begins with a cached prefix, which must be `usable`."""
-        first = self.sizes.first_seen(len(full_pages))
+    def open(self, lease: Lease, ends: Iterable[int]) -> None:
+        first = self.sizes.first_seen(len(lease.pages))
         pages: list[int] = []
-        for full_page in full_pages[first:]:
+        for full_page in lease.pages[first:]:
             self._beside.move_to_end(full_page)
             pages.append(self._beside[full_page])
         for page in pages:
             self._num_leases[page] += 1
-        held = WindowPages(first, pages)
-        self._count_extra(held)
-        return held
+        lease.windows = WindowPages(first, pages)
+        self._count_extra(lease.windows)
 
-    def close(self, held: WindowPages) -> None:
-        """Give up all pages of a lease, and its claim."""
+    def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        self._share(lease, key, num_pages, step)
+        held = _held(lease)
         self._let_go(held, len(held.pages))
         self._num_claimed -= held.claim
         held.claim = 0
         self._count_extra(held)
 
-    def claim(self, held: WindowPages, num_tokens: int) -> bool:
+    def claim(self, lease: Lease, num_tokens: int) -> bool:
         """Claim the pages for a request of `num_tokens` tokens or more; False if there are too few.
         Any request may have its claim if it is the only one."""
+        held = _held(lease)
         claim = self.sizes.num_needed(max(num_tokens, held.num_expected))
         others = self._num_claimed - held.claim
         if claim <= held.claim:
@@ -133,9 +117,18 @@ class Windows:
         self._let_go(held, min(first - held.first, len(held.pages)))
         self._count_extra(held)
 
-    def share(self, held: WindowPages, full_pages: Sequence[int], step: int) -> None:
-        """Let the cache keep the pages of a lease beside its own full pages with the same tokens,
-        which begin with the first of all. They are written by steps up to `step`."""
+    def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """Share the pages of a lease, whose last one a launched chunk ends in, and give up what is
+        behind the window."""
+        self._share(lease, key, num_pages, step)
+        held = _held(lease)
+        self.trim(held, held.end)
+
+    def _share(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """Let the cache keep the pages of a lease beside its own full pages with the same tokens.
+        They are written by steps up to `step`."""
+        held = _held(lease)
+        full_pages = self._full_pages(self._cache.tree.along(lease.node, key, num_pages))
         for full_page, page in zip(full_pages[held.first :], held.pages, strict=False):
             if full_page in self._beside:
                 self._beside.move_to_end(full_page)
@@ -185,21 +178,27 @@ class Windows:
         self._num_extra += extra - held.extra
         held.extra = extra
 
-    def audit(self, leases: Sequence[WindowPages], cached: Iterable[int], launched: int) -> None:
-        """AssertionError if a page is lost, or a count wrong. cached: the full pages of the cache;
-        launched: the last step that is."""
-        users = Counter(page for held in leases for page in held.pages)
+    def audit(self, leases: Sequence[Lease], launched: int) -> None:
+        held = [_held(lease) for lease in leases]
+        users = Counter(page for each in held for page in each.pages)
         assert all(users[page] == count for page, count in enumerate(self._num_leases))
-        assert all(len(set(held.pages)) == len(held.pages) for held in leases)
+        assert all(len(set(each.pages)) == len(each.pages) for each in held)
+        assert all(_held(lease).end <= len(lease.pages) for lease in leases)
         assert self._cached == set(self._beside.values())
         assert len(self._cached) == len(self._beside), "two pages of the cache share one"
-        assert self._beside.keys() <= set(cached), "a page is left of a prefix that is gone"
+        full_pages = {page for run in self._cache.pages.values() for page in run}
+        assert self._beside.keys() <= full_pages, "a page is left of a prefix that is gone"
         owned = sorted([*self._pool.free_pages, *self._cached.union(users)])
         assert owned == list(range(1, self._num_usable + 1)), "a page is lost or owned twice"
         assert all(self._pool.written_by[page] <= launched for page in self._cached)
-        assert self._num_claimed == sum(held.claim for held in leases)
-        assert self._num_extra == sum(held.extra for held in leases)
-        assert all(held.extra == max(0, len(held.pages) - held.claim) for held in leases)
-        num_claims = sum(bool(held.claim) for held in leases)
+        assert self._num_claimed == sum(each.claim for each in held)
+        assert self._num_extra == sum(each.extra for each in held)
+        assert all(each.extra == max(0, len(each.pages) - each.claim) for each in held)
+        num_claims = sum(bool(each.claim) for each in held)
         most = self._num_usable - self.sizes.spare
         assert num_claims < 2 or self._num_claimed <= most, "claims take the room of chunks"
+
+
+def _held(lease: Lease) -> WindowPages:
+    assert lease.windows is not None
+    return lease.windows

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice, takewhile
 
-from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import RequestStatus
 from minisgl.scheduler.new_token_ratio import NewTokenRatio
 from minisgl.scheduler.queue import WaitingQueue
@@ -54,7 +55,7 @@ class Admission:
             if self._slots.has_its_share(waiting.client):
                 barred.add(waiting.client)
                 continue
-            if self._kv.has_disk and not waiting.asked_disk and self._begins_reading(waiting):
+            if self._begins_reading(waiting):
                 continue
             lease: Lease | None = None
             if not self._is_postponed(waiting):
@@ -191,15 +192,15 @@ class Admission:
 
     def _begins_reading(self, waiting: Waiting) -> bool:
         """Whether a request has to wait because the disk has more of its prefix."""
-        waiting.asked_disk = True
-        request = waiting.request
-        if request.computes_all_tokens:
+        request, disk = waiting.request, self._kv.disk
+        if disk is None or waiting.asked_disk or request.computes_all_tokens:
             return False
+        waiting.asked_disk = True
 
         def ended(pages: range) -> None:
             waiting.from_disk, waiting.reading_disk = pages, False
 
-        waiting.reading_disk = self._kv.read_disk(
+        waiting.reading_disk = disk.read(
             waiting.pack(), len(request.token_ids), request.namespace, ended=ended
         )
         return waiting.reading_disk

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
-from minisgl.kvcache.manager import TakenSnapshot
+from minisgl.kvcache.snapshots import TakenSnapshot
 from minisgl.request import SamplingParams, TokenLogprobs
 
 P = TypeVar("P", bound="PartPlan")

@@ -197,7 +197,7 @@ class Scheduler:
         settled = self._launched[0].plan.step - 1 if self._launched else self._step
         may_repeat = bool(self._launched) and not work.chunks
         group, lag = self._rows.next_group(work.step, settled, may_repeat=may_repeat)
-        if not (group.rows or work.chunks or work.joins or self.kv.transits.is_copying_out):
+        if not (group.rows or work.chunks or work.joins or self.kv.is_copying_out):
             self._make_grants_later(work.grants)  # every row is in flight, or its pages are
             return None
         return self._make_plan(work, group, lag)
@@ -309,7 +309,7 @@ class Scheduler:
         """A plan that takes all unused pages off the device, into host memory, and computes
         nothing; None if there are none. Nothing may be running."""
         assert not self._slots.running
-        self.kv.offload_all()
+        self.kv.tiers.offload_all()
         work = StepWork(self._step + 1, budget=0)
         parts, planned = self._plan_parts(work)
         if not planned:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from minisgl.kvcache.manager import Lease
+from minisgl.kvcache.lease import Lease, WindowPages
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.windows import WindowPages, Windows
+from minisgl.kvcache.windows import Windows
 from minisgl.request import Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 

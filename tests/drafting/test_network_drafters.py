@@ -328,7 +328,7 @@ def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> N
     match_pages = RadixCache.match_pages
 
     def deepest(self: RadixCache, *args: Any) -> int:
-        self._spared = 0
+        self._num_spared = 0
         return match_pages(self, *args)
 
     monkeypatch.setattr(RadixCache, "match_pages", deepest)

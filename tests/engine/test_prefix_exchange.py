@@ -202,7 +202,7 @@ async def two_sides(
 
 
 async def wait_until_sent(side: Side) -> None:
-    while side.kv.num_host:  # noqa: ASYNC110 - another thread ends it
+    while side.kv.tiers.host.pool.num_used:  # noqa: ASYNC110 - another thread ends it
         await asyncio.sleep(0.001)
 
 
@@ -210,7 +210,7 @@ async def test_an_offer_is_fetched_once_and_frees_its_pages(tmp_path: Path) -> N
     async with two_sides(tmp_path) as (prefill, decode):
         expected = prefill.compute(TOKENS)
         assert await prefill.exchange.offer(*prefill.prefix())
-        assert prefill.kv.num_host == NUM_PAGES
+        assert prefill.kv.tiers.host.pool.num_used == NUM_PAGES
         assert await decode.exchange.fetch(prefill.address, *decode.prefix())
         await wait_until_sent(prefill)
         assert decode.held() == expected
@@ -231,7 +231,7 @@ async def test_an_offer_of_what_is_there_frees_its_pages_at_once(
             side.compute(TOKENS)
         assert await prefill.exchange.offer(*prefill.prefix())
         assert prefill.kv.num_available == 39 - is_direct * NUM_PAGES
-        assert prefill.kv.num_host == (not is_direct) * NUM_PAGES
+        assert prefill.kv.tiers.host.pool.num_used == (not is_direct) * NUM_PAGES
         assert await decode.exchange.fetch(prefill.address, *decode.prefix())
         while prefill.kv.num_available < 39:  # noqa: ASYNC110 - another thread ends it
             await asyncio.sleep(0.001)
@@ -271,7 +271,7 @@ async def test_a_fetch_that_cannot_be_is_counted_and_leaves_nothing(
         prefill.compute(TOKENS)
         assert await prefill.exchange.offer(*prefill.prefix())
         assert not await decode.exchange.fetch(prefill.address, *decode.prefix())
-        assert decode.exchange.stats.num_failed == 1 and decode.kv.num_host == 0
+        assert decode.exchange.stats.num_failed == 1 and decode.kv.tiers.host.pool.num_used == 0
         assert reason in caplog.text
 
 
@@ -287,7 +287,7 @@ async def test_offers_that_nobody_fetches_or_that_fail_leave_nothing(
         assert not await decode.exchange.fetch(prefill.address, *decode.prefix())
         prefill.fails = True
         assert not await prefill.exchange.offer(*prefill.prefix())
-        assert prefill.kv.num_host == 0
+        assert prefill.kv.tiers.host.pool.num_used == 0
 
 
 async def test_a_request_that_leaves_takes_its_offer_along_but_not_a_running_transfer(
@@ -377,7 +377,7 @@ async def test_pages_that_one_rank_lacks_are_computed_and_nothing_leaks(
         assert await prefill.exchange.offer(*prefill.prefix())
         lose(prefill, decode)
         assert await decode.exchange.fetch(prefill.address, *decode.prefix()) == bool(num_pages)
-        assert decode.kv.num_host == num_pages
+        assert decode.kv.tiers.host.pool.num_used == num_pages
         assert decode.exchange.stats.num_failed == 1
         (line,) = [line for line in caplog.messages if line.startswith("A prefix is computed here")]
         assert reason in line
@@ -400,7 +400,7 @@ async def test_pages_are_neither_read_nor_free_before_the_slowest_rank_is_done(
         while not decode.memory[0].startswith(part):  # noqa: ASYNC110 - a thread writes it
             await asyncio.sleep(0.001)
         for side in (prefill, decode):
-            assert side.kv.num_host == NUM_PAGES
+            assert side.kv.tiers.host.pool.num_used == NUM_PAGES
         assert not fetching.done() and not decode.kv.match(pack_tokens(TOKENS), len(TOKENS))
         decode.gates[1].set()
         prefill.gates[1].set()
@@ -422,7 +422,7 @@ async def test_pages_go_from_device_to_device_and_stay_as_they_are_until_then(
         assert decode.on_device() == expected
         await asyncio.sleep(0)
         assert prefill.kv.num_available == free
-        assert prefill.kv.num_host == decode.kv.num_host == 0
+        assert prefill.kv.tiers.host.pool.num_used == decode.kv.tiers.host.pool.num_used == 0
         for totals in (prefill.exchange.stats.sent, decode.exchange.stats.received):
             assert totals.num_direct == totals.num_transfers == 1
             assert totals.num_bytes == NUM_PAGES * NUM_RANKS * PAGE_BYTES
@@ -437,7 +437,8 @@ def lend_to_another(sender: Side, receiver: Side) -> None:
     """The sender lends as much as it may."""
     sender.compute([*range(1000, 1000 + 2 * PAGE)])
     assert (
-        sender.kv.transits.lend(pack_tokens([*range(1000, 1000 + 2 * PAGE)]), 2 * PAGE) is not None
+        sender.kv.tiers.transits.lend(pack_tokens([*range(1000, 1000 + 2 * PAGE)]), 2 * PAGE)
+        is not None
     )
 
 

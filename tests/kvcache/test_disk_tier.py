@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from support.memory_store import MemoryStore
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
-from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import SPARE_PART, KVCacheManager, Lease
+from minisgl.kvcache.disk import Disk, DiskTier
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.moves import Move, Place
 from minisgl.kvcache.page_keys import page_keys
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
+from minisgl.kvcache.tiers import SPARE_PART
 from minisgl.kvcache.transits import Transit
 
 
@@ -35,6 +37,11 @@ def make(
         offloads_per_plan=offloads_per_plan,
         disk=Disk(store, b"model", rule),
     )
+
+
+def disk_of(kv: KVCacheManager) -> DiskTier:
+    assert kv.disk is not None
+    return kv.disk
 
 
 def keys(
@@ -99,11 +106,11 @@ def test_what_host_memory_evicts_is_written_and_read_again() -> None:
         assert not any(move.source is Place.DISK for move in carry_out(kv, store))
     assert set(keys([10, 11, 12])) <= set(store.pages)
     assert store.pages.keys().isdisjoint(keys([120, 121, 122]))
-    assert kv._host.num_free >= 24 // SPARE_PART
+    assert kv.tiers.host.pool.num_free >= 24 // SPARE_PART
     wanted = pack_tokens([10, 11, 12, 13])
     assert kv.match(wanted, 4) < 3
     fetched: list[range] = []
-    assert kv.read_disk(wanted, 4, ended=fetched.append)
+    assert disk_of(kv).read(wanted, 4, ended=fetched.append)
     kv.audit(12)
     (move,) = (found for found in kv.moves.take() if found.source is Place.DISK)
     assert move.keys == tuple(keys([10, 11, 12]))[-len(move.keys) :]
@@ -111,7 +118,7 @@ def test_what_host_memory_evicts_is_written_and_read_again() -> None:
     assert fetched == [range(3 - len(move.keys), 3)]
     kv.audit(12)
     assert kv.match(wanted, 4) == 3
-    assert not kv.read_disk(wanted, 4)  # nothing is left to read
+    assert not disk_of(kv).read(wanted, 4)  # nothing is left to read
     copies = run(kv, [10, 11, 12, 13], 13)
     assert set(copies.loads[0].host_pages) >= set(move.pages)
 
@@ -142,7 +149,7 @@ def test_copies_made_ahead_are_written_once_the_device_has_evicted_their_pages()
     kv = make(store, num_pages=33, num_host_pages=2, offloads_per_plan=8)
     run(kv, [1, 2], 1)
     run(kv, list(range(10, 40)), 2)
-    assert kv.num_host == 2  # which leaves none of the pages that are to be free
+    assert kv.tiers.host.pool.num_used == 2  # which leaves none of the pages that are to be free
     for step in (3, 4, 5):
         assert not kv.take_copies(step) and not kv.moves.take()
         kv.settled(step)
@@ -179,12 +186,12 @@ def test_a_read_that_no_rank_has_whole_counts_as_far_as_all_have_it() -> None:
     kv = make(store)
     wanted = pack_tokens([1, 2, 3, 4, 5])
     fetched: list[range] = []
-    assert kv.read_disk(wanted, 5, ended=fetched.append)
+    assert disk_of(kv).read(wanted, 5, ended=fetched.append)
     carry_out(kv, store, num_good=2)
     assert fetched == [range(2)]
     kv.audit(0)
     assert kv.match(wanted, 5) == 2
-    assert not kv.read_disk(wanted, 5)  # what failed is not looked for again
+    assert not disk_of(kv).read(wanted, 5)  # what failed is not looked for again
 
 
 def test_a_read_whose_prefix_has_gone_is_given_back() -> None:
@@ -192,7 +199,7 @@ def test_a_read_whose_prefix_has_gone_is_given_back() -> None:
     store.write(keys([1, 2, 3, 4]), [memoryview(b"page")] * 4)
     kv = make(store, num_pages=5, num_host_pages=2)
     run(kv, [1, 2], 1)
-    assert kv.read_disk(pack_tokens([1, 2, 3, 4]), 4)
+    assert disk_of(kv).read(pack_tokens([1, 2, 3, 4]), 4)
     for step, first in enumerate((10, 20, 30), 2):
         run(kv, [first, first, first, first], step)
     carry_out(kv, store)
@@ -204,8 +211,10 @@ def test_nothing_is_read_where_computing_is_faster() -> None:
     store = MemoryStore()
     store.write(keys([1, 2, 3, 4]), [memoryview(b"page")] * 4)
     kv = make(store, rule=LoadRule(load_s=1.0, compute_s=2.0, delay_s=3.5))
-    assert not kv.read_disk(pack_tokens([1, 2, 3, 4]), 4)  # three pages, of which one is computed
-    assert kv.read_disk(pack_tokens([1, 2, 3, 4, 5]), 5)
+    assert not disk_of(kv).read(
+        pack_tokens([1, 2, 3, 4]), 4
+    )  # three pages, of which one is computed
+    assert disk_of(kv).read(pack_tokens([1, 2, 3, 4, 5]), 5)
     kv.audit(0)
 
 
@@ -214,8 +223,8 @@ def test_namespaces_share_nothing_on_disk(namespace: bytes) -> None:
     store = MemoryStore()
     store.write(keys([1, 2, 3], b"a"), [memoryview(b"page")] * 3)
     kv = make(store)
-    assert not kv.read_disk(pack_tokens([1, 2, 3, 4]), 4, namespace)
-    assert kv.read_disk(pack_tokens([1, 2, 3, 4]), 4, b"a")
+    assert not disk_of(kv).read(pack_tokens([1, 2, 3, 4]), 4, namespace)
+    assert disk_of(kv).read(pack_tokens([1, 2, 3, 4]), 4, b"a")
 
 
 def test_everything_can_be_written_at_the_end() -> None:
@@ -223,14 +232,14 @@ def test_everything_can_be_written_at_the_end() -> None:
     kv = make(store, num_pages=9)
     run(kv, [1, 2, 3], 1)
     run(kv, [4, 5, 6], 2, b"a")
-    kv.offload_all()
+    kv.tiers.offload_all()
     assert kv.take_copies(3)
     kv.settled(3)
-    kv.store_all()
+    disk_of(kv).store_all()
     carry_out(kv, store)
     kv.audit(3)
     assert set(store.pages) == {*keys([1, 2, 3]), *keys([4, 5, 6], b"a")}
-    kv.store_all()
+    disk_of(kv).store_all()
     assert not kv.moves.take()
 
 
@@ -278,11 +287,13 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
         tokens, namespace = data.draw(prompts), data.draw(namespaces)
         key, count = pack_tokens(tokens), len(tokens)
         named = keys(tokens, namespace, page_size=page_size)
-        left = kv.transits.copy_out(key, count, namespace) if data.draw(st.booleans()) else None
+        left = (
+            kv.tiers.transits.copy_out(key, count, namespace) if data.draw(st.booleans()) else None
+        )
         if left is not None:
             leaving.append((left, named[: len(left.pages)]))
         lease: Lease | None = None
-        if not kv.read_disk(key, count, namespace):
+        if not disk_of(kv).read(key, count, namespace):
             lease = kv.acquire(key, count, namespace)
             if kv.reserve(lease, count) is None:
                 kv.close(lease)
@@ -309,19 +320,19 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
         first = kv.match(key, count, namespace) // page_size
         num_missing = (count - 1) // page_size - first
         if num_missing > 0 and data.draw(st.booleans()):
-            expected = kv.transits.expect(num_missing)
+            expected = kv.tiers.transits.expect(num_missing)
             if expected is not None:
                 coming.append((expected, Prefix(key, namespace, first, named[first:])))
         while coming and data.draw(st.booleans()):
             transit, prefix = coming.pop(data.draw(st.integers(0, len(coming) - 1)))
             num_come = data.draw(st.integers(0, len(transit.pages)))
             host |= dict(zip(transit.pages[:num_come], prefix.named, strict=False))
-            kv.transits.adopt(transit, prefix.key, prefix.first, num_come, prefix.namespace)
+            kv.tiers.transits.adopt(transit, prefix.key, prefix.first, num_come, prefix.namespace)
         while leaving and data.draw(st.booleans()):
             transit, content = leaving.pop(data.draw(st.integers(0, len(leaving) - 1)))
-            assert kv.transits.is_written(transit, step)
+            assert kv.tiers.transits.is_written(transit, step)
             assert [host[page] for page in transit.pages] == content
-            kv.transits.drop(transit)
+            kv.tiers.transits.drop(transit)
         moves += kv.moves.take()
         while moves and data.draw(st.booleans()):
             move = moves.pop(data.draw(st.integers(0, len(moves) - 1)))

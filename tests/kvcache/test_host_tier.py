@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
-from minisgl.kvcache.host import HostPool
-from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.host_tier import CopiesAhead, HostTier
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.page_pool import HostPool, PagePool
+from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node, PrefixTree
 
 
 def make(
@@ -58,7 +61,7 @@ def test_an_evicted_prefix_is_offloaded_and_loaded_again() -> None:
     (load,) = found.loads
     assert load.host_pages == tuple(host for _, host in copies.offloads)
     assert load.pages == tuple(lease.pages[2:4])
-    assert (lease.num_committed, lease.num_loaded) == (4, 2)
+    assert (lease.num_committed, len(lease.loaded)) == (4, 2)
     assert kv.is_loading(lease)
     kv.audit(3)
     kv.loads.landed(load.id)
@@ -103,7 +106,7 @@ def test_computed_pages_join_the_copies_that_host_memory_has() -> None:
     run(kv, [4, 5, 6, 7], 2)
     assert len(run(kv, [1, 2, 3, 8], 3).offloads) == 4  # of the second prompt
     assert len(run(kv, [9, 9, 9, 9], 4).offloads) == 1  # 8, which is new
-    assert kv.num_host == 8
+    assert kv.tiers.host.pool.num_used == 8
 
 
 def test_requests_with_the_same_prefix_share_a_load() -> None:
@@ -114,7 +117,7 @@ def test_requests_with_the_same_prefix_share_a_load() -> None:
     copies = kv.take_copies(3)
     assert copies is not None and len(copies.loads) == 1
     assert all(kv.is_loading(lease) for lease in leases)
-    assert [lease.num_loaded for lease in leases] == [4, 4]
+    assert [len(lease.loaded) for lease in leases] == [4, 4]
     kv.close(leases[0])  # it was aborted; the other still waits
     kv.audit(3)
     assert kv.is_loading(leases[1])
@@ -150,7 +153,7 @@ def test_a_failed_step_takes_its_copies_along() -> None:
     run(kv, [4, 5, 6, 7, 8, 9], 2)  # offloads 1, 2, 3
     kv.drop_written_since(2)
     kv.audit(2)
-    assert kv.num_host == 0
+    assert kv.tiers.host.pool.num_used == 0
     assert kv.match(pack_tokens([1, 2, 3, 0]), 4) == 0
 
 
@@ -212,7 +215,7 @@ def test_a_prefix_that_is_used_again_keeps_its_copy_and_the_next_one_is_copied()
     kv.close(open_lease(kv, [1, 0]))
     assert kv.num_free == 1
     kv.close(open_lease(kv, [1, 0]))
-    assert kv.num_host == 1
+    assert kv.tiers.host.pool.num_used == 1
     assert offloaded(kv, 5) == [second[0]]
     lease = kv.acquire(b"", 1)
     kv.reserve(lease, 2)
@@ -238,22 +241,23 @@ def test_copying_ahead_visits_only_what_it_copies() -> None:
     """However many prefixes there are, all with the same first page."""
 
     def visits(num_prompts: int) -> int:
-        cache, count = RadixCache(1, HostPool(5000)), 0
+        cache, count = RadixCache(PrefixTree(1), PagePool(0), ALWAYS), 0
+        ahead = CopiesAhead(HostTier(cache, HostPool(5000), 20), 20, may_drop=True)
         for index in range(num_prompts):
             key = pack_tokens([0, index, 1, 2])
             match = cache.acquire(key, 4)
             cache.insert(match.node, key, len(match.pages), range(4 * index, 4 * index + 3))
-            cache.release(match.node)
-        is_fresh = cache._bare._is_fresh
+            cache.tree.release(match.node)
+        is_fresh = ahead._is_fresh
 
         def counting(entry: tuple[int, int, Node]) -> bool:
             nonlocal count
             count += 1
             return is_fresh(entry)
 
-        cache._bare._is_fresh = counting  # type: ignore[method-assign]
-        cache.copy_ahead(20, 20)
-        assert cache._num_ahead == 20
+        ahead._is_fresh = counting  # type: ignore[method-assign]
+        ahead.copy()
+        assert ahead.num_copied == 20
         return count
 
     assert visits(10) == visits(1000)
@@ -265,7 +269,7 @@ def test_nothing_is_copied_while_the_device_has_room() -> None:
     for round in range(3):
         for index, tokens in enumerate(prompts):
             assert run(kv, tokens, 100 * round + index + 1) == Copies()
-    assert kv.num_host == 0
+    assert kv.tiers.host.pool.num_used == 0
 
 
 def test_a_plan_beside_decode_rows_makes_room_as_far_as_its_copies_go() -> None:
@@ -300,7 +304,7 @@ def test_a_failed_step_takes_the_copies_along_that_it_made_ahead() -> None:
     assert offloaded(kv, 3) == [pages[0][2]]
     kv.drop_written_since(3)
     kv.audit(3)
-    assert kv.num_host == 0 and kv.match(pack_tokens([1, 2, 3, 0]), 4) == 3
+    assert kv.tiers.host.pool.num_used == 0 and kv.match(pack_tokens([1, 2, 3, 0]), 4) == 3
     assert offloaded(kv, 4) == [pages[0][2]]
 
 
@@ -331,15 +335,17 @@ def test_namespaces_share_no_host_pages() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._host._free.append(0),
-        lambda kv, lease: kv._host._free.pop(),
-        lambda kv, lease: lease.node.host_pages.append(7),
-        lambda kv, lease: setattr(lease.node, "load", 0) or kv.loads.in_flight.clear(),
-        lambda kv, lease: setattr(lease.node, "num_resident", 1),
-        lambda kv, lease: setattr(lease.node, "num_bare", 1),
-        lambda kv, lease: setattr(lease.node, "is_ahead", True),
-        lambda kv, lease: setattr(kv._cache, "_num_ahead", 1),
-        lambda kv, lease: kv._host.written_by.__setitem__(lease.node.host_pages[0], 99),
+        lambda kv, lease: kv.tiers.host.pool._free.append(0),
+        lambda kv, lease: kv.tiers.host.pool._free.pop(),
+        lambda kv, lease: kv.tiers.host.pages[lease.node].append(7),
+        lambda kv, lease: kv.loads.in_flight.clear(),
+        lambda kv, lease: kv._cache._num_below.update({lease.node: 1}),
+        lambda kv, lease: kv.tiers._ahead._num_below.update({lease.node: 1}),
+        lambda kv, lease: kv.tiers._ahead.copied.add(lease.node),
+        lambda kv, lease: setattr(kv.tiers._ahead, "num_copied", 1),
+        lambda kv, lease: kv.tiers.host.pool.written_by.__setitem__(
+            kv.tiers.host.pages[lease.node][0], 99
+        ),
     ],
 )
 def test_the_audit_detects_damage_of_the_host_tier(damage: object) -> None:
@@ -413,7 +419,7 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
             else:
                 launch(step)
                 while kv.is_loading(lease):
-                    for load in lease.loads & landing.keys():
+                    for load in lease.loads.keys() & landing.keys():
                         device.update(landing[load])
                         kv.loads.landed(load)
                 for index, page in enumerate(lease.pages):

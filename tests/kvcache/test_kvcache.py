@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.folders import ROOT
 
-from minisgl.kvcache.host import HostPool
-from minisgl.kvcache.leaves import LeafQueue
-from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.copies import ALWAYS
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.page_pool import PagePool
+from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Node, PrefixTree
 
 
 def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> KVCacheManager:
@@ -150,8 +154,6 @@ def test_the_least_recently_used_leaf_of_all_namespaces_is_evicted_first() -> No
 def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
     """A client may send a fresh salt each time, whether its prompts fill a page or not."""
     kv = make(num_pages=32, page_size=4)
-    cache = kv._cache
-    assert isinstance(cache, RadixCache)
     for index in range(2000):
         namespace = index.to_bytes(4, "big")
         assert cached_tokens(kv, list(range(9)), namespace) == 0
@@ -159,12 +161,36 @@ def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
             tokens = list(range(length))
             lease = run_once(kv, tokens, namespace=namespace)
             kv.close(lease, pack_tokens(tokens), length, 1)
-        assert len(cache._roots) <= 31
-        assert len(cache._leaves._heap) <= 64 + 2 * 31
+        assert len(kv._cache.tree._roots) <= 31
+        assert len(kv._cache._heap) <= 64 + 2 * 31
     kv.audit(1)
     kv.drop_written_since(0)
-    assert not cache._roots
+    assert not kv._cache.tree._roots
     assert kv.num_free == 31
+
+
+def test_a_cache_of_the_device_alone_has_no_tiers_and_no_groups() -> None:
+    """What is off is not there: nothing follows the tree but the pages on the device."""
+    kv = make()
+    assert kv._cache.tree.followers == [kv._cache] and not kv._groups
+    assert kv.disk is None and kv.take_copies(1) is None and not kv.is_copying_out
+    with pytest.raises(AssertionError, match="no host memory"):
+        _ = kv.tiers
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        ("tree", {"prefix"}),
+        ("residency", {"page_pool", "tree"}),
+        ("radix", {"copies", "lease", "page_pool", "residency", "tree"}),
+    ],
+)
+def test_the_tree_knows_no_memory_and_the_device_none_behind_it(
+    module: str, known: set[str]
+) -> None:
+    source = (ROOT / f"minisgl/kvcache/{module}.py").read_text()
+    assert set(re.findall(r"^from minisgl\.kvcache\.(\w+) import", source, re.MULTILINE)) == known
 
 
 def test_a_request_can_opt_out_of_prefix_reuse() -> None:
@@ -178,14 +204,16 @@ def test_a_request_can_opt_out_of_prefix_reuse() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._device._free.append(lease.pages[0]),
-        lambda kv, lease: kv._device._free.pop(),
+        lambda kv, lease: kv._cache.pool._free.append(lease.pages[0]),
+        lambda kv, lease: kv._cache.pool._free.pop(),
         lambda kv, lease: lease.pages.append(lease.pages[-1]),
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
-        lambda kv, lease: kv._device.written_by.__setitem__(lease.pages[0], 99),
-        lambda kv, lease: setattr(kv._cache, "_num_evictable", 3),
-        lambda kv, lease: kv._cache._roots.update({b"x": Node(key=b"x", pages=[], parent=None)}),
-        lambda kv, lease: kv._cache._roots.update({b"x": kv._cache._roots.pop(b"")}),
+        lambda kv, lease: kv._cache.pool.written_by.__setitem__(lease.pages[0], 99),
+        lambda kv, lease: setattr(kv._cache, "num_evictable", 3),
+        lambda kv, lease: kv._cache.tree._roots.update(
+            {b"x": Node(key=b"x", num_pages=0, parent=None)}
+        ),
+        lambda kv, lease: kv._cache.tree._roots.update({b"x": kv._cache.tree._roots.pop(b"")}),
     ],
 )
 def test_the_audit_detects_every_kind_of_damage(damage: object) -> None:
@@ -251,21 +279,22 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
     page_size, rng = 4, random.Random(0)
 
     def visits(num_prompts: int) -> tuple[int, int]:
-        cache = RadixCache(page_size, HostPool(0))
+        tree = PrefixTree(page_size)
+        cache = RadixCache(tree, PagePool(1), ALWAYS)
         for index in range(num_prompts):
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)
             pages = range(index * 10, index * 10 + 10)
             cache.insert(match.node, pack_tokens(tokens), 0, pages)
-            cache.release(match.node)
-        lookups = _count_calls(cache, "_child", lambda: cache.match_pages(pack_tokens(tokens), 10))
-        removals = _count_calls(cache._leaves, "_is_fresh", lambda: cache.evict(20))
+            tree.release(match.node)
+        lookups = _count_calls(tree, "child", lambda: cache.match_pages(pack_tokens(tokens), 10))
+        removals = _count_calls(cache, "_is_fresh", lambda: cache.evict(20))
         return lookups, removals
 
     assert visits(10) == visits(1000)
 
 
-def _count_calls(owner: RadixCache | LeafQueue, name: str, action: object) -> int:
+def _count_calls(owner: PrefixTree | RadixCache, name: str, action: object) -> int:
     calls = 0
     original = getattr(owner, name)
 

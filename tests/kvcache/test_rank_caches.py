@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import PREFIX_WEIGHT, RankCaches
 

@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import WindowSizes
-from minisgl.kvcache.manager import Lease
+from minisgl.kvcache.lease import Lease, WindowPages
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.windowed import WindowedCacheManager
-from minisgl.kvcache.windows import WindowPages
+from minisgl.kvcache.windows import Windows
+
+
+class WindowedCache(KVCacheManager):
+    windows: Windows
 
 
 def make(
@@ -22,10 +26,14 @@ def make(
     *,
     num_pages: int = 100,
     spare: int = 4,
-) -> WindowedCacheManager:
+) -> WindowedCache:
     sizes = WindowSizes(window=window, page_size=page_size, in_flight=1, spare=spare)
-    return WindowedCacheManager(
-        num_window_pages=num_window_pages, sizes=sizes, num_pages=num_pages, cache_type="radix"
+    return WindowedCache(
+        num_pages=num_pages,
+        page_size=page_size,
+        cache_type="radix",
+        num_window_pages=num_window_pages,
+        window_sizes=sizes,
     )
 
 
@@ -34,7 +42,7 @@ def windows_of(lease: Lease) -> WindowPages:
     return lease.windows
 
 
-def begin(kv: WindowedCacheManager, tokens: list[int]) -> Lease:
+def begin(kv: WindowedCache, tokens: list[int]) -> Lease:
     """A lease with the pages for a prompt, whose only chunk is planned."""
     lease = kv.acquire(pack_tokens(tokens), len(tokens))
     assert kv.reserve(lease, len(tokens)) is not None
@@ -42,14 +50,20 @@ def begin(kv: WindowedCacheManager, tokens: list[int]) -> Lease:
     return lease
 
 
-def run(kv: WindowedCacheManager, tokens: list[int], step: int = 1) -> None:
+def run(kv: WindowedCache, tokens: list[int], step: int = 1) -> None:
     key, lease = pack_tokens(tokens), begin(kv, tokens)
     kv.commit(lease, key, len(tokens), step)
     kv.close(lease, key, len(tokens) - 1, step)
     kv.audit(step)
 
 
-def cached(kv: WindowedCacheManager, tokens: list[int]) -> int:
+def full_pages(kv: WindowedCache, tokens: list[int], num_pages: int) -> list[int]:
+    """The pages of full layers that the cache has of a prompt."""
+    found = kv._cache.tree.match(pack_tokens(tokens), num_pages)
+    return [page for node, common in found for page in kv._cache.pages[node][:common]]
+
+
+def cached(kv: WindowedCache, tokens: list[int]) -> int:
     return kv.match(pack_tokens(tokens), len(tokens))
 
 
@@ -84,7 +98,7 @@ def test_a_prefix_is_matched_where_the_pages_of_its_window_are_left(length: int)
     run(kv, prompt)
     prefix = [*prompt[:length], 99, 98]
     assert cached(kv, prefix) == length // page_size * page_size
-    kv.windows.forget(kv._cache.find(pack_tokens(prompt), 4))  # tokens 0 .. 7
+    kv.windows.forget(full_pages(kv, prompt, 4))  # tokens 0 .. 7
     # Behind token 12, the next query sees tokens 8 to 12.
     whole = length // page_size * page_size
     assert cached(kv, prefix) == (whole if whole - window + 1 >= 8 else 0)
@@ -120,7 +134,7 @@ def test_a_prefix_whose_windows_are_gone_gets_them_back() -> None:
     kv = make(window=4, page_size=2)
     prompt = list(range(13))
     run(kv, prompt)
-    kv.windows.forget(kv._cache.find(pack_tokens(prompt), 6))
+    kv.windows.forget(full_pages(kv, prompt, 6))
     assert cached(kv, prompt) == 0
     run(kv, prompt, step=2)
     assert cached(kv, prompt) == 12
@@ -132,22 +146,22 @@ def test_pages_that_a_failed_step_wrote_are_not_matched() -> None:
     kv = make(window=4, page_size=2)
     prompt = list(range(13))
     run(kv, prompt)
-    kv.windows.forget(kv._cache.find(pack_tokens(prompt), 6))
+    kv.windows.forget(full_pages(kv, prompt, 6))
     run(kv, prompt, step=2)
     kv.drop_written_since(2)
     kv.audit(2)
     assert cached(kv, prompt) == 0
-    assert len(kv._cache.find(pack_tokens(prompt), 6)) == 6
-    assert kv.windows.num_cached == 0
+    assert len(full_pages(kv, prompt, 6)) == 6
+    assert len(kv.windows._cached) == 0
 
 
 def test_pages_leave_with_the_prefix_that_they_belong_to() -> None:
     kv = make(window=4, page_size=2, num_pages=11)
     run(kv, list(range(13)))
-    assert kv.windows.num_cached == 6
+    assert len(kv.windows._cached) == 6
     run(kv, list(range(20, 37)))
     assert cached(kv, list(range(13))) == 2
-    assert kv.windows.num_cached == 1 + 8
+    assert len(kv.windows._cached) == 1 + 8
 
 
 def test_requests_wait_for_the_claims_of_others() -> None:
@@ -166,7 +180,7 @@ def test_requests_wait_for_the_claims_of_others() -> None:
     kv.close(third)
     kv.close(second)
     kv.close(first)
-    assert kv.windows.num_free == 10
+    assert kv.windows._pool.num_free == 10
 
 
 @settings(max_examples=150, deadline=None)
@@ -220,4 +234,4 @@ def test_any_leases_see_what_was_computed_and_no_page_is_lost(seed: int) -> None
         kv.close(lease)
     kv.audit(step)
     assert kv.num_available == kv.num_pages - 1
-    assert kv.windows.num_free + kv.windows.num_cached == num_window_pages - 1
+    assert kv.windows._pool.num_free + len(kv.windows._cached) == num_window_pages - 1

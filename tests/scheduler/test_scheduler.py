@@ -28,12 +28,12 @@ from minisgl.config import Capacity, WindowSizes
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
-from minisgl.kvcache.windowed import WindowedCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
@@ -143,11 +143,13 @@ class Harness:
                 in_flight=(self.num_stages + 2) * self.max_run,
                 spare=self.spare,
             )
-            kv = WindowedCacheManager(
-                num_window_pages=self.num_window_pages or 1 + sizes.span + sizes.spare,
-                sizes=sizes,
+            num_window_pages = self.num_window_pages or 1 + sizes.span + sizes.spare
+            kv = KVCacheManager(
                 num_pages=self.num_pages,
+                page_size=self.page_size,
                 cache_type=self.cache_type,
+                num_window_pages=num_window_pages,
+                window_sizes=sizes,
             )
         self.scheduler = Scheduler(
             kv=kv,
@@ -1326,7 +1328,8 @@ def filled_disk(prompt: list[int]) -> Harness:
     harness = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=FakeDisk())
     harness.run(make_request("first", prompt, 2, ignore_eos=True))
     offload(harness)
-    harness.scheduler.kv.store_all()
+    assert harness.scheduler.kv.disk is not None
+    harness.scheduler.kv.disk.store_all()
     harness.runner.move(harness.scheduler.kv.moves.take(), harness.moved)
     while harness.runner.moves:
         harness.end_move()
@@ -1393,9 +1396,9 @@ def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk()
     harness.end_move()
     assert harness.launch() is None and scheduler.num_waiting == 2
     kv = scheduler.kv
-    received = kv.transits.expect(harness.num_host_pages - kv.num_host + 9)
+    received = kv.tiers.transits.expect(harness.num_host_pages - kv.tiers.host.pool.num_used + 9)
     assert received is not None
-    kv.transits.drop(received)
+    kv.tiers.transits.drop(received)
     harness.run()
     check_output(again)
     assert (again.num_cached_tokens, again.num_host_tokens, again.num_disk_tokens) == (20, 20, 0)
@@ -1572,21 +1575,23 @@ class Neighbour:
         prefix = Held.of(rng.choice(requests))
         place = pack_tokens(prefix.token_ids), len(prefix.token_ids), prefix.namespace
         kind = rng.randrange(6)
-        if kind == 0 and (transit := kv.transits.lend(*place)) is not None:
+        if kind == 0 and (transit := kv.tiers.transits.lend(*place)) is not None:
             self.lent.append((transit, prefix))
             self.num_lent += 1
             self.check_lent()
-        elif kind == 1 and (transit := kv.transits.copy_out(*place)) is not None:
+        elif kind == 1 and (transit := kv.tiers.transits.copy_out(*place)) is not None:
             self.lent.append((transit, prefix))
             self.harness.num_granted += len(transit.pages)  # the next plan copies them, too
         elif kind == 2:
             first = kv.match(*place) // kv.page_size
             num_pages = (place[1] - 1) // kv.page_size - first
-            expect = rng.choice([kv.transits.expect_on_device, kv.transits.expect_on_device, None])
+            expect = rng.choice(
+                [kv.tiers.transits.expect_on_device, kv.tiers.transits.expect_on_device, None]
+            )
             if num_pages <= 0:
                 return
             if expect is None:
-                transit = kv.transits.expect(num_pages)
+                transit = kv.tiers.transits.expect(num_pages)
             else:
                 transit = expect(place[0], first, num_pages, prefix.namespace)
             if transit is not None:
@@ -1624,17 +1629,17 @@ class Neighbour:
         kv, rng = self.harness.scheduler.kv, self.rng
         if self.lent and rng.random() < 0.5:
             self.check_lent()
-            kv.transits.drop(self.lent.pop(rng.randrange(len(self.lent)))[0])
+            kv.tiers.transits.drop(self.lent.pop(rng.randrange(len(self.lent)))[0])
         elif self.coming:
             transit, prefix, first = self.coming.pop(rng.randrange(len(self.coming)))
             if rng.random() < 0.2:
                 self.write(transit, None, first)
-                kv.transits.drop(transit)
+                kv.tiers.transits.drop(transit)
                 return
             total = len(transit.pages)
             num_pages = rng.choice([total, total, rng.randint(0, total)])
             self.write(transit, prefix, first)
-            kv.transits.adopt(
+            kv.tiers.transits.adopt(
                 transit, pack_tokens(prefix.token_ids), first, num_pages, prefix.namespace
             )
             self.num_adopted += num_pages > 0

@@ -1,0 +1,84 @@
+"""The lease of a request on pages, and what it may need beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from minisgl.kvcache.tree import Found, Node
+
+
+@dataclass(slots=True, eq=False)
+class WindowPages:
+    """The pages of windowed layers that a lease has: those of the columns `first`, `first` + 1, ...
+    of its page table."""
+
+    first: int
+    pages: list[int]
+    num_expected: int = 0  # tokens that its request is expected to have in the end
+    claim: int = 0
+    extra: int = 0  # number of pages beyond the claim, until its chunk is launched
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The pages of one running request, in the order of its tokens.
+
+    The first `num_committed` pages belong to the prefix cache. They are locked, and only the loads
+    in `loads` still write them. The lease owns the other pages. It locks no page beyond its own
+    prefix, so a single request never needs more pages than its tokens fill.
+    """
+
+    pages: list[int]
+    node: Node  # the last node of the committed pages, or of those to be loaded
+    num_committed: int
+    num_to_load: int  # at the end of the match, in host memory only: `reserve` loads them
+    loads: dict[int, int]  # that write committed pages, and how many of these each
+    rank: int = 0  # which has the pages, of several that divide the requests
+    start_snapshot: int | None = None  # at the end of the match; None: it has no pages
+    # By the numbers of pages after which a snapshot is to be taken: those that were, and are not in
+    # the cache yet.
+    snapshots: dict[int, int | None] = field(default_factory=dict)
+    windows: WindowPages | None = None  # pages of windowed layers, if these have their own
+
+    @property
+    def owned(self) -> list[int]:
+        return self.pages[self.num_committed :]
+
+    @property
+    def loaded(self) -> range:
+        """Which pages were in host memory when they were matched: the last committed ones."""
+        return range(self.num_committed - sum(self.loads.values()), self.num_committed)
+
+
+class PageGroup(Protocol):
+    """What some layers keep of a request and of prefixes beside the pages of the others."""
+
+    def usable(self, found: Found, num_pages: int) -> int:
+        """Of the first `num_pages` pages of a match, how many a request can go on behind."""
+
+    def open(self, lease: Lease, ends: Iterable[int]) -> None:
+        """Begin a lease on a prefix that is `usable`. ends: numbers of pages of its prompt after
+        which other requests may go on."""
+
+    def claim(self, lease: Lease, num_tokens: int) -> bool:
+        """Make sure that the lease can hold `num_tokens`; False if it cannot."""
+
+    def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """Share what belongs to the first `num_pages` pages of `key`, written by steps up to
+        `step`."""
+
+    def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
+        """End the lease, and share the same."""
+
+    def drop_written_since(self, step: int) -> None:
+        """Drop what failed steps wrote from the cache. Their leases are closed."""
+
+    def audit(self, leases: Sequence[Lease], launched: int) -> None:
+        """Recompute every invariant from scratch; AssertionError if one fails. launched: the last
+        step that is."""
