@@ -117,7 +117,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         speculation=loaded.speculation(),
         num_stages=config.pp,
         look_ahead=config.overlap,
-        parts=host_parts(kv, has_host_cache=bool(config.num_host_pages)),
+        parts=host_parts(kv.tiers if config.num_host_pages else None),
     )
 
 

@@ -7,10 +7,10 @@ once its tokens are known and launched steps write all of it. Loads and moves ru
 their pages are locked until they have ended.
 
 With a host tier, evicted prefixes are copied to host memory and loaded when they match again. The
-copies travel with plans (`take_copies`). An offload reads its pages in the order of launches, so
-they are free at once; a load is in `loads` until it has landed. With a disk, what falls out of host
-memory is written there, and `disk.read` brings it back: by `moves`, which belong to no plan. Of the
-device they touch only pages in `transits`, those for and from other engines.
+copies travel with plans (`Tiers.take_copies`). An offload reads its pages in the order of launches,
+so they are free at once; a load is in `loads` until it has landed. With a disk, what falls out of
+host memory is written there, and `disk.read` brings it back: by `moves`, which belong to no plan.
+Of the device they touch only pages in `transits`, those for and from other engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from minisgl.config import WindowSizes
-from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
+from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.lease import Lease
@@ -211,10 +211,6 @@ class KVCacheManager:
     def is_loading(self, lease: Lease) -> bool:
         """Whether pages of the lease have not landed."""
         return not self.loads.in_flight.keys().isdisjoint(lease.loads)
-
-    def take_copies(self, step: int) -> Copies | None:
-        """What the plan of `step` copies; None if there is nothing."""
-        return None if self._tiers is None else self._tiers.take_copies(step)
 
     def settled(self, step: int) -> None:
         """Note that the steps up to `step` have succeeded."""

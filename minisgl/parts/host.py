@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.tiers import Tiers
 from minisgl.parts.copies.host import CopyPlan, PageCopies
 from minisgl.parts.masks.host import MaskPlan, Masks
 from minisgl.parts.scores.host import ScorePlan, Scores
@@ -13,7 +13,7 @@ from minisgl.scheduler.plan import PartPlan
 PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan)
 
 
-def host_parts(kv: KVCacheManager, *, has_host_cache: bool) -> list[Part]:
-    """In the order in which they plan."""
+def host_parts(tiers: Tiers | None) -> list[Part]:
+    """In the order in which they plan. tiers: behind the device, if there are any."""
     parts: list[Part] = [Masks(), Scores(), Vectors()]
-    return [*parts, PageCopies(kv)] if has_host_cache else parts
+    return parts if tiers is None else [*parts, PageCopies(tiers)]

@@ -129,7 +129,7 @@ class Side:
     def launch(self) -> None:
         """Run a step that makes the copies."""
         self.step += 1
-        copies = self.kv.take_copies(self.step)
+        copies = self.kv.tiers.take_copies(self.step)
         if self.fails:
             self.kv.drop_written_since(self.step)
         elif copies is not None:
@@ -162,7 +162,7 @@ class Side:
         """The bytes of the prompt's pages in host memory, in order, rank after rank."""
         lease = self.kv.acquire(pack_tokens(tokens), len(tokens))
         assert self.kv.reserve(lease, len(tokens)) is not None
-        copies = self.kv.take_copies(self.step + 1)
+        copies = self.kv.tiers.take_copies(self.step + 1)
         pages = [page for load in copies.loads for page in load.host_pages] if copies else []
         return b"".join(view for rank in range(NUM_RANKS) for view in self.views(rank, pages))
 

@@ -61,7 +61,7 @@ def run(kv: KVCacheManager, tokens: list[int], step: int, namespace: bytes = b""
     key = pack_tokens(tokens)
     lease = kv.acquire(key, len(tokens), namespace)
     assert kv.reserve(lease, len(tokens)) is not None
-    copies = kv.take_copies(step) or Copies()
+    copies = kv.tiers.take_copies(step) or Copies()
     kv.commit(lease, key, len(tokens), step)
     for load in copies.loads:
         kv.loads.landed(load.id)
@@ -129,16 +129,16 @@ def test_only_settled_pages_are_written() -> None:
     tokens = [1, 2, 3, 4]
     lease = kv.acquire(pack_tokens(tokens), 4)
     kv.reserve(lease, 4)
-    kv.take_copies(1)
+    kv.tiers.take_copies(1)
     kv.commit(lease, pack_tokens(tokens), 4, 1)
     kv.close(lease)
     other = kv.acquire(pack_tokens([9] * 4), 4)
     kv.reserve(other, 4)
-    assert kv.take_copies(2)  # which offloads all four
-    kv.take_copies(3)
+    assert kv.tiers.take_copies(2)  # which offloads all four
+    kv.tiers.take_copies(3)
     assert not kv.moves.take()
     kv.settled(2)
-    kv.take_copies(4)
+    kv.tiers.take_copies(4)
     assert kv.moves.take()
     kv.close(other)
     kv.audit(4)
@@ -151,12 +151,12 @@ def test_copies_made_ahead_are_written_once_the_device_has_evicted_their_pages()
     run(kv, list(range(10, 40)), 2)
     assert kv.tiers.host.pool.num_used == 2  # which leaves none of the pages that are to be free
     for step in (3, 4, 5):
-        assert not kv.take_copies(step) and not kv.moves.take()
+        assert not kv.tiers.take_copies(step) and not kv.moves.take()
         kv.settled(step)
         kv.audit(step)
     lease = kv.acquire(b"", 1)
     kv.reserve(lease, 2)
-    kv.take_copies(6)
+    kv.tiers.take_copies(6)
     carry_out(kv, store)
     assert set(keys([1, 2])) & set(store.pages)
     kv.close(lease)
@@ -233,7 +233,7 @@ def test_everything_can_be_written_at_the_end() -> None:
     run(kv, [1, 2, 3], 1)
     run(kv, [4, 5, 6], 2, b"a")
     kv.tiers.offload_all()
-    assert kv.take_copies(3)
+    assert kv.tiers.take_copies(3)
     kv.settled(3)
     disk_of(kv).store_all()
     carry_out(kv, store)
@@ -298,7 +298,7 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
             if kv.reserve(lease, count) is None:
                 kv.close(lease)
                 lease = None
-        copies = kv.take_copies(step) or Copies()
+        copies = kv.tiers.take_copies(step) or Copies()
         for load_id in copies.awaits:
             device |= landing.pop(load_id, {})
         for page, host_page in copies.offloads:
@@ -352,7 +352,7 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
         kv.moves.end(move.id, 0)
     kv.settled(1 << 40)
     for _ in range(100):
-        if kv.take_copies(1 << 29) is None:
+        if kv.tiers.take_copies(1 << 29) is None:
             break
         for move in kv.moves.take():
             kv.moves.end(move.id, 0)

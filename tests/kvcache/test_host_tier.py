@@ -44,7 +44,7 @@ def run(kv: KVCacheManager, tokens: list[int], step: int, namespace: bytes = b""
     lease = open_lease(kv, tokens, namespace)
     assert not lease.loads
     kv.commit(lease, pack_tokens(tokens), len(tokens), step)
-    copies = kv.take_copies(step)
+    copies = kv.tiers.take_copies(step)
     kv.close(lease)
     kv.audit(step)
     return copies or Copies()
@@ -56,7 +56,7 @@ def test_an_evicted_prefix_is_offloaded_and_loaded_again() -> None:
     copies = run(kv, [5, 6, 7, 8, 9, 10], 2)
     assert len(copies.offloads) == 2 and not copies.loads  # the tail, as far as pages are needed
     lease = open_lease(kv, [1, 2, 3, 4, 5])
-    found = kv.take_copies(3)
+    found = kv.tiers.take_copies(3)
     assert found is not None and len(found.loads) == 1
     (load,) = found.loads
     assert load.host_pages == tuple(host for _, host in copies.offloads)
@@ -66,7 +66,7 @@ def test_an_evicted_prefix_is_offloaded_and_loaded_again() -> None:
     kv.audit(3)
     kv.loads.landed(load.id)
     assert not kv.is_loading(lease)
-    assert kv.take_copies(4) == Copies(awaits=(load.id,))
+    assert kv.tiers.take_copies(4) == Copies(awaits=(load.id,))
     kv.close(lease)
     kv.audit(4)
 
@@ -76,12 +76,12 @@ def test_a_loaded_prefix_is_evicted_again_without_a_copy() -> None:
     run(kv, [1, 2, 3], 1)
     assert len(run(kv, [4, 5, 6, 7], 2).offloads) == 3
     lease = open_lease(kv, [1, 2, 3, 0])
-    copies = kv.take_copies(3)
+    copies = kv.tiers.take_copies(3)
     assert copies is not None and len(copies.offloads) == 4
     kv.loads.landed(copies.loads[0].id)
     kv.close(lease)
     lease = open_lease(kv, [7, 7, 7, 7])
-    copies = kv.take_copies(4)
+    copies = kv.tiers.take_copies(4)
     assert copies is not None and not copies.offloads
     kv.close(lease)
     kv.audit(4)
@@ -114,7 +114,7 @@ def test_requests_with_the_same_prefix_share_a_load() -> None:
     run(kv, [1, 2, 3, 4], 1)
     run(kv, [0] * 11, 2)
     leases = [open_lease(kv, [1, 2, 3, 4, last]) for last in (5, 6)]
-    copies = kv.take_copies(3)
+    copies = kv.tiers.take_copies(3)
     assert copies is not None and len(copies.loads) == 1
     assert all(kv.is_loading(lease) for lease in leases)
     assert [len(lease.loaded) for lease in leases] == [4, 4]
@@ -132,18 +132,18 @@ def test_pages_of_a_load_that_nobody_wants_are_used_after_a_plan_has_awaited_it(
     run(kv, [1, 2, 3], 1)
     run(kv, [0] * 5, 2)
     lease = open_lease(kv, [1, 2, 3, 4])
-    copies = kv.take_copies(3)
+    copies = kv.tiers.take_copies(3)
     assert copies is not None
     (load,) = copies.loads
     kv.close(lease)
     assert kv.num_available == 2  # the three in flight are locked
     other = open_lease(kv, [9] * 5)
     assert set(load.pages) <= set(other.pages)
-    copies = kv.take_copies(4)
+    copies = kv.tiers.take_copies(4)
     assert copies is not None and copies.awaits == (load.id,)
     kv.loads.landed(load.id)  # later: nothing is left to do
     kv.audit(4)
-    assert kv.take_copies(5) is None
+    assert kv.tiers.take_copies(5) is None
     kv.close(other)
 
 
@@ -162,13 +162,13 @@ def test_a_load_of_a_failed_step_is_awaited_and_its_prefix_loaded_again() -> Non
     run(kv, [1, 2, 3], 1)
     run(kv, [0] * 5, 2)
     lease = open_lease(kv, [1, 2, 3, 4])
-    copies = kv.take_copies(3)
+    copies = kv.tiers.take_copies(3)
     assert copies is not None
     kv.close(lease)
     kv.drop_written_since(3)
     kv.audit(3)
     lease = open_lease(kv, [1, 2, 3, 4])
-    again = kv.take_copies(4)
+    again = kv.tiers.take_copies(4)
     assert again is not None and again.awaits == (copies.loads[0].id,)
     assert again.loads[0].host_pages == copies.loads[0].host_pages
     kv.close(lease)
@@ -177,7 +177,7 @@ def test_a_load_of_a_failed_step_is_awaited_and_its_prefix_loaded_again() -> Non
 
 def offloaded(kv: KVCacheManager, step: int) -> list[int]:
     """The device pages that the plan of `step` copies."""
-    copies = kv.take_copies(step)
+    copies = kv.tiers.take_copies(step)
     kv.audit(step)
     return [] if copies is None else [page for page, _ in copies.offloads]
 
@@ -313,7 +313,7 @@ def test_host_memory_drops_the_least_recently_used_leaf() -> None:
     for step, first in enumerate((10, 20, 30), 1):
         run(kv, [first, first + 1, first + 2], step)
     lease = open_lease(kv, [10, 11, 12][:2])  # the oldest is used again
-    kv.take_copies(4)
+    kv.tiers.take_copies(4)
     kv.close(lease)
     run(kv, [40, 41, 42], 5)
     run(kv, [50, 51, 52], 6)
@@ -353,7 +353,7 @@ def test_the_audit_detects_damage_of_the_host_tier(damage: object) -> None:
     run(kv, [1, 2, 3], 1)
     run(kv, [0] * 4, 2)
     lease = open_lease(kv, [1, 2, 3, 4])
-    kv.take_copies(3)
+    kv.tiers.take_copies(3)
     kv.audit(3)
     damage(kv, lease)  # type: ignore[operator]
     with pytest.raises(AssertionError):
@@ -385,7 +385,7 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
     leases: list[tuple[Lease, list[int], bytes]] = []
 
     def launch(step: int) -> None:
-        copies = kv.take_copies(step) or Copies()
+        copies = kv.tiers.take_copies(step) or Copies()
         for load in copies.awaits:
             device.update(landing.pop(load, {}))
         for page, host_page in copies.offloads:
@@ -437,5 +437,5 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
         kv.loads.landed(load)
     kv.audit(1 << 30)
     assert kv.num_available == num_pages - 1
-    assert any(kv.take_copies(1 << 29) is None for _ in range(100)), "it copies for ever"
+    assert any(kv.tiers.take_copies(1 << 29) is None for _ in range(100)), "it copies for ever"
     kv.audit(1 << 30)

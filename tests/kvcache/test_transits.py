@@ -40,7 +40,7 @@ def test_a_copy_that_leaves_locks_nothing_and_an_adopted_one_is_loaded() -> None
     assert transit is not None and len(transit.pages) == 3
     assert sender.tiers.transits.is_copying_out and not sender.tiers.transits.is_written(transit, 1)
     assert sender.num_available == 19, "nothing is locked"
-    copies = sender.take_copies(2)
+    copies = sender.tiers.take_copies(2)
     assert copies is not None and [host for _, host in copies.offloads] == [*transit.pages]
     assert not sender.tiers.transits.is_copying_out and sender.tiers.transits.is_written(transit, 2)
     sender.audit(2)
@@ -56,7 +56,7 @@ def test_a_copy_that_leaves_locks_nothing_and_an_adopted_one_is_loaded() -> None
     assert receiver.match(key, len(tokens)) == 12
     lease = receiver.acquire(key, len(tokens))
     assert receiver.reserve(lease, len(tokens)) is not None
-    loads = receiver.take_copies(1)
+    loads = receiver.tiers.take_copies(1)
     assert loads is not None and list(loads.loads[0].host_pages) == [*expected.pages]
 
 
@@ -101,7 +101,7 @@ def test_a_failed_step_takes_the_copies_that_it_was_to_make() -> None:
         kv.tiers.transits.copy_out(pack_tokens([*range(13)]), 13) for _ in range(2)
     )
     assert written is not None and unplanned is not None
-    kv.take_copies(2)
+    kv.tiers.take_copies(2)
     late = kv.tiers.transits.copy_out(pack_tokens([*range(13)]), 13)
     assert late is not None
     kv.drop_written_since(3)
@@ -117,14 +117,14 @@ def test_whoever_waits_for_a_copy_hears_once_whether_it_was_made() -> None:
     compute(kv, [*range(13)])
     heard: list[list[bool]] = [[], [], []]
     transits = [kv.tiers.transits.copy_out(pack_tokens([*range(13)]), 13, b"", heard[0].append)]
-    kv.take_copies(2)
+    kv.tiers.take_copies(2)
     kv.settled(1)
     assert not kv.tiers.transits.is_copying_out and not heard[0], (
         "the step that copies is in flight"
     )
     transits.append(kv.tiers.transits.copy_out(pack_tokens([*range(13)]), 13, b"", heard[1].append))
     assert kv.tiers.transits.is_copying_out
-    kv.take_copies(3)
+    kv.tiers.take_copies(3)
     kv.drop_written_since(3)
     assert heard == [[], [False], []]
     kv.settled(2)
@@ -132,7 +132,7 @@ def test_whoever_waits_for_a_copy_hears_once_whether_it_was_made() -> None:
     assert heard == [[True], [False], []]
     lent = kv.tiers.transits.copy_out(pack_tokens([*range(13)]), 13, b"", heard[2].append)
     kv.tiers.transits.give_up()
-    kv.take_copies(4)
+    kv.tiers.take_copies(4)
     kv.settled(4)
     assert heard == [[True], [False], [False]]
     for transit in (*transits, lent):
@@ -150,7 +150,7 @@ def test_a_lent_prefix_is_copied_out_instead_and_unlocked() -> None:
     assert lent is not None and kv.num_available == 16
     copy = kv.tiers.transits.copy_lent(lent)
     assert copy is not None and kv.num_available == 19
-    copies = kv.take_copies(2)
+    copies = kv.tiers.take_copies(2)
     assert copies is not None and list(copies.offloads) == [
         *zip(lent.pages, copy.pages, strict=True)
     ]
@@ -213,25 +213,25 @@ def test_pages_that_a_plan_has_to_do_with_are_not_given_to_another_engine() -> N
     assert kv.tiers.transits.expect_on_device(key, 1, 1) is None, "nothing is before it"
     assert kv.tiers.transits.copy_out(pack_tokens([*range(21)]), 21) is not None
     assert kv.tiers.transits.expect_on_device(key, 0, 2) is None, "the next plan reads pages"
-    kv.take_copies(2)
+    kv.tiers.take_copies(2)
     kept = kv.tiers.transits.expect_on_device(key, 0, 2)
     assert kept is not None
     kv.audit(2)
     kv.tiers.transits.drop(kept)
     lease = kv.acquire(key, 21)
     assert kv.reserve(lease, 21) is not None  # evicts, with copies
-    kv.take_copies(3)
+    kv.tiers.take_copies(3)
     kv.close(lease)
     lease = kv.acquire(pack_tokens([*range(21)]), 21)
     assert lease.num_to_load and kv.reserve(lease, 21) is not None
     assert kv.tiers.transits.expect_on_device(key, 0, 1) is None, "the next plan loads"
     assert kv.tiers.transits.lend(pack_tokens([*range(21)]), 21) is None, "it is being loaded"
-    copies = kv.take_copies(4)
+    copies = kv.tiers.take_copies(4)
     assert copies is not None
     for load in copies.loads:
         kv.loads.landed(load.id)
     assert kv.tiers.transits.expect_on_device(key, 0, 1) is None, "the next plan waits for a load"
-    kv.take_copies(5)
+    kv.tiers.take_copies(5)
     assert kv.tiers.transits.expect_on_device(key, 0, 1) is not None
     kv.close(lease)
     kv.audit(5)
@@ -285,14 +285,14 @@ def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> No
         if action == 0:
             lease = kv.acquire(key, len(tokens))
             got = kv.reserve(lease, len(tokens))
-            copies = kv.take_copies(step)
+            copies = kv.tiers.take_copies(step)
             for load in copies.loads if copies is not None else ():
                 kv.loads.landed(load.id)
-            kv.take_copies(step)
+            kv.tiers.take_copies(step)
             kv.close(lease, *((key, len(tokens), step) if got is not None else ()))
         elif action == 1 and (transit := kv.tiers.transits.copy_out(key, len(tokens))) is not None:
             leaving.append(transit)
-            kv.take_copies(step)
+            kv.tiers.take_copies(step)
         elif action == 2 and leaving:
             kv.tiers.transits.drop(leaving.pop(rng.randrange(len(leaving))))
         elif action in (3, 5):
@@ -315,7 +315,7 @@ def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> No
                 kv.drop_written_since(step)
             elif rng.random() < 0.4:
                 kv.tiers.offload_all()
-                kv.take_copies(step)
+                kv.tiers.take_copies(step)
         elif coming:
             transit, tokens, first = coming.pop(rng.randrange(len(coming)))
             if rng.random() < 0.2:

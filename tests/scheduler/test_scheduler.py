@@ -163,7 +163,7 @@ class Harness:
             speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
-            parts=host_parts(kv, has_host_cache=True),
+            parts=host_parts(kv.tiers if self.num_host_pages else None),
         )
         self.num_granted = 0  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl.kvcache.copies import Copies
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.tiers import Tiers
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.scheduler.state import StepWork
@@ -19,9 +19,9 @@ class CopyPlan(PartPlan):
 class PageCopies(Part):
     always = True
 
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
 
     def plan(self, work: StepWork) -> CopyPlan | None:
-        copies = self._kv.take_copies(work.step)
+        copies = self._tiers.take_copies(work.step)
         return None if copies is None else CopyPlan(copies)
