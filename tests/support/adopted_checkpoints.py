@@ -63,6 +63,8 @@ _TOWER_SIZES = {
     "num_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+    "base_channels": 32,
+    "num_res_blocks": 1,
 }
 
 
