@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from script_runner import engine_config, make_parser
+from support.forked_programs import minisgl as minisgl_program
 from support.printed_tables import cells
 
 import minisgl
@@ -274,10 +275,8 @@ def test_bench_latency_measures_the_bundled_model(tmp_path: Path) -> None:
 def test_bench_latency_can_find_its_prompts_in_the_prefix_cache(tmp_path: Path) -> None:
     file = tmp_path / "latency.json"
     options = ("--batch-size", "2", "--input-len", "33", "--output-len", "4", "--repeat", "1")
-    command = [sys.executable, "-m", "minisgl", "bench", "latency", "--device", "cpu", *options]
-    result = subprocess.run(
-        [*command, "--cached-prompts", "--json", file], capture_output=True, text=True
-    )
+    bench = ("bench", "latency", "--device", "cpu", "--cached-prompts", "--json", file)
+    result = minisgl_program(*bench, *options)
     assert (result.returncode, result.stderr) == (0, "")
     [batch] = json.loads(file.read_text())["batches"]
     assert [request["num_cached_tokens"] for request in batch["run"]["requests"]] == [32, 32]
@@ -336,9 +335,8 @@ def test_the_table_of_latencies_is_turned_and_split_rather_than_cut(
 
 
 def test_bench_latency_refuses_a_batch_that_does_not_run_at_once() -> None:
-    command = [sys.executable, "-m", "minisgl", "bench", "latency", "--device", "cpu"]
     options = ("--batch-size", "4", "--max-running-requests", "2")
-    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    result = minisgl_program("bench", "latency", "--device", "cpu", *options)
     assert result.returncode == 2
     assert result.stderr == (
         "minisgl: --batch-size 4: more than --max-running-requests; allowed: 2 or less\n"
@@ -349,8 +347,7 @@ def test_bench_offline_measures_the_bundled_model(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     sizes = ("--num-requests", "5", "--max-prompt-length", "40", "--max-output-length", "9")
     engine = ("--device", "cpu", "--page-size", "8", "--max-queued-requests", "1")
-    command = [sys.executable, "-m", "minisgl", "bench", *sizes, *engine]
-    result = subprocess.run([*command, "--json", file], capture_output=True, text=True)
+    result = minisgl_program("bench", *sizes, *engine, "--json", file)
     assert (result.returncode, result.stderr) == (0, "")
     assert "5 requests, 16 to 40 tokens in, 9 out, temperature 0.6" in result.stdout
     assert "the vocabulary of 2,048" in result.stdout

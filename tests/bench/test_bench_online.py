@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from support.forked_programs import minisgl
 from support.gated_runner import gated_server
 from support.waiting import until
 from typer.testing import CliRunner
@@ -870,7 +871,6 @@ def test_bench_serve_starts_and_stops_its_own_server(tmp_path: Path) -> None:
 
 
 def test_a_server_that_fails_to_start_is_reported_with_the_reason() -> None:
-    command = [sys.executable, "-m", "minisgl", "bench", "serve", "--model", "/no/such/folder"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = minisgl("bench", "serve", "--model", "/no/such/folder")
     assert result.returncode == 2
     assert result.stderr == "minisgl: There is no folder /no/such/folder.\n"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked_programs import minisgl
 
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.offline import bench_offline
@@ -257,9 +256,8 @@ async def test_a_turn_is_sent_with_the_answer_before_it(tmp_path: Path) -> None:
 
 def test_our_own_server_counts_the_tokens_of_the_file(tmp_path: Path) -> None:
     file, dataset = tmp_path / "found.json", sharegpt(tmp_path / "a.json")
-    command = [sys.executable, "-m", "minisgl", "bench", "serve", "--device", "cpu"]
     options = ("--dataset", dataset, "--repeat", "1", "--json", file)
-    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    result = minisgl("bench", "serve", "--device", "cpu", *options)
     assert (result.returncode, result.stderr) == (0, "")
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     expected = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in ANSWERS)

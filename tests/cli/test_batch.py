@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked_programs import minisgl
 from support.serving import demo_engine, served
 
 from minisgl.config import EngineConfig
@@ -30,12 +31,7 @@ def request(custom_id: str, body: Any, url: str = CHAT, method: str = "POST") ->
 
 
 def batch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    files = (str(folder / "in.jsonl"), str(folder / "out.jsonl"))
-    return subprocess.run(
-        [sys.executable, "-m", "minisgl", "batch", *files, *arguments],
-        capture_output=True,
-        text=True,
-    )
+    return minisgl("batch", folder / "in.jsonl", folder / "out.jsonl", *arguments)
 
 
 def answer(custom_id: str, status: int | None) -> str:
@@ -70,7 +66,8 @@ def test_a_batch_is_answered_and_bad_lines_are_named(tmp_path: Path) -> None:
         request("no body", []),
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    result = batch(tmp_path, "--device", "cpu")
+    command = [sys.executable, "-m", "minisgl", "batch", "in.jsonl", "out.jsonl", "--device", "cpu"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1
     found = answers(tmp_path)
     assert found.keys() == {"hello-0", "hello-1", "hello-2", "text", "hot"}
@@ -159,12 +156,7 @@ def test_files_that_cannot_be_used_are_refused(
     (tmp_path / "dangling").symlink_to(tmp_path / "no" / "where")
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "fifo")
-    result = subprocess.run(
-        [sys.executable, "-m", "minisgl", "batch", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    result = minisgl("batch", *arguments, folder=tmp_path)
     assert result.returncode == 2 and said in result.stderr
     assert (tmp_path / "in.jsonl").read_text() == request("one", HELLO)
 

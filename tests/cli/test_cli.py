@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from support import forked_programs
 from typer.testing import CliRunner
 
 from minisgl.config import EngineConfig, option, option_names
@@ -105,14 +106,13 @@ def test_every_engine_option_is_offered_with_its_help_and_group(command: str) ->
 # -- errors in one line ---------------------------------------------------------------------------
 
 
-def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def environment_of(**given: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "LOG_LEVEL"}
-    return subprocess.run(
-        [sys.executable, "-m", "minisgl", *arguments],
-        env={**inherited, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-    )
+    return {**inherited, "COLUMNS": "200", **given}
+
+
+def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return forked_programs.minisgl(*arguments, environment=environment_of(**environment))
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,9 @@ def test_ctrl_c_is_exit_code_130(failing: list[BaseException]) -> None:
 
 
 def test_without_arguments_the_help_is_shown() -> None:
-    result = minisgl()
-    assert result.returncode == 0
+    command = [sys.executable, "-m", "minisgl"]
+    result = subprocess.run(command, env=environment_of(), capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout == minisgl().stdout
     assert all(command in result.stdout for command in ("serve", "chat", "bench", "models"))
 
 

@@ -25,12 +25,10 @@ from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
-LONG = sorted(
+LONGEST = sorted(
     (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
     key=lambda case: -sum(len(message["content"]) for message in case.messages),
-)[:5]
-LONGEST = LONG[:3]
-MAX_TOKENS = 2048
+)[:3]
 
 
 @contextmanager
@@ -70,23 +68,22 @@ def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
 def test_facts_are_recalled_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", "1")
     with loaded() as llm:
-        assert [output.text for output in answers(llm, LONG)] == [case.answer for case in LONG]
+        assert [output.text for output in answers(llm, LONGEST)] == [
+            case.answer for case in LONGEST
+        ]
 
 
 def test_facts_are_recalled_after_retraction() -> None:
     """The answers are made to run on, so that the pages give out in the middle of them."""
     tokenizer = Tokenizer.load(DEMO_FOLDER)
-    prompts = [tokenizer.chat(case.messages) for case in LONG]
-    running_on = [
-        SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        for most in (min(120, MAX_TOKENS - len(prompt)) for prompt in prompts)
-    ]
-    # Room for three of the long chats, and for little of what they go on to say.
-    num_pages = (sum(sorted(map(len, prompts))[-3:]) + 100) // 4
+    prompts = [tokenizer.chat(case.messages) for case in LONGEST]
+    running_on = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    # Room for two of the long chats, and for little of what they go on to say.
+    num_pages = (sum(sorted(map(len, prompts))[-2:]) + 60) // 4
     with loaded(page_size=4, num_pages=num_pages, schedule_conservativeness=0.02) as llm:
         outputs = llm.generate(prompts, running_on)
         assert llm.engine.stats().counters.num_retractions > 0
-    for case, output in zip(LONG, outputs, strict=True):
+    for case, output in zip(LONGEST, outputs, strict=True):
         assert output.text.startswith(case.answer)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.adopted_cases import SHARED, case_of, check
-from support.adopted_checkpoints import full_config, small_config, write_checkpoint
+from support.adopted_cases import SHARED, case_of, check, config_of
+from support.adopted_checkpoints import found_in, full_config, small_config, write_checkpoint
 from support.parity import load_engine
 
 from minisgl.config import EngineConfig
@@ -31,11 +32,12 @@ from minisgl.models.adopted import load as load_blueprint
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.adopted.attend import Call, Recorder
 from minisgl.models.adopted.config import AdoptedConfig
-from minisgl.models.adopted.discover import discover
+from minisgl.models.adopted.discover import Discovered, discover
 from minisgl.models.adopted.modules import NormOf
 from minisgl.models.adopted.proof import Small, prove, prove_parts
 from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.adopted.stages import OtherStages
+from minisgl.models.adopted.swap import Way
 from minisgl.models.config import NativeConfig
 from minisgl.models.registry import FAMILIES, read_model_config
 from minisgl.shards import Shard
@@ -64,6 +66,7 @@ def folder() -> Iterator[Path]:
     with TemporaryDirectory() as made:
         yield Path(made)
     case_of.cache_clear()
+    config_of.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", TESTED)
@@ -84,7 +87,7 @@ STAGED = TESTED if ALL else ("Gemma3ForCausalLM",)
 @pytest.mark.parametrize("architecture", TESTED if ALL else DIVIDED_IN_CI)
 def test_ranks_and_stages_give_the_same_tokens(architecture: str, folder: Path) -> None:
     case = case_of(architecture, folder)
-    config = read_model_config(case.folder, model_impl="adopted")
+    config = config_of(case, "adopted")
     assert isinstance(config, AdoptedConfig)
     if config.divides.one_rank is None:
         check(case, alone=False, tp=2, page_size=4, max_prefill_length=7)
@@ -104,7 +107,7 @@ def test_ranks_that_divide_requests_give_the_same_tokens(
     architecture: str, options: dict[str, Any], folder: Path
 ) -> None:
     case = case_of(architecture, folder)
-    config = read_model_config(case.folder, model_impl="adopted")
+    config = config_of(case, "adopted")
     assert isinstance(config, AdoptedConfig)
     if config.divides.one_rank is None and not config.found.has_position_table:
         given = {"tp": 2, "dp_attention": True, "page_size": 4, "max_prefill_length": 7}
@@ -122,7 +125,7 @@ def test_requests_are_not_divided_where_a_table_has_the_positions(folder: Path) 
 def test_the_text_part_gives_the_tokens_of_the_whole_model(architecture: str, folder: Path) -> None:
     case = case_of(architecture, folder)
     check(case, alone=False, page_size=16, max_prefill_length=7, model_impl="auto")
-    note = read_model_config(case.folder).notes[0]
+    note = config_of(case, "auto").notes[0]
     assert note.startswith(f"model: the text part of {architecture}; left out: ")
     assert note.endswith(("vision", "vq"))
 
@@ -190,9 +193,15 @@ def _own_part(self: Any, part: torch.Tensor) -> torch.Tensor:
 
 
 def proves(architecture: str) -> None:
-    config = full_config(architecture)
-    model = model_class(architecture)
-    prove(model, config, discover(model, config))
+    prove(model_class(architecture), full_config(architecture), found_in(architecture))
+
+
+@cache
+def proven(architecture: str) -> tuple[Any, Any, Discovered, Way]:
+    """The model of an architecture, its config, and what is found in them, which proves right."""
+    config, model = full_config(architecture), model_class(architecture)
+    found = found_in(architecture)
+    return model, config, found, prove(model, config, found)[1]
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -224,27 +233,27 @@ def changed(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_the_proof_finds_another_attention(
     monkeypatch: pytest.MonkeyPatch, architecture: str, change: dict[str, Any]
 ) -> None:
-    proves(architecture)
+    model, config, found, _ = proven(architecture)
     changed(monkeypatch, **change)
     with pytest.raises(UnsupportedModelError, match="first in the attention of layer 0"):
-        proves(architecture)
+        prove(model, config, found)
 
 
 @pytest.mark.parametrize(
     ("architecture", "values", "windows"),
     [
-        ("PhimoeForCausalLM", {"sliding_window": 2047}, (2047,) * 32),
-        ("PhimoeForCausalLM", {"sliding_window": None}, (None,) * 32),
+        ("PhimoeForCausalLM", {"sliding_window": 2047}, (2047,) * 4),
+        ("PhimoeForCausalLM", {"sliding_window": None}, (None,) * 4),
         (
             "Qwen2MoeForCausalLM",
             {
                 "sliding_window": 2047,
-                "layer_types": ["full_attention", "sliding_attention"] * 12,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
             },
-            (None, 2047) * 12,
+            (None, 2047) * 2,
         ),
         # A window that no layer has.
-        ("Dots1ForCausalLM", {"sliding_window": 4096}, (None,) * 62),
+        ("Dots1ForCausalLM", {"sliding_window": 4096}, (None,) * 4),
     ],
 )
 def test_windows_that_only_a_mask_has_are_found_and_proven(
@@ -254,7 +263,7 @@ def test_windows_that_only_a_mask_has_are_found_and_proven(
     windows: tuple[int | None, ...],
 ) -> None:
     config, model = full_config(architecture), model_class(architecture)
-    for name, value in values.items():
+    for name, value in (values | {"num_hidden_layers": 4}).items():
         setattr(config, name, value)
     found = discover(model, config)
     assert tuple(spec.window for spec in found.attention) == windows
@@ -293,12 +302,10 @@ def test_the_proof_finds_a_layer_that_reads_the_keys_of_another_one(
             self.sources[-1] = 1 - self.sources[-1]  # the copy has two layers with keys
         return out
 
-    config = full_config("Gemma4ForCausalLM")
-    model = model_class("Gemma4ForCausalLM")
-    found = discover(model, config)
+    found_in("Gemma4ForCausalLM")  # as it is
     monkeypatch.setattr(Recorder, "attend", attend_to_the_first)
     with pytest.raises(UnsupportedModelError, match=r"something else|does not run"):
-        prove(model, config, found)
+        proves("Gemma4ForCausalLM")
 
 
 def test_a_router_that_normalises_otherwise_is_not_taken_for_one(
@@ -325,9 +332,7 @@ def test_a_router_that_normalises_otherwise_is_not_taken_for_one(
 def test_the_proof_of_ranks_finds_mistakes(
     monkeypatch: pytest.MonkeyPatch, architecture: str, mistake: tuple[str, Any]
 ) -> None:
-    config, model = full_config(architecture), model_class(architecture)
-    found = discover(model, config)
-    _, way = prove(model, config, found)
+    model, config, found, way = proven(architecture)
     prove_parts(model, config, found, way, ranks=True, stages=True)
     monkeypatch.setattr(*mistake)
     with pytest.raises(UnsupportedModelError, match="cannot be divided over ranks"):
@@ -338,9 +343,7 @@ def test_the_proof_of_ranks_that_divide_requests_finds_mistakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rows of one rank for those of the other, and a rank without its own."""
-    config, model = full_config("LlamaForCausalLM"), model_class("LlamaForCausalLM")
-    found = discover(model, config)
-    _, way = prove(model, config, found)
+    model, config, found, way = proven("LlamaForCausalLM")
     parts: dict[str, Any] = {"ranks": True, "stages": False, "by_request": True}
     prove_parts(model, config, found, way, **parts)
     whole = own_rows.of_all
@@ -358,9 +361,7 @@ def test_the_proof_of_ranks_that_divide_requests_finds_mistakes(
 
 
 def test_the_proof_of_stages_finds_rows_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = full_config("Gemma3ForCausalLM"), model_class("Gemma3ForCausalLM")
-    found = discover(model, config)
-    _, way = prove(model, config, found)
+    model, config, found, way = proven("Gemma3ForCausalLM")
     as_it_is = OtherStages.begin
     monkeypatch.setattr(
         OtherStages,
@@ -559,7 +560,7 @@ def test_an_architecture_that_is_known_not_to_run_is_refused_by_name(
 def test_experts_of_any_size_are_discovered() -> None:
     """Of 72 bytes a row, which grouped products of bfloat16 do not take."""
     config = full_config("Dots1ForCausalLM")
-    config.moe_intermediate_size = 36
+    config.moe_intermediate_size, config.num_hidden_layers = 36, 4
     found = discover(model_class("Dots1ForCausalLM"), config)
     assert (72, config.hidden_size) in found.expert_sizes
 
@@ -572,20 +573,29 @@ def test_an_architecture_is_known_by_its_published_name(tmp_path: Path) -> None:
 IMPLEMENTATION = "kernels-community/flash-attn3"
 
 
+CHOOSING = ("attn_implementation", "_attn_implementation", "experts_implementation")
+
+
+def chosen_by(config: Any) -> tuple[Any, Any]:
+    return config._attn_implementation, config._experts_implementation
+
+
 @pytest.mark.parametrize("value", [IMPLEMENTATION, {"": IMPLEMENTATION}, "flash_attention_2"])
-@pytest.mark.parametrize(
-    "name", ["attn_implementation", "_attn_implementation", "experts_implementation"]
-)
-def test_no_field_of_a_checkpoint_chooses_code(tmp_path: Path, name: str, value: Any) -> None:
-    made = config_folder(tmp_path, "MixtralForCausalLM", **{name: value})
-    config = read_model_config(made)
-    assert isinstance(config, AdoptedConfig)
-    read = transformers_config(config.values, config.architecture)
-    assert (read._attn_implementation, read._experts_implementation) == (None, None)
+@pytest.mark.parametrize("name", CHOOSING)
+def test_no_field_of_a_config_chooses_code(name: str, value: Any) -> None:
+    plain = {"model_type": "mixtral", name: value}
+    assert chosen_by(transformers_config(plain, "MixtralForCausalLM")) == (None, None)
     towers = {"model_type": "gemma3", "text_config": {name: value}, "vision_config": {name: value}}
     with_towers = transformers_config(towers, "Gemma3ForConditionalGeneration")
     for part in (with_towers, with_towers.text_config, with_towers.vision_config):
-        assert (part._attn_implementation, part._experts_implementation) == (None, None)
+        assert chosen_by(part) == (None, None)
+
+
+def test_no_field_of_a_checkpoint_chooses_code(tmp_path: Path) -> None:
+    made = config_folder(tmp_path, "MixtralForCausalLM", **dict.fromkeys(CHOOSING, IMPLEMENTATION))
+    config = read_model_config(made)
+    assert isinstance(config, AdoptedConfig)
+    assert chosen_by(transformers_config(config.values, config.architecture)) == (None, None)
 
 
 def test_an_architecture_that_attends_in_chunks_is_refused_by_the_proof(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from bench_settings import median_of
 from gpu_checks import LIST, read_checks
 from support.folders import SCRIPTS
+from support.forked_programs import minisgl
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
@@ -54,17 +56,37 @@ def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
 
+def compare_settings(*options: object) -> subprocess.CompletedProcess[str]:
+    """Runs bench_settings.py here, and each `minisgl` that it starts as a forked process."""
+    run = subprocess.run
+
+    def run_forked(command: list[object], **given: Any) -> subprocess.CompletedProcess[str]:
+        if command[1:3] != ["-m", "minisgl"]:
+            return run(command, **given)
+        done = minisgl(*command[3:])
+        sys.stdout.write(done.stdout)
+        sys.stderr.write(done.stderr)
+        if given.get("check"):
+            done.check_returncode()
+        return done
+
+    with mock.patch.object(subprocess, "run", run_forked):
+        return run_script("bench_settings.py", *options)
+
+
 SMALL = "--device cpu --num-pages 300 --load-format dummy"
 
 
 @pytest.mark.parametrize(
-    ("check", "words"),
+    ("compare", "check", "words"),
     [
         (
+            compare_settings,
             "http-0.6b",
             f"--side=offline --side=serve --verb= -- {SMALL} --num-requests 4 --output-len 8",
         ),
         (
+            partial(run_program, "bench_settings.py"),
             "replicas-2",
             "--served --verb 'serve --output-len 8' --side='--num-requests 2' "
             "--side='--num-requests 4 | --replicas 2 --router-processes 1' -- --device cpu",
@@ -72,8 +94,8 @@ SMALL = "--device cpu --num-pages 300 --load-format dummy"
     ],
     ids=["http", "replicas"],
 )
-def test_settings_are_compared_with_the_first(check: str, words: str) -> None:
-    done = run_program("bench_settings.py", *shlex.split(words))
+def test_settings_are_compared_with_the_first(compare: Run, check: str, words: str) -> None:
+    done = compare(*shlex.split(words))
     assert done.returncode == 0, done.stderr
     [ratio] = read_figures(check, done.stdout).values()
     a, b, shown = figures(done.stdout.splitlines())["output tok/s"]
@@ -85,7 +107,7 @@ def test_settings_are_compared_in_several_benchmarks() -> None:
     verbs = ("--verb", "latency --batch-size 1,8", "--verb", "offline --num-requests 3")
     sides = ("--side=", "--side=--speculative ngram --draft-acceptance 1")
     options = (*SMALL.split(), "--output-len", 6)
-    done = run_program("bench_settings.py", *verbs, *sides, "--", *options)
+    done = compare_settings(*verbs, *sides, "--", *options)
     assert (done.returncode, done.stderr) == (0, "")
     wanted = {figure.name: figure for figure in CHECKS["speculation-8b"].figures}
     found = [
@@ -103,7 +125,7 @@ def test_a_host_cache_is_compared_where_prefixes_fit_the_device_and_where_not() 
     workload = "--workload shared-prefix --prefix-len 64 --input-len 4 --output-len 2 --repeat 1"
     options = "--device cpu --load-format dummy --num-requests 8 --max-concurrency 1 --page-size 16"
     options += " --num-pages 12 --max-seq-len-override 176"
-    done = run_program("bench_settings.py", *verbs, *sides, *workload.split(), *options.split())
+    done = compare_settings(*verbs, *sides, *workload.split(), *options.split())
     assert (done.returncode, done.stderr) == (0, "")
     outside, inside = re.findall(r"total tok/s +│.*│ +([\d.]+) │\n", done.stdout)
     ttft, _ = re.findall(r"TTFT p50 ms +│.*│ +([\d.]+) │\n", done.stdout)
@@ -117,7 +139,7 @@ def test_a_host_cache_is_compared_where_prefixes_fit_the_device_and_where_not() 
 def test_sides_share_a_folder_that_is_deleted_at_the_end(tmp_path: Path) -> None:
     options = ("--host-cache", 0.01, "--disk-cache", "TEMP", "--num-requests", 1, "--output-len", 2)
     sides = ("--folder", tmp_path, "--side=", "--side=", "--")
-    done = run_program("bench_settings.py", *sides, *SMALL.split(), "--input-len", 64, *options)
+    done = compare_settings(*sides, *SMALL.split(), "--input-len", 64, *options)
     assert (done.returncode, done.stderr) == (0, "")
     first_token = CHECKS["restart-14b"].figures[0]
     assert first_token.name == "first token, ms"
@@ -154,7 +176,7 @@ def test_the_median_of_reports_keeps_what_all_have() -> None:
 
 
 def test_a_side_that_fails_ends_the_comparison_with_its_error() -> None:
-    done = run_program("bench_settings.py", "--side=", "--side=", "--", "--device", "no")
+    done = compare_settings("--side=", "--side=", "--", "--device", "no")
     assert (done.returncode, done.stderr) == (
         2,
         "minisgl: --device no: allowed: auto, cuda or cpu\n",

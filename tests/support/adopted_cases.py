@@ -16,13 +16,15 @@ from support.parity import NOISE, batch, complete, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.models.adopted.architectures import TOWERS
+from minisgl.models.config import ModelConfig
+from minisgl.models.registry import read_model_config
 
 NUM_TOKENS = 20
 LENGTHS = (3, 17, 40, 40, 9)
 SHARED = 24  # tokens, by two of the prompts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     folder: Path
     prompts: list[list[int]]
@@ -45,13 +47,21 @@ def case_of(architecture: str, folder: Path) -> Case:
     return Case(made, prompts, runs)
 
 
+@cache
+def config_of(case: Case, model_impl: str) -> ModelConfig:
+    """What is read once for all engines of a case: the proof takes longer than most runs."""
+    return read_model_config(case.folder, model_impl=model_impl)
+
+
 def check(case: Case, *, alone: bool, **options: Any) -> list[int]:
     """Run the prompts and compare each token up to a close call, of which there may be few; returns
     the cached tokens of each."""
 
     async def run() -> list[int]:
         options.setdefault("model_impl", "adopted")
-        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+        model_config = config_of(case, options["model_impl"])
+        loaded = load_engine(case.folder, model_config=model_config, **options)
+        async with AsyncEngine(loaded) as engine:
             wanted = [greedy(NUM_TOKENS)] * len(case.prompts)
             if alone:
                 outputs = [await complete(engine, prompt, wanted[0]) for prompt in case.prompts]

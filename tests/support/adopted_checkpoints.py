@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from minisgl.models.adopted.discover import discover, num_layers_of_each_kind
+from minisgl.models.adopted.discover import Discovered, discover, num_layers_of_each_kind
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.adopted.reader import model_class
 from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
@@ -62,6 +63,8 @@ _TOWER_SIZES = {
     "num_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+    "base_channels": 32,
+    "num_res_blocks": 1,
 }
 
 
@@ -71,11 +74,16 @@ def full_config(architecture: str) -> Any:
     return CONFIG_MAPPING[kind](**SET.get(kind, {}))
 
 
+@cache
+def found_in(architecture: str) -> Discovered:
+    """What is discovered in a model of published sizes, which takes a moment."""
+    return discover(model_class(architecture), full_config(architecture))
+
+
 def small_config(architecture: str) -> Any:
     """A config with every kind of layer, and windows shorter than most prompts."""
-    config = full_config(architecture)
-    found = discover(model_class(architecture), config)
-    small = shrunk(config, num_layers_of_each_kind(found, MAX_LAYERS))
+    kinds = num_layers_of_each_kind(found_in(architecture), MAX_LAYERS)
+    small = shrunk(full_config(architecture), kinds)
     small.architectures = [architecture]
     return small
 

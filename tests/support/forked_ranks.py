@@ -21,11 +21,14 @@ from minisgl.ranks.processes.channel import RankEnd
 from minisgl.ranks.processes.worker import RankSpec, run_rank
 from minisgl.runner import load
 
+# What ranks need, and the commands with an engine.
+PRELOADED = [run_rank.__module__, "minisgl.bench.offline", "minisgl_cli.main"]
+
 
 def fork_server() -> ForkServerContext:
     """The context of processes forked from one with torch, which runs until the tests end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([run_rank.__module__])
+    context.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
     return context
 

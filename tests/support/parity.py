@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from support.checkpoints import (
@@ -32,6 +33,7 @@ from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.request import RequestOutput, SamplingParams
+from minisgl.runner import setup as setup_phase
 from minisgl.runner.load import load_runner
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.setup import read_setup
@@ -40,6 +42,7 @@ from minisgl.tiers.disk.disk_cache import check_folder
 FOLDER = TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
 NUM_TOKENS = 64
+NUM_CHECKED = 40  # of these by each `check`: the longer prompts cross a page of 64 on the way
 LENGTHS = (3, 16, 17, 40, 64, 9)
 NOISE = 1e-3  # of the logits' scale: what float32 may change
 MAX_EXCUSED = 0.01
@@ -83,12 +86,17 @@ def case_of(name: str) -> Case:
 def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     """The engine on a checkpoint without a tokenizer, which verifies drafts in each step if it may
     do so in any. `padded`: the largest batch that runs in the shape of a captured one. `spawned`:
-    has its ranks start as those of users do."""
+    has its ranks start as those of users do. `model_config`: what was read in `folder` before."""
     starting = contextlib.nullcontext() if options.pop("spawned", False) else forked_ranks()
     padded, overlap = options.pop("padded", 0), options.pop("overlap", True)
+    known = options.pop("model_config", None)
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
-    setup = read_setup(EngineConfig(model=str(folder), **options))
+    with contextlib.ExitStack() as patched:
+        if known is not None:
+            read = mock.patch.object(setup_phase, "read_model_config", return_value=known)
+            patched.enter_context(read)
+        setup = read_setup(EngineConfig(model=str(folder), **options))
     config = dataclasses.replace(setup.config, overlap=overlap)
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
@@ -168,17 +176,26 @@ def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
+def cut(case: Case, num_tokens: int) -> Case:
+    """The case with outputs of so many tokens."""
+    runs = [GreedyRun(run.token_ids[:num_tokens], run.logits[:num_tokens]) for run in case.runs]
+    return dataclasses.replace(case, runs=runs)
+
+
 def check(case: Case, *, alone: bool = False, **options: Any) -> tuple[EngineStats, list[int]]:
     """Run the case's prompts and compare; returns the counters and each prompt's cached tokens."""
+    short = cut(case, NUM_CHECKED)
 
     async def run() -> tuple[EngineStats, list[int]]:
         async with AsyncEngine(load_engine(case.folder, **options)) as engine:
-            params = [greedy()] * len(case.prompts)
+            params = [greedy(NUM_CHECKED)] * len(case.prompts)
             if alone:
-                outputs = [await complete(engine, prompt, greedy()) for prompt in case.prompts]
+                jobs = zip(case.prompts, params, strict=True)
+                outputs = [await complete(engine, *job) for job in jobs]
             else:
                 outputs = await batch(engine, case.prompts, params)
-            await count_excused(engine, case, outputs)
+            excused = await count_excused(engine, short, outputs)
+            assert excused <= MAX_EXCUSED * NUM_CHECKED * len(LENGTHS)
             stats = engine.stats()
             assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
             return stats, [output.num_cached_tokens for output in outputs]

@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from support.checkpoints import GreedyRun
-from support.parity import Case, batch, case_of, count_excused, greedy, load_engine
+from support.parity import Case, batch, case_of, count_excused, cut, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
@@ -30,8 +29,8 @@ def short_case_of(name: str) -> Case:
 
 def shortened(case: Case) -> Case:
     """Some prompts of a case, with short outputs."""
-    runs = [GreedyRun(run.token_ids[:NUM_TOKENS], run.logits[:NUM_TOKENS]) for run in case.runs]
-    return dataclasses.replace(case, prompts=case.prompts[1:5], runs=runs[1:5])
+    short = cut(case, NUM_TOKENS)
+    return dataclasses.replace(short, prompts=short.prompts[1:5], runs=short.runs[1:5])
 
 
 def check_with_aborts(case: Case, **options: Any) -> None:
