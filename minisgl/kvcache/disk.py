@@ -8,16 +8,14 @@ tree knows nothing of the disk: a prefix is looked up by its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, page_keys
-from minisgl.kvcache.page_pool import HostPool
 from minisgl.kvcache.tree import Node
 
 
@@ -40,11 +38,6 @@ class DiskTier:
     _moves: Moves
     _num_spare: int  # host pages that are kept free
 
-    def _keys(self, namespace: bytes, key: bytes, start: int, end: int) -> Iterator[bytes]:
-        """The keys of the pages `start` .. `end` - 1 of `key`."""
-        size = self._host.tree.page_bytes
-        return page_keys(self._disk.fingerprint, namespace, key, size, start, end)
-
     def read(
         self,
         key: bytes,
@@ -62,10 +55,10 @@ class DiskTier:
         max_pages = self._host.device.max_match(num_tokens)
         match = self._host.device.acquire(key, max_pages, namespace)  # locked while room is made
         start = len(match.pages) + match.num_to_load
-        keys = [*takewhile(index.holds, self._keys(namespace, key, start, max_pages))]
-        keys = keys[: pool.num_pages - self._num_spare]
-        pays = bool(keys) and self._disk.rule.pays(len(keys))
-        begins = pays and self._host.make_room(len(keys))
+        size, fingerprint = self._host.tree.page_bytes, self._disk.fingerprint
+        names = page_keys(fingerprint, namespace, key, size, start, max_pages)
+        keys = [*takewhile(index.holds, names)][: pool.num_pages - self._num_spare]
+        begins = bool(keys) and self._disk.rule.pays(len(keys)) and self._host.make_room(len(keys))
         if begins:
             pages = pool.take(len(keys))
 
@@ -85,8 +78,6 @@ class DiskTier:
         ahead.
         """
         host, pool = self._host, self._host.pool
-        if pool.num_free >= self._num_spare:
-            return
         while pool.num_free + len(pool.leaving) < self._num_spare:
             node = host.pop()
             if node is None:
@@ -115,7 +106,8 @@ class DiskTier:
         if not pool.are_settled(host_pages):
             return False
         namespace, key, start = self._host.tree.place(node)
-        keys = self._keys(namespace, key, start, start + len(host_pages))
+        size, end = self._host.tree.page_bytes, start + len(host_pages)
+        keys = page_keys(self._disk.fingerprint, namespace, key, size, start, end)
         missing = [
             (name, page)
             for name, page in zip(keys, host_pages, strict=True)
@@ -124,10 +116,9 @@ class DiskTier:
         for first in range(0, len(missing), pool.piece):
             names, pages = zip(*missing[first : first + pool.piece], strict=True)
             pool.freeze(pages)
-            thaw = partial(_thaw, pool, pages)
-            self._moves.begin(Place.HOST, Place.DISK, pages, thaw, keys=names)
+
+            def ended(num_written: int, pages: Sequence[int] = pages) -> None:
+                pool.thaw(pages)
+
+            self._moves.begin(Place.HOST, Place.DISK, pages, ended, keys=names)
         return True
-
-
-def _thaw(pool: HostPool, pages: Sequence[int], num_written: int) -> None:
-    pool.thaw(pages)

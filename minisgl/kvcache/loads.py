@@ -7,7 +7,7 @@ nobody reads them before the plan that awaits it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -17,22 +17,14 @@ from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.tree import Node
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A load that has begun, and is not known to have landed."""
-
-    node: Node  # the last one that it fills
-    pages: Sequence[int]
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Loads:
     _cache: RadixCache
-    _host_pages: Mapping[Node, Sequence[int]]  # of the nodes in host memory
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
     num_begun: int = 0  # since the start
-    in_flight: dict[int, InFlight] = field(default_factory=dict)
+    # Those that are not known to have landed: the last node that each fills, and its pages.
+    in_flight: dict[int, tuple[Node, Sequence[int]]] = field(default_factory=dict)
     _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
     # What the next plan begins, and awaits.
     new: list[Load] = field(default_factory=list)
@@ -43,18 +35,19 @@ class Loads:
         """Whether a load that began now would only queue up behind others."""
         return self._max_pages is not None and len(self._of_page) >= self._max_pages
 
-    def begin(self, node: Node, pages: Sequence[int]) -> int:
-        """Load the end of a match, the locked `node`, into `pages` with the next plan."""
+    def begin(self, node: Node, pages: Sequence[int], copied: Mapping[Node, list[int]]) -> int:
+        """Load the end of a match, the locked `node`, into `pages` with the next plan. copied: what
+        host memory has of each node."""
         self.num_begun += 1
         load_id, host_pages = self.num_begun, list[int]()
-        resident, copied = self._cache.pages, self._host_pages
+        resident = self._cache.pages
         absent = takewhile(lambda each: each in copied and each not in resident, node.upwards())
         for each in reversed([*absent]):
             start = len(host_pages)
             host_pages += copied[each]
             self._cache.put(each, list(pages[start : len(host_pages)]))
         self._cache.tree.lock(node)
-        self.in_flight[load_id] = InFlight(node, pages)
+        self.in_flight[load_id] = node, pages
         self._of_page.update(dict.fromkeys(pages, load_id))
         self._cache.pool.mark_written(pages, UNPLANNED)
         self.new.append(Load(load_id, tuple(host_pages), tuple(pages)))
@@ -71,11 +64,11 @@ class Loads:
 
         Does nothing for a load that had landed or failed.
         """
-        found = self.in_flight.pop(load_id, None)
-        if found is not None:
-            for page in found.pages:
+        if load_id in self.in_flight:
+            node, pages = self.in_flight.pop(load_id)
+            for page in pages:
                 del self._of_page[page]
-            self._cache.tree.release(found.node)
+            self._cache.tree.release(node)
             self.awaits.append(load_id)
 
     def await_unwanted(self, wanted: Iterable[Iterable[int]]) -> None:
@@ -88,8 +81,8 @@ class Loads:
         """Have the next plan await the loads of failed steps, so that their pages can be used
         again."""
         written_by = self._cache.pool.written_by
-        for load_id, found in [*self.in_flight.items()]:
-            if written_by[found.pages[0]] >= step:
+        for load_id, (_, pages) in [*self.in_flight.items()]:
+            if written_by[pages[0]] >= step:
                 self.landed(load_id)
         self.new = []
 
@@ -101,11 +94,11 @@ class Loads:
         self.new, self.awaits = [], []
         return taken
 
-    def audit(self) -> None:
+    def audit(self, copied: Container[Node]) -> None:
         """AssertionError if a page is filled that is not locked, or has no copy to fill it from."""
-        filled = {page for load in self.in_flight.values() for page in load.pages}
+        filled = {page for _, pages in self.in_flight.values() for page in pages}
         assert filled == self._of_page.keys()
         for node, pages in self._cache.pages.items():
-            if node.num_users and node in self._host_pages:
+            if node.num_users and node in copied:
                 filled.difference_update(pages)
         assert not filled, "pages in flight are not locked"

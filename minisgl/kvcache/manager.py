@@ -87,14 +87,12 @@ class KVCacheManager:
         if window_sizes is not None:
             self.windows = Windows(num_window_pages, window_sizes, self._cache)
             self._groups.append(self.windows)
-        host: HostTier | None = None
+        self.moves = Moves()
+        self.loads = Loads(self._cache, max_loading)
+        self._tiers: Tiers | None = None
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             host = HostTier(self._cache, HostPool(num_host_pages, piece=piece), offloads_per_plan)
-        self.moves = Moves()
-        self.loads = Loads(self._cache, {} if host is None else host.pages, max_loading)
-        self._tiers: Tiers | None = None
-        if host is not None:
             self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit)
 
     def of(self, lease: Lease) -> KVCacheManager:
@@ -192,7 +190,7 @@ class KVCacheManager:
             lease.num_committed, lease.num_to_load = first + lease.num_to_load, 0
             assert lease.num_committed <= len(lease.pages), "it has room for the whole match"
             landing = lease.pages[first : lease.num_committed]
-            lease.loads[self.loads.begin(lease.node, landing)] = len(landing)
+            lease.loads[self.loads.begin(lease.node, landing, self.tiers.host.pages)] = len(landing)
         return pages
 
     def _evict(self, missing: int, num_beside: int | None, num_granted: int) -> None:
@@ -269,7 +267,7 @@ class KVCacheManager:
     def audit(self, launched: int) -> None:
         """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
         nodes = [lease.node for lease in self.leases]
-        nodes += [load.node for load in self.loads.in_flight.values()]
+        nodes += [node for node, _ in self.loads.in_flight.values()]
         cached = [page for run in self._cache.pages.values() for page in run]
         owners = [*self._pool.free_pages, *cached]
         resident = {*self._cache.pages}
@@ -281,7 +279,6 @@ class KVCacheManager:
         self._cache.tree.audit(nodes)
         assert resident == set(self._cache.tree.nodes()), "a node has no pages"
         self._cache.audit()
-        self.loads.audit()
         for lease in self.leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]
@@ -289,7 +286,6 @@ class KVCacheManager:
             assert shared == [*chain.from_iterable(reversed(runs))], "it shares what it locks not"
             assert not lease.num_to_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
-        written_by = self._pool.written_by
-        assert all(written_by[page] <= launched for page in cached), "written too early"
+        assert all(self._pool.written_by[page] <= launched for page in cached), "written too early"
         for group in self._groups:
             group.audit([*self.leases], launched)

@@ -17,27 +17,21 @@ class PagePool:
         self.written_by = [0] * num_pages
         self.settled = 0  # the last step that has succeeded
         self.on_free: Callable[[Sequence[int]], None] | None = None  # called with what is freed
-        self._free = list(range(num_pages - 1, first - 1, -1))
+        self.free_pages = list(range(num_pages - 1, first - 1, -1))
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def free_pages(self) -> Sequence[int]:
-        """The pages without an owner."""
-        return self._free
+        return len(self.free_pages)
 
     def take(self, count: int) -> list[int]:
         """Take free pages, of which there must be enough."""
-        if count == 0:
-            return []
-        taken = self._free[-count:]
-        del self._free[-count:]
+        kept = len(self.free_pages) - count
+        taken = self.free_pages[kept:]
+        del self.free_pages[kept:]
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
-        self._free.extend(pages)
+        self.free_pages.extend(pages)
         if self.on_free is not None:
             self.on_free(pages)
 
@@ -88,7 +82,7 @@ class HostPool(PagePool):
                 self.leaving.add(host_page)
             else:
                 self.offloads.pop(host_page, None)
-                self._free.append(host_page)
+                self.free_pages.append(host_page)
 
     def freeze(self, host_pages: Iterable[int]) -> None:
         """Keep pages as they are until `thaw`, even if they are freed. None may be frozen."""
@@ -99,12 +93,10 @@ class HostPool(PagePool):
             self.frozen.remove(host_page)
             if host_page in self.leaving:
                 self.leaving.remove(host_page)
-                self._free.append(host_page)
+                self.free_pages.append(host_page)
 
     def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
         """The (device page, host page) pairs for the plan of `step`."""
-        if not self.offloads:
-            return ()
         offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
         self.mark_written(self.offloads, step)
         self.offloads = {}

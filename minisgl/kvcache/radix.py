@@ -79,9 +79,8 @@ class RadixCache(Residency):
         num_to_load = sum(node.num_pages for node in path[len(on_device) :])
         if num_to_load and not self.rule.pays(num_to_load):
             path, num_to_load = on_device, 0
-        tree.use(path)
         node = path[-1] if path else root
-        tree.lock(node)
+        tree.lock(node, path)
         return Match(node, pages, num_to_load, num_found)
 
     # -- adding ------------------------------------------------------------------------------------

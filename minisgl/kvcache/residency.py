@@ -24,7 +24,7 @@ class Residency(Follower):
     def __init__(self, tree: PrefixTree, pool: PagePool) -> None:
         self.pool = pool
         self.pages: dict[Node, list[int]] = {}
-        self.watcher: Callable[[Node], None] | None = None  # called with what comes and goes
+        self.watcher: Callable[[Node], None] = lambda node: None  # called with what comes and goes
         self.tree = tree
         self._num_below: dict[Node, int] = {}  # children that are here, if any
         self._heap: list[_HeapEntry] = []
@@ -39,8 +39,7 @@ class Residency(Follower):
         assert node.parent is not None
         self.pages[node] = pages
         self._num_below[node.parent] = self._num_below.get(node.parent, 0) + 1
-        if self.watcher is not None:
-            self.watcher(node)
+        self.watcher(node)
 
     def take(self, node: Node) -> list[int]:
         """Have a node no longer, of which the caller gets the pages; its parent may go then."""
@@ -49,8 +48,7 @@ class Residency(Follower):
         self._num_below[parent] -= 1
         if not self._num_below[parent]:
             del self._num_below[parent]
-        if self.watcher is not None:
-            self.watcher(node)
+        self.watcher(node)
         self.offer(parent)
         return pages
 

@@ -86,13 +86,9 @@ class Snapshots(Follower):
             path = self._tree.path(self._tree.along(lease.node, key, boundary), boundary)
             if sum(node.num_pages for node in path) == boundary:
                 del lease.snapshots[boundary]
-                self._put(path[-1], snapshot)
-
-    def _put(self, node: Node, snapshot: int) -> None:
-        """Give a node a snapshot, unless it has an equal one, which then counts as used."""
-        if self._cached.setdefault(node, snapshot) != snapshot:
-            self._free.append(snapshot)
-            self._cached.move_to_end(node)
+                if self._cached.setdefault(path[-1], snapshot) != snapshot:  # it has an equal one
+                    self._free.append(snapshot)
+                    self._cached.move_to_end(path[-1])
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         self.commit(lease, key, num_pages, step)
@@ -114,5 +110,4 @@ class Snapshots(Follower):
         held = [each for lease in leases for each in lease.snapshots.values() if each is not None]
         owners = sorted([*self._free, *self._cached.values(), *held])
         assert owners == list(range(self.num)), "a snapshot is lost or owned twice"
-        cached = self._cached.values()
-        assert all(self._written_by[snapshot] <= launched for snapshot in cached)
+        assert all(self._written_by[each] <= launched for each in self._cached.values())

@@ -22,12 +22,7 @@ class Tiers:
     """What is behind the device of one cache, and the order in which plans ask it."""
 
     def __init__(
-        self,
-        host: HostTier,
-        loads: Loads,
-        moves: Moves,
-        disk: Disk | None,
-        max_in_transit: int,
+        self, host: HostTier, loads: Loads, moves: Moves, disk: Disk | None, max_in_transit: int
     ) -> None:
         self.host = host
         self.disk: DiskTier | None = None
@@ -71,7 +66,8 @@ class Tiers:
         """Recompute every invariant from scratch; AssertionError if one fails."""
         self.host.audit()
         self._ahead.audit()
-        self.transits.audit()
+        assert self.transits.has_room(0), "other engines keep too much from requests"
+        self._loads.audit(self.host.pages)
         pool = self.host.pool
         host_pages = [page for run in self.host.pages.values() for page in run]
         host_pages += self.transits.owned(Place.HOST)

@@ -49,7 +49,7 @@ class Transits:
         pages = match.pages
         settled = self._cache.pool.are_settled(pages)
         whole = not (match.num_to_load or self._loads.of(match.pages))
-        if pages and settled and whole and self._has_room(len(pages)):
+        if pages and settled and whole and self.has_room(len(pages)):
             return self._begin(Transit(Place.DEVICE, pages, match.node))
         self._cache.tree.release(match.node)
         return None
@@ -146,7 +146,7 @@ class Transits:
             return None
         match = self._cache.acquire(key, start, namespace)
         self._cache.tree.release(match.node)
-        if len(match.pages) < start or not self._has_room(num_pages):
+        if len(match.pages) < start or not self.has_room(num_pages):
             return None
         missing = min(num_pages - self._cache.pool.num_free, self._cache.num_evictable)
         if missing > 0:
@@ -188,7 +188,8 @@ class Transits:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _has_room(self, num_pages: int) -> bool:
+    def has_room(self, num_pages: int) -> bool:
+        """Whether other engines may keep so many more pages of the device from requests."""
         on_device = [len(each.pages) for each in self._all if each.place is Place.DEVICE]
         return sum(on_device) + num_pages <= self._max_on_device
 
@@ -216,7 +217,3 @@ class Transits:
         """The pages that are neither in the prefix cache nor in a lease."""
         owners = [each for each in self._all if each.node is None and each.place is place]
         return [page for transit in owners for page in transit.pages]
-
-    def audit(self) -> None:
-        """AssertionError if an invariant fails."""
-        assert self._has_room(0), "other engines keep too much from requests"

@@ -214,19 +214,16 @@ class PrefixTree:
 
     # -- locks -------------------------------------------------------------------------------------
 
-    def use(self, nodes: Iterable[Node]) -> None:
-        """Note that `nodes` are used now."""
-        for node in nodes:
-            node.last_used = self._clock
-
-    def lock(self, node: Node) -> None:
-        """Keep `node`, and what is above it, until `release`."""
+    def lock(self, node: Node, used: Iterable[Node] = ()) -> None:
+        """Keep `node`, and what is above it, until `release`. used: the nodes that are used now."""
+        for each in used:
+            each.last_used = self._clock
         for at in node.upwards():
             at.num_users += 1
             if at.num_users > 1:
                 return
-            for each in self.followers:
-                each.locked(at)
+            for follower in self.followers:
+                follower.locked(at)
 
     def release(self, node: Node) -> None:
         """Release one lock on `node`."""

@@ -59,22 +59,18 @@ class Windows:
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         first = self.sizes.first_seen(len(lease.pages))
-        pages: list[int] = []
         for full_page in lease.pages[first:]:
             self._beside.move_to_end(full_page)
-            pages.append(self._beside[full_page])
-        for page in pages:
-            self._num_leases[page] += 1
-        lease.windows = WindowPages(first, pages)
+            self._num_leases[self._beside[full_page]] += 1
+        lease.windows = WindowPages(first, [self._beside[each] for each in lease.pages[first:]])
         self._count_extra(lease.windows)
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         self._share(lease, key, num_pages, step)
         held = _held(lease)
-        self._let_go(held, len(held.pages))
         self._num_claimed -= held.claim
         held.claim = 0
-        self._count_extra(held)
+        self._let_go(held, len(held.pages))
 
     def claim(self, lease: Lease, num_tokens: int) -> bool:
         """Claim the pages for a request of `num_tokens` tokens or more; False if there are too few.
@@ -114,8 +110,7 @@ class Windows:
         """Give up what no query sees that follows the launched ones. num_columns: up to which they
         have pages, or will have them with the next step."""
         first = self.sizes.first_seen(num_columns - self.sizes.num_behind)
-        self._let_go(held, min(first - held.first, len(held.pages)))
-        self._count_extra(held)
+        self._let_go(held, max(0, min(first - held.first, len(held.pages))))
 
     def commit(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         """Share the pages of a lease, whose last one a launched chunk ends in, and give up what is
@@ -164,14 +159,13 @@ class Windows:
 
     def _let_go(self, held: WindowPages, count: int) -> None:
         """Take the first `count` pages from a lease."""
-        if count <= 0:
-            return
         for page in held.pages[:count]:
             self._num_leases[page] -= 1
             if not self._num_leases[page] and page not in self._cached:
                 self._pool.free([page])
         held.first += count
         del held.pages[:count]
+        self._count_extra(held)
 
     def _count_extra(self, held: WindowPages) -> None:
         extra = max(0, len(held.pages) - held.claim)

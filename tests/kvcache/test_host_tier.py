@@ -335,8 +335,8 @@ def test_namespaces_share_no_host_pages() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv.tiers.host.pool._free.append(0),
-        lambda kv, lease: kv.tiers.host.pool._free.pop(),
+        lambda kv, lease: kv.tiers.host.pool.free_pages.append(0),
+        lambda kv, lease: kv.tiers.host.pool.free_pages.pop(),
         lambda kv, lease: kv.tiers.host.pages[lease.node].append(7),
         lambda kv, lease: kv.loads.in_flight.clear(),
         lambda kv, lease: kv._cache._num_below.update({lease.node: 1}),

@@ -204,8 +204,8 @@ def test_a_request_can_opt_out_of_prefix_reuse() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kv, lease: kv._cache.pool._free.append(lease.pages[0]),
-        lambda kv, lease: kv._cache.pool._free.pop(),
+        lambda kv, lease: kv._cache.pool.free_pages.append(lease.pages[0]),
+        lambda kv, lease: kv._cache.pool.free_pages.pop(),
         lambda kv, lease: lease.pages.append(lease.pages[-1]),
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
         lambda kv, lease: kv._cache.pool.written_by.__setitem__(lease.pages[0], 99),
