@@ -66,7 +66,7 @@ def application(
         checks.append(Keys(config.api_key).check)
     # What every request passes, outermost first: ids, counting, and who may ask.
     middleware = [
-        Middleware(TrailingSlash),
+        Middleware(TrailingSlash, pages=PAGES),
         Middleware(RequestIds),
         Middleware(Observe, responses=responses),
         Middleware(Checks, checks=checks),
