@@ -151,6 +151,20 @@ def test_the_server_reference_lists_every_field_of_vectors_and_scores() -> None:
             assert f'"{field}"' in section, field
 
 
+def test_the_server_reference_names_the_modules_that_there_are() -> None:
+    section = SERVER_README.partition("## The modules\n")[2]
+    server, named = ROOT / "minisgl/server", {"": {"served_engine"}}
+    for row in section.splitlines():
+        if row.startswith("| `"):
+            _, first, about, _ = row.split("|")
+            folder, is_folder, _ = first.strip(" `").partition("/")
+            names = about if is_folder else first
+            own = named.setdefault(folder if is_folder else "", set())
+            own.update(re.findall(r"`([a-z_]+)`", names))
+    for folder in ("", "http", "requests", "answers"):
+        assert named[folder] == {path.stem for path in (server / folder).glob("[a-z]*.py")}
+
+
 def test_the_server_reference_lists_every_endpoint_and_status() -> None:
     section = SERVER_README.partition("## Endpoints\n")[2].partition("\n## ")[0]
     _, _, no_key = section.partition("`GET /` and `GET /docs`")

@@ -66,7 +66,7 @@ def application(
         checks.append(Keys(config.api_key).check)
     # What every request passes, outermost first: ids, counting, and who may ask.
     middleware = [
-        Middleware(TrailingSlash),
+        Middleware(TrailingSlash, pages=PAGES),
         Middleware(RequestIds),
         Middleware(Observe, responses=responses),
         Middleware(Checks, checks=checks),
@@ -77,7 +77,7 @@ def application(
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
-            allow_methods=["DELETE", "GET", "POST"],
+            allow_methods=sorted({each.method for each in ENDPOINTS}),
             allow_headers=["*"],
             expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )

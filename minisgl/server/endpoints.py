@@ -40,6 +40,7 @@ async def openapi(service: Service, request: Request) -> Response:
     return json_response(describe(ENDPOINTS, with_key=with_key, root_path=config.root_path))
 
 
+# What several endpoints have in common.
 generates = partial(Endpoint, task="generate")
 scores = partial(Endpoint, task="rerank")
 shows = partial(Endpoint, method="GET")

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from minisgl.errors import (
 )
 from minisgl.request import SamplingParams
 from minisgl.server.app import application
+from minisgl.server.config import ServerConfig
 from minisgl.server.http.access_log import log_failure
 
 SECRET = "xyzzy"  # of letters that no word of ours has in this order
@@ -276,7 +278,7 @@ async def test_a_request_is_logged_under_the_id_that_it_came_with(
 def test_a_failed_request_has_one_log_line(
     error: Exception, level: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = application([], [])
+    app = application([], ServerConfig(), Counter(), None)
     with caplog.at_level(logging.DEBUG):
         log_failure({"state": {"request_id": "an-id"}, "app": app}, 418, error)
     [record] = caplog.records

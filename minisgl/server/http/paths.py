@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import foreseen
 
-PAGES = frozenset(("/", "/docs/"))  # whose links are relative: browsers are redirected
 MESSAGES = "/v1/messages"
 OVERLOADED = 529  # Anthropic's status where others have 503
 
@@ -37,17 +38,19 @@ def is_open(scope: Scope) -> bool:
 
 
 class TrailingSlash:
-    """Middleware that removes the slash, except from paths of pages.
+    """Middleware that removes the slash, except from paths of pages: their links are relative.
 
-    A redirect would not do: probes do not follow it, and a proxy may have another address.
+    Browsers are redirected there. Elsewhere a redirect would not do: probes do not follow it, and a
+    proxy may have another address.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, pages: Iterable[str]) -> None:
         self._app = app
+        self._pages = frozenset(f"{path.removesuffix('/')}/" for path in pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_slash = scope["type"] == "http" and scope["path"].endswith("/")
-        if has_slash and route_path(scope) not in PAGES:
+        if has_slash and route_path(scope) not in self._pages:
             scope = {**scope, "path": scope["path"].removesuffix("/")}
         await self._app(scope, receive, send)
 
