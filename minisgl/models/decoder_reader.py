@@ -78,8 +78,7 @@ def read_decoder(
 
     Raises CheckpointError, UnsupportedModelError.
     """
-    if (activation := fields.values.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; allowed: silu")
+    fields.require("hidden_act", (None, "silu", "swish"))
     if not fields.flag("is_causal", True):
         raise UnsupportedModelError(
             f"{fields.where}: is_causal false is not supported: tokens would attend to later ones."

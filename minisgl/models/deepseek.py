@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from minisgl.config import AttentionSpec, ModelFacts, Quantized
+from minisgl.config import AttentionSpec, ModelFacts
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
@@ -132,7 +132,7 @@ class LatentConfig(NativeConfig):
         if (scheme := self.quantization) is None or facts.quantized is None:
             return facts
         expanding = self.sizes.expanding_map(self.num_heads)
-        left_out = Quantized.of(scheme, [expanding] * self.num_layers)
+        left_out = scheme.quantized([expanding] * self.num_layers)
         others = dataclasses.replace(
             facts.quantized,
             num_weights=facts.quantized.num_weights - left_out.num_weights,
@@ -265,10 +265,7 @@ def _read_routing(fields: Fields, architecture: str, num_experts: int) -> GroupR
     if method not in methods:
         raise UnsupportedModelError(f"{CONFIG_FILE}: topk_method {method!r}; {one_of(methods)}")
     scoring = "softmax" if is_v2 else "sigmoid"
-    if (found := fields.values.get("scoring_func")) not in (None, scoring):
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: scoring_func {found!r} is not supported; allowed: {scoring}"
-        )
+    fields.require("scoring_func", (None, scoring))
     normalize = fields.flag("norm_topk_prob", False)
     if is_v2 and normalize:
         raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")
