@@ -53,6 +53,9 @@ def plain_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 def _fp8(weight: Tensor, its: dict[str, Any]) -> Tensor:
     n, k = weight.shape
     scale: Tensor = its["weight_scale_inv"] if its["weight_scale"] is None else its["weight_scale"]
+    if scale.element_size() == 1:  # of MXFP8: the exponent of each 32 columns
+        exponent = _spread(scale.view(torch.uint8).float() - 127, 32)
+        return weight.float() * torch.exp2(exponent[:, :k])
     scale = scale.float()
     if scale.numel() == n and k > _BLOCK:
         scale = scale.view(n, 1)
