@@ -202,13 +202,10 @@ def name_in_drafter(stored_name: str, layer: int) -> str | None:
 
 def _refuse_others(fields: Fields) -> None:
     """Raise UnsupportedModelError for what the code of transformers has, and this has not."""
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.flag(name, False):
-            raise UnsupportedModelError(f"{CONFIG_FILE}: {name} true is not supported.")
-    if not fields.flag("rope_interleave", True):
-        raise UnsupportedModelError(f"{CONFIG_FILE}: rope_interleave false is not supported.")
-    if fields.count("moe_layer_freq", 1) != 1:
-        raise UnsupportedModelError(f"{CONFIG_FILE}: moe_layer_freq other than 1 is not supported.")
+    fields.require("attention_bias", (None, False))
+    fields.require("mlp_bias", (None, False))
+    fields.require("rope_interleave", (None, True))
+    fields.require("moe_layer_freq", (None, 1))
 
 
 def _num_drafting(fields: Fields) -> int:

@@ -72,8 +72,7 @@ def read_config(whole: Fields) -> HybridConfig:
     architecture = str(whole.values["architectures"][0])
     fields, notes = text_part(whole)
     fields.refuse_others(_FIELDS)
-    if not fields.flag("attn_output_gate", True):
-        raise UnsupportedModelError(f"{CONFIG_FILE}: attn_output_gate false is not supported.")
+    fields.require("attn_output_gate", (None, True))
     fields.require("mamba_ssm_dtype", (None, "float32"), ", in which states are kept")
     fields.require("output_gate_type", (None, "silu", "swish"))
     experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")

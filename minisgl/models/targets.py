@@ -294,13 +294,8 @@ def _expert_stacks(
         weights = product.weights[f"{kind}_proj"]
         return Target(weights[: experts.size, first : first + outputs.size], cut)
 
-    of_kinds = {
-        "gate_up": (
-            target("gate_up", 0, gates, hidden),
-            target("gate_up", inner.size, ups, hidden),
-        ),
-        "down": (target("down", 0, hidden, inner),),
-    }
+    gate, up = target("gate_up", 0, gates, hidden), target("gate_up", inner.size, ups, hidden)
+    of_kinds = {"gate_up": (gate, up), "down": (target("down", 0, hidden, inner),)}
     parts = {"gate_up": EXPERT_MAPS[:2], "down": EXPERT_MAPS[2:]}
     return {
         f"{path}.{kind}_proj": Stack(

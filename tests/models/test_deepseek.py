@@ -464,7 +464,7 @@ def test_what_the_config_leaves_out_is_that_of_transformers(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "changes", "error", "message"),
     [
-        ("GLM-4.7-Flash", {"attention_bias": True}, UnsupportedModelError, "attention_bias true"),
+        ("GLM-4.7-Flash", {"attention_bias": True}, UnsupportedModelError, "attention_bias True"),
         ("GLM-4.7-Flash", {"rope_interleave": False}, UnsupportedModelError, "rope_interleave"),
         ("GLM-4.7-Flash", {"moe_layer_freq": 2}, UnsupportedModelError, "moe_layer_freq"),
         ("GLM-4.7-Flash", {"topk_method": "greedy"}, UnsupportedModelError, "'greedy'"),

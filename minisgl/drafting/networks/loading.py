@@ -139,10 +139,7 @@ def read_mtp(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkCo
     values = read_json(folder / CONFIG_FILE)
     text = values.get("text_config")
     fields = Fields(text if isinstance(text, dict) else values, CONFIG_FILE)
-    if fields.flag("mtp_use_dedicated_embeddings", False):
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: mtp_use_dedicated_embeddings is not supported with mtp."
-        )
+    fields.require("mtp_use_dedicated_embeddings", (None, False), ", with mtp")
     name, layer = "mtp_num_hidden_layers", None
     num_layers = fields.values.get(name, 1)
     if isinstance(config, LatentConfig):
