@@ -47,7 +47,7 @@ _MODELOPT_FIELDS = field_names(
 )
 _COMPRESSED_FIELDS = field_names(
     """format quantization_status config_groups kv_cache_scheme
-    global_compression_ratio version transform_config sparsity_config"""
+    global_compression_ratio version transform_config sparsity_config provider"""
 )
 _GROUP_FIELDS = field_names("targets weights input_activations output_activations format")
 _ARGUMENT_FIELDS = field_names(
@@ -77,7 +77,7 @@ def read_quantization(fields: Fields, folder: Path) -> QuantizedFormat | None:
     default = _MODELOPT if found.values.get("quant_algo") or found.values.get("producer") else None
     method = str(found.values.get("quant_method") or default)
     readers = {**_READERS, _MODELOPT: _read_modelopt, _COMPRESSED: _read_compressed}
-    if method not in readers:
+    if method not in readers or " " in method:  # that of a part of a method
         raise found.refused("quant_method", _INSTEAD)
     rest = {name: value for name, value in found.values.items() if name not in _OF_EVERY}
     return readers[method](Fields(rest, found.where))

@@ -100,6 +100,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         (changed(CHANNEL, w_observer="minmax", w_observer_kwargs={"a": 1}), "ct-fp8-channel"),
         (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
         (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
+        (changed(CHANNEL, provider="auto-round"), "ct-fp8-channel"),
         (changed(PACKED, w_actorder="static"), "ct-int4"),
         (changed(PACKED, w_actorder="weight"), "ct-int4"),
     ],
@@ -140,7 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"quant_method": method},
             f"quant_method '{method}'.*are FP8.*--quantization fp8",
         )
-        for method in ("bitsandbytes", "gguf", "hqq", "torchao")
+        for method in ("bitsandbytes", "gguf", "hqq", "torchao", "modelopt FP8")
     ],
     ({"quant_method": "mxfp4"}, "MXFP4 experts .*gpt-oss alone"),
     ({"quant_method": "mxfp4", "dequantize": True}, "dequantize True"),
