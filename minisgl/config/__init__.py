@@ -51,13 +51,7 @@ from minisgl.config.options import (
     option_names,
     refuse,
 )
-from minisgl.config.quantization import (
-    BLOCK,
-    FP8_WHILE_LOADING,
-    Activations,
-    QuantScheme,
-    Storage,
-)
+from minisgl.config.quantization import Activations
 from minisgl.config.resolve import (
     SNAPSHOT_SHARE,
     Capacity,

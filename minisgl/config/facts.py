@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard, split_layers
 
 # Positions are exact in float32 up to this one, and no model has been made for as many.
@@ -185,19 +184,10 @@ class AttentionSpec:
 class Quantized:
     """The quantised among some matrices."""
 
-    scheme: QuantScheme
     num_weights: int
     num_bytes: int  # with their scales and zero points
-
-    @staticmethod
-    def of(scheme: QuantScheme, maps: Iterable[tuple[int, int]]) -> Quantized:
-        """maps: rows and columns of each matrix."""
-        sizes = list(maps)
-        return Quantized(
-            scheme=scheme,
-            num_weights=sum(n * k for n, k in sizes),
-            num_bytes=sum(scheme.matrix_bytes(n, k) for n, k in sizes),
-        )
+    rounds: bool  # whether inputs are rounded to FP8, where the device has products of that
+    multiple: int  # of which the inputs of a map must be one on each rank
 
 
 def _matrix_bytes(num_weights: int, dtype: str, quantized: Quantized | None) -> int:
@@ -260,7 +250,7 @@ class ModelFacts:
         """Whether products of layers or experts round their inputs to FP8, where the device can
         multiply that."""
         parts = (self.quantized, self.experts and self.experts.quantized)
-        return any(part.scheme.activations != Activations.NONE for part in parts if part)
+        return any(part.rounds for part in parts if part)
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

@@ -16,8 +16,6 @@ from minisgl.config.facts import DTYPE_BYTES, ExpertFacts, ModelFacts, slot_byte
 from minisgl.shards import block_shard, uneven_shard, vocab_shard
 
 GB = 10**9
-# Inputs of an INT4 matrix on each rank; CHUNK of kernels/linear/quantized.py.
-INT4_MULTIPLE = 64
 USUAL_TOKENS = 1500  # of a request that runs
 CLOSE = 0.01  # layouts whose steps read alike within it; the room then decides
 
@@ -49,7 +47,7 @@ class Layout:
         if not model.can_divide(self.tp, by_rank=self.ep):
             return False
         if not self.ep:
-            return experts is None or not _cuts_int4(experts, self.tp)
+            return experts is None or not _cuts_chunks(experts, self.tp)
         return (
             experts is not None
             and experts.not_by_rank is None
@@ -160,12 +158,11 @@ def _expert_bytes(experts: ExpertFacts | None, layout: Layout, dtype: str) -> fl
     return experts.num_layers * num_held * of_one
 
 
-def _cuts_int4(experts: ExpertFacts, num_parts: int) -> bool:
-    """Whether parts of experts in INT4 have a number of inputs that no kernel takes."""
-    if experts.quantized is None or experts.quantized.scheme.bits != 4:
+def _cuts_chunks(experts: ExpertFacts, num_parts: int) -> bool:
+    """Whether parts of quantised experts have a number of inputs that no kernel takes."""
+    if experts.quantized is None or experts.inner_block > 1:  # of which parts are padded
         return False
-    is_padded = experts.inner_block > 1
-    return not is_padded and experts.size // num_parts % INT4_MULTIPLE != 0
+    return experts.size // num_parts % experts.quantized.multiple != 0
 
 
 def _expected_largest(sizes: Sequence[int], probability: float) -> float:

@@ -13,7 +13,7 @@ from minisgl.kernels.moe.grouped import ByScores
 from minisgl.kernels.moe.select_experts import joins_shared
 from minisgl.kernels.residual import Residual
 from minisgl.layers.experts import ExpertsConfig, FusedExperts
-from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -46,7 +46,7 @@ class GroupedMoeBlock(nn.Module):
         if config.router_bias:
             bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = parameter(bias)
-        self._joins = shared_size == config.size and not by_rank and isinstance(format, DenseFormat)
+        self._joins = shared_size == config.size and not by_rank and format.scheme is None
         self.experts = FusedExperts(
             num_experts,
             hidden_size,

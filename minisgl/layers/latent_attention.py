@@ -11,7 +11,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.latents import LatentNorm
 from minisgl.kernels.linear.dense_product import DenseProduct
-from minisgl.kernels.linear.quantized import Fp8Product, Int4Product, dequantize
+from minisgl.kernels.linear.quantized import QuantizedProduct
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, RowParallelLinear
@@ -111,8 +111,8 @@ class LatentAttention(nn.Module):
         """Bring the map kv_b into the dtype of the activations. Must come before a step, once a
         checkpoint has filled the weights."""
         product = self.kv_b_proj.product
-        if isinstance(product, Fp8Product | Int4Product):
-            weight = dequantize(product.weight).to(self._dtype)
+        if isinstance(product, QuantizedProduct):
+            weight = product.weight.dequantized().to(self._dtype)
             self.kv_b_proj.replace_product(DenseProduct(weight))
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:

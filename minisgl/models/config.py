@@ -12,11 +12,10 @@ from minisgl.config import (
     ExpertFacts,
     KVScales,
     ModelFacts,
-    Quantized,
-    QuantScheme,
     StateSpec,
 )
 from minisgl.layers.experts import ExpertsConfig
+from minisgl.models.formats import QuantizedFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class ModelConfig(ABC):
     max_seq_len: int  # longest sequence for which minisgl computes what the model defines
     max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
     notes: tuple[str, ...]  # logged at start
-    quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
+    quantization: QuantizedFormat | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
     experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
 
@@ -138,7 +137,7 @@ class NativeConfig(ModelConfig):
         num_layer_weights = sum(n * k for n, k in maps)
         quantized = None
         if scheme is not None and not scheme.only_experts:
-            quantized = Quantized.of(scheme, maps)
+            quantized = scheme.quantized(maps)
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts, num_router_weights = None, 0
         if self.experts is not None and num_sparse:
@@ -153,7 +152,7 @@ class NativeConfig(ModelConfig):
                 num_weights=sum(n * k for n, k in expert),
                 size=self.experts.size,
                 inner_block=self.experts.inner_block,
-                quantized=None if scheme is None else Quantized.of(scheme, expert),
+                quantized=None if scheme is None else scheme.quantized(expert),
             )
         return ModelFacts(
             dtype=self.dtype,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,26 @@ class Fields:
         """The error to raise where field `name` is not `wanted`."""
         value = reprlib.repr(self.values.get(name))
         return CheckpointError(f"{self.where}: {name} is {value}, not {wanted}.")
+
+    def part(self, name: str) -> Fields:
+        """The object in a field, empty by default."""
+        values, where = self.values.get(name) or {}, f"{self.where}: {name}"
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{where} is not a JSON object.")
+        return Fields(values, where)
+
+    def refused(self, name: str, allowed: str) -> UnsupportedModelError:
+        """The error to raise for the value of a field."""
+        value = reprlib.repr(self.values.get(name))
+        return UnsupportedModelError(f"{self.where}: {name} {value} is not supported; {allowed}.")
+
+    def require(self, name: str, values: Collection[object], instead: str = "") -> None:
+        """Raise UnsupportedModelError where a field has another value."""
+        value = self.values.get(name)
+        # 1 equals True to Python.
+        if not any(value == known and type(value) is type(known) for known in values):
+            allowed = one_of([known for known in values if known is not None])
+            raise self.refused(name, allowed + instead)
 
     def refuse_others(self, known: frozenset[str]) -> None:
         """Raise UnsupportedModelError for a field outside `known` that is switched on: null, false,

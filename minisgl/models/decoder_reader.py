@@ -78,12 +78,8 @@ def read_decoder(
 
     Raises CheckpointError, UnsupportedModelError.
     """
-    if (activation := fields.values.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; allowed: silu")
-    if not fields.flag("is_causal", True):
-        raise UnsupportedModelError(
-            f"{fields.where}: is_causal false is not supported: tokens would attend to later ones."
-        )
+    fields.require("hidden_act", (None, "silu", "swish"))
+    fields.require("is_causal", (None, True), ": else tokens attend to later ones")
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from minisgl.config import AttentionSpec, ModelFacts, Quantized
+from minisgl.config import AttentionSpec, ModelFacts
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
@@ -133,7 +133,7 @@ class LatentConfig(NativeConfig):
         if (scheme := self.quantization) is None or facts.quantized is None:
             return facts
         expanding = self.sizes.expanding_map(self.num_heads)
-        left_out = Quantized.of(scheme, [expanding] * self.num_layers)
+        left_out = scheme.quantized([expanding] * self.num_layers)
         others = dataclasses.replace(
             facts.quantized,
             num_weights=facts.quantized.num_weights - left_out.num_weights,
@@ -203,13 +203,10 @@ def name_in_drafter(stored_name: str, layer: int) -> str | None:
 
 def _refuse_others(fields: Fields) -> None:
     """Raise UnsupportedModelError for what the code of transformers has, and this has not."""
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.flag(name, False):
-            raise UnsupportedModelError(f"{CONFIG_FILE}: {name} true is not supported.")
-    if not fields.flag("rope_interleave", True):
-        raise UnsupportedModelError(f"{CONFIG_FILE}: rope_interleave false is not supported.")
-    if fields.count("moe_layer_freq", 1) != 1:
-        raise UnsupportedModelError(f"{CONFIG_FILE}: moe_layer_freq other than 1 is not supported.")
+    fields.require("attention_bias", (None, False))
+    fields.require("mlp_bias", (None, False))
+    fields.require("rope_interleave", (None, True))
+    fields.require("moe_layer_freq", (None, 1))
 
 
 def _num_drafting(fields: Fields) -> int:
@@ -266,10 +263,7 @@ def _read_routing(fields: Fields, architecture: str, num_experts: int) -> GroupR
     if method not in methods:
         raise UnsupportedModelError(f"{CONFIG_FILE}: topk_method {method!r}; {one_of(methods)}")
     scoring = "softmax" if is_v2 else "sigmoid"
-    if (found := fields.values.get("scoring_func")) not in (None, scoring):
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: scoring_func {found!r} is not supported; allowed: {scoring}"
-        )
+    fields.require("scoring_func", (None, scoring))
     normalize = fields.flag("norm_topk_prob", False)
     if is_v2 and normalize:
         raise UnsupportedModelError(f"{CONFIG_FILE}: norm_topk_prob true is not supported in {V2}.")

@@ -172,18 +172,9 @@ def _refuse_others(fields: Fields) -> None:
         raise UnsupportedModelError(
             f"minisgl's own code of Gemma 4 has no {' and no '.join(missing)}"
         )
-    activation = fields.values["hidden_activation"]
-    if activation != "gelu_pytorch_tanh":
-        raise UnsupportedModelError(
-            f"{fields.where}: hidden_activation {activation!r} is not supported; allowed: "
-            "gelu_pytorch_tanh"
-        )
+    fields.require("hidden_activation", ("gelu_pytorch_tanh",))
     # That of "vision" is between the tokens of an image.
-    if (both_ways := fields.values.get("use_bidirectional_attention")) not in (None, "vision"):
-        raise UnsupportedModelError(
-            f"{fields.where}: use_bidirectional_attention {both_ways!r} is not supported; tokens "
-            "attend to earlier ones."
-        )
+    fields.require("use_bidirectional_attention", (None, "vision"))
 
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:

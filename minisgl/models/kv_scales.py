@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl.config import KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
-from minisgl.models.config_reader import CONFIG_FILE, quantization_fields, read_json
+from minisgl.models.config_reader import CONFIG_FILE, Fields, quantization_fields, read_json
 
 # Without 'model.'. llm-compressor and ModelOpt write k_scale and v_scale, of the attention or of
 # its projections; AutoFP8 and Quark output_scale; files of 2024 one kv_scale for both. A q_scale is
@@ -127,15 +127,9 @@ def _check_scheme(folder: Path) -> None:
         raise CheckpointError(
             f"{where} is {reprlib.repr(scheme)}; expected a JSON object, or 'static'. {_IGNORE}."
         )
-    allowed: dict[str, tuple[Any, ...]] = {
-        "num_bits": (8,),
-        "type": ("float",),
-        "strategy": (None, "tensor"),
-        "symmetric": (None, True),
-        "dynamic": (None, False),
-    }
-    for name, values in allowed.items():
-        if (value := scheme.get(name)) not in values:
-            raise UnsupportedModelError(
-                f"{where}: {name} {value!r} is not supported; allowed: {values[-1]}. {_IGNORE}."
-            )
+    fields = Fields(scheme, where)
+    fields.require("num_bits", (8,), f". {_IGNORE}")
+    fields.require("type", ("float",), f". {_IGNORE}")
+    fields.require("strategy", (None, "tensor"), f". {_IGNORE}")
+    fields.require("symmetric", (None, True), f". {_IGNORE}")
+    fields.require("dynamic", (None, False), f". {_IGNORE}")

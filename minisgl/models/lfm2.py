@@ -72,8 +72,7 @@ def read_with_convolutions(
     fields: Fields, architecture: str, inner_size: int, experts: ExpertsConfig | None = None
 ) -> ConvConfig:
     """inner_size: of an MLP. Raises as `read_decoder` does."""
-    if fields.flag("conv_bias", False):
-        raise UnsupportedModelError(f"{CONFIG_FILE}: conv_bias true is not supported.")
+    fields.require("conv_bias", (None, False))
     width = fields.count("conv_L_cache", 3)
     if not 2 <= width <= 4:
         raise UnsupportedModelError(f"{CONFIG_FILE}: conv_L_cache {width}; allowed: 2 to 4")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,26 +12,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError
-from minisgl.kernels.linear.quantized import multiplies_fp8
 from minisgl.layers.experts import FusedExperts
-from minisgl.layers.formats import DenseFormat, QuantizedFormat, WeightFormat
+from minisgl.layers.formats import Quantization, WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.formats import QuantizedFormat
+from minisgl.models.formats.quantized_format import StoredTensor
 from minisgl.models.hub import safetensors_files
 from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.quantization import (
-    StoredTensor,
     are_experts,
     is_quantizable,
     quantized_maps,
-    scale_dtype,
+    quantized_weights,
 )
-from minisgl.models.quantized_matrix import quantized_weights
 from minisgl.models.registry import FAMILIES
 from minisgl.models.targets import (
     Destinations,
@@ -106,7 +103,7 @@ def load_model(
     module = model if isinstance(model, CausalLM) else model.module
     if files:
         to = (
-            _destinations(model)
+            _destinations(model, config.quantization)
             if isinstance(model, CausalLM)
             else model.destinations(config.quantization)
         )
@@ -114,12 +111,12 @@ def load_model(
     else:
         # The same for all stages, so that a head that is an embedding is that of the first.
         fill_randomly(module, device, DUMMY_SEED + ranks.rank)
-    if isinstance(format, QuantizedFormat):
-        log_quantized(module, replace(format.scheme, activations=format.activations))
+    if format.scheme is not None:
+        log_quantized(module, format.scheme)
     return model
 
 
-def log_quantized(model: nn.Module, scheme: QuantScheme) -> None:
+def log_quantized(model: nn.Module, scheme: Quantization) -> None:
     """Which weights are quantised how, and the memory of this rank's."""
     num_maps = num_quantized = num_bytes = 0
     for path, module in model.named_modules():
@@ -145,7 +142,7 @@ def _shown(num_bytes: int) -> str:
 
 
 def weight_format(
-    scheme: QuantScheme | None,
+    scheme: QuantizedFormat | None,
     folder: Path,
     files: list[Path],
     dtype: torch.dtype,
@@ -153,25 +150,16 @@ def weight_format(
     names: Names,
 ) -> WeightFormat:
     """files: of the weights; none: they are made up, and quantised as the config says."""
-    scales = dtype
-    is_quantized = names.is_quantizable
-    if scheme is not None and scheme.only_experts:
-        is_quantized = are_experts
-    if files:
-        stored = stored_tensors(files, names)
-        maps = quantized_maps(stored, scheme, folder)
-        if scheme is not None and scheme.storage != Storage.FLOAT:
-            is_quantized, scales = maps.__contains__, scale_dtype(stored, maps, dtype)
+    stored = stored_tensors(files, names)
+    maps = quantized_maps(stored, scheme, folder) if files else frozenset()
     if scheme is None:
-        return DenseFormat(dtype)
-    activations = scheme.activations if multiplies_fp8(device) else Activations.NONE
-    return QuantizedFormat(
-        dtype=dtype,
-        scheme=scheme,
-        activations=activations,
-        scale_dtype=scales,
-        is_quantized=is_quantized,
-    )
+        return WeightFormat(dtype)
+    if files and scheme.sign is not None:
+        names_of = (f"{map}.{kind}" for map in maps for kind in ("weight_scale", "scales"))
+        scales = {stored[name].dtype for name in names_of if name in stored}
+        return WeightFormat(dtype, scheme.on(device, dtype, scales), maps.__contains__)
+    is_quantizable = are_experts if scheme.only_experts else names.is_quantizable
+    return WeightFormat(dtype, scheme.on(device, dtype), is_quantizable)
 
 
 def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
@@ -184,14 +172,14 @@ def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
     }
 
 
-def _destinations(model: CausalLM) -> Destinations:
-    targets = checkpoint_targets(model, model.quantization)
+def _destinations(model: CausalLM, scheme: QuantizedFormat | None) -> Destinations:
+    targets = checkpoint_targets(model, scheme)
     is_tied = model.embed_tokens is not None and model.is_tied
     of_others = of_other_ranks(model)
     return Destinations(
         targets=targets,
-        stacks=checkpoint_stacks(model, model.quantization),
-        scheme=model.quantization,
+        stacks=checkpoint_stacks(model, scheme),
+        scheme=scheme,
         is_left_out=lambda name: _is_elsewhere(model, name) or of_others(name),
         tied_head=TiedHead(_HEAD, targets[_EMBEDDING]) if is_tied else None,
     )
@@ -292,7 +280,7 @@ def _part(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
     return part
 
 
-def _of_scheme(scheme: QuantScheme | None, name: str) -> str:
+def _of_scheme(scheme: QuantizedFormat | None, name: str) -> str:
     """What asks for the shape of a tensor that only quantised weights have."""
     return "" if scheme is None or name.endswith((".weight", ".bias")) else f" ({scheme})"
 

@@ -7,6 +7,8 @@ element (8 INT4 numbers, a scale), it reads all elements that its range touches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from minisgl.kernels.linear.quantized import Fp8Weights, quantize_rows
 from minisgl.shards import Shard
 
 PER_INT32 = 8  # INT4 numbers
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in an int32 of each of 8 neighbours
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in an int32 of each of 8 neighbours
 
 
 def covering(shard: Shard, step: int) -> Shard:
@@ -24,13 +26,7 @@ def covering(shard: Shard, step: int) -> Shard:
     return Shard(first, end - first, -(-shard.whole // step))
 
 
-def _within(shard: Shard, step: int) -> slice:
-    """The place of a range in what `covering` reads."""
-    first = shard.first % step
-    return slice(first, first + shard.size)
-
-
-def _spread(values: Tensor, dim: int, shard: Shard, step: int, finer: int) -> Tensor:
+def spread(values: Tensor, dim: int, shard: Shard, step: int, finer: int) -> Tensor:
     """Repeats scales for steps of `finer` entries, which divide those of `step` that were read."""
     end = shard.first + shard.size
     entries = torch.arange(shard.first, end, finer, device=values.device)
@@ -46,29 +42,21 @@ def numbers(packed: Tensor, order: list[int] | None = None) -> Tensor:
     return (packed[..., None] >> (4 * places) & 15).to(torch.uint8).flatten(-2)
 
 
-def numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
+def numbers_of(packed: Tensor, outputs: Shard, order: list[int] | None = None) -> Tensor:
     """Those of the range `outputs` of the last dimension, which was packed."""
-    return numbers(packed)[..., _within(outputs, PER_INT32)]
-
-
-def awq_numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
-    """Those of the range `outputs`, packed in the order of AWQ's kernels."""
-    return numbers(packed, _AWQ_ORDER)[..., _within(outputs, PER_INT32)]
+    first = outputs.first % PER_INT32  # of those that `covering` reads
+    return numbers(packed, order)[..., first : first + outputs.size]
 
 
 def block_scales(
-    scale: Tensor, outputs: Shard, inputs: Shard, stored: int, block: tuple[int, int]
+    scale: Tensor, cut: Sequence[Shard], stored: tuple[int, int], block: tuple[int, int]
 ) -> Tensor:
-    """Scales of blocks that begin where the ranges do, from those of squares of `stored` rows and
-    columns that begin where the whole matrix does."""
-    rows = _spread(checked(scale), 0, outputs, stored, block[0])
-    return _spread(rows, 1, inputs, stored, block[1])
-
-
-def group_values(values: Tensor, inputs: Shard, stored: int, group_size: int) -> Tensor:
-    """Scales or zero points [groups of `stored` inputs, n] for groups of `group_size` inputs, which
-    begin where the range does."""
-    return _spread(values, 0, inputs, stored, group_size)
+    """Scales of blocks that begin where the ranges of rows and columns do, from those of `stored`
+    rows and columns that begin where the whole matrix does."""
+    checked(scale)
+    for dim in range(2):
+        scale = spread(scale, dim, cut[dim], stored[dim], block[dim])
+    return scale
 
 
 def checked(scale: Tensor) -> Tensor:

@@ -72,17 +72,9 @@ def read_config(whole: Fields) -> HybridConfig:
     architecture = str(whole.values["architectures"][0])
     fields, notes = text_part(whole)
     fields.refuse_others(_FIELDS)
-    if not fields.flag("attn_output_gate", True):
-        raise UnsupportedModelError(f"{CONFIG_FILE}: attn_output_gate false is not supported.")
-    if fields.values.get("mamba_ssm_dtype") not in (None, "float32"):
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: mamba_ssm_dtype {fields.values['mamba_ssm_dtype']!r} is not "
-            "supported; states are kept in float32."
-        )
-    if (gate := fields.values.get("output_gate_type")) not in (None, "silu", "swish"):
-        raise UnsupportedModelError(
-            f"{fields.where}: output_gate_type {gate!r} is not supported; allowed: silu or swish"
-        )
+    fields.require("attn_output_gate", (None, True))
+    fields.require("mamba_ssm_dtype", (None, "float32"), ", in which states are kept")
+    fields.require("output_gate_type", (None, "silu", "swish"))
     experts, num_layers = _read_experts(fields), fields.count("num_hidden_layers")
     read = read_decoder(
         Fields(_plain(fields.values, experts), fields.where),

@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl.shards import Shard
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
+Store = Callable[[Tensor, Tensor], None]  # stores what was read in the weight
 
 
 def copy(weight: Tensor, part: Tensor) -> None:
@@ -26,8 +27,7 @@ class Target:
     weight: Tensor | None  # a parameter, or a part of one; None: the tensor is only checked
     cut: tuple[Shard, ...]  # the range of each of the tensor's dimensions that is read
     dtypes: tuple[str, ...] = FLOATS
-    # Stores what was read in the weight; raises CheckpointError with the end of a sentence.
-    store: Callable[[Tensor, Tensor], None] = copy
+    store: Store = copy  # raises CheckpointError with the end of a sentence
     scalar: bool = False  # one number, as [1] or []
     scale: Tensor | None = None  # a parameter that `store` fills, too
     is_required: bool = True
@@ -47,3 +47,17 @@ class Target:
     def fill(self, part: Tensor) -> None:
         """part: the cut as far as the checkpoint has it."""
         self.store(torch.empty(0) if self.weight is None else self.weight, part)
+
+
+def storing(convert: Callable[[Tensor], Tensor]) -> Store:
+    """Stores what `convert` makes of a part, where the weight is."""
+
+    def store(weight: Tensor, part: Tensor) -> None:
+        weight.copy_(convert(part.to(weight.device)))
+
+    return store
+
+
+def ignored(dtypes: tuple[str, ...], check: Store = lambda weight, part: None) -> Target:
+    """Of a tensor of any shape that says nothing new, as `check` makes sure."""
+    return Target(None, (), dtypes, check, is_required=False, any_shape=True)

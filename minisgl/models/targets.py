@@ -10,11 +10,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from minisgl.config import QuantScheme, Storage
 from minisgl.errors import UnsupportedModelError
-from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
-from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.linear.quantized import QuantizedProduct
+from minisgl.kernels.moe.quantized_experts import QuantizedExperts
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.convolution import Convolution
 from minisgl.layers.experts import FusedExperts
@@ -22,12 +20,12 @@ from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.gated_delta import GatedDeltaNet
 from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding
 from minisgl.layers.norm import RMSNorm
-from minisgl.models import interleaved_experts, packing
-from minisgl.models.quantized_matrix import QuantizedMatrix
-from minisgl.models.target import Target, copy
+from minisgl.models import interleaved_experts
+from minisgl.models.formats import QuantizedFormat
+from minisgl.models.formats.quantized_format import Held
+from minisgl.models.target import Store, Target, copy
 from minisgl.shards import Shard, whole
 
-Store = Callable[[Tensor, Tensor], None]
 _OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.[a-z_]+$")  # module, number, map and tensor
 _OPTIONAL = frozenset(("layer_scalar",))  # a parameter that stays as it is without a tensor
 
@@ -56,13 +54,13 @@ class Destinations:
 
     targets: dict[str, Target]
     stacks: dict[str, Stack]
-    scheme: QuantScheme | None
+    scheme: QuantizedFormat | None
     is_left_out: Callable[[str], bool]  # of a tensor that is none of the others
     tied_head: TiedHead | None = None
 
 
 def checkpoint_targets(
-    model: nn.Module, scheme: QuantScheme | None, prefix: str = ""
+    model: nn.Module, scheme: QuantizedFormat | None, prefix: str = ""
 ) -> dict[str, Target]:
     """Maps the names of the tensors that a checkpoint has of a model to their destinations.
 
@@ -133,7 +131,7 @@ def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Target]:
+def _linear_targets(path: str, module: Linear, scheme: QuantizedFormat | None) -> dict[str, Target]:
     parent = path[: path.rfind(".") + 1]
     targets: dict[str, Target] = {}
     for part, outputs in module.parts.items():
@@ -142,7 +140,7 @@ def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> di
 
 
 def _part_targets(
-    name: str, module: Linear, part: str, outputs: Shard, scheme: QuantScheme | None
+    name: str, module: Linear, part: str, outputs: Shard, scheme: QuantizedFormat | None
 ) -> dict[str, Target]:
     """The tensors of the map `name`, of whose outputs `part` has these."""
     sizes = {other: shard.size for other, shard in module.parts.items()}
@@ -150,10 +148,10 @@ def _part_targets(
     rows, product = slice(first, first + outputs.size), module.product
     bias = product.weights.get("bias")
     targets: dict[str, Target] = {}
-    if scheme is not None and isinstance(product, Fp8Product | Int4Product):
-        scale = product.input_scale if isinstance(product, Fp8Product) else None
+    if scheme is not None and isinstance(product, QuantizedProduct):
         weights = product.weight.rows(first, outputs.size)
-        targets |= QuantizedMatrix(name, weights, outputs, module.inputs).targets(scheme, scale)
+        of_map = scheme.targets(Held(weights, outputs, module.inputs, product.input_scale))
+        targets |= {f"{name}.{kind}": target for kind, target in of_map.items()}
     else:
         weight = product.weights["weight"]
         targets[f"{name}.weight"] = Target(weight[rows], (outputs, module.inputs))
@@ -165,7 +163,7 @@ def _part_targets(
     return targets
 
 
-def _merged_maps(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Stack]:
+def _merged_maps(path: str, module: Linear, scheme: QuantizedFormat | None) -> dict[str, Stack]:
     """The tensors of maps that a checkpoint has of several parts together."""
     stacks: dict[str, Stack] = {}
     parent = path[: path.rfind(".") + 1]
@@ -228,31 +226,21 @@ class _OfHeads:
 
 
 def _expert_targets(
-    path: str, module: FusedExperts, scheme: QuantScheme | None
+    path: str, module: FusedExperts, scheme: QuantizedFormat | None
 ) -> dict[str, Target]:
     """The tensors of each matrix of each expert of this rank, or those of all of them."""
+    product, inner, hidden = module.product, module.inner, module.hidden
+    if scheme is not None and isinstance(product, QuantizedExperts):
+        return scheme.expert_targets(path, module)
     if module.interleaved:
         return interleaved_experts.expert_targets(path, module)
     targets: dict[str, Target] = {}
-    inner, hidden, product = module.inner, module.hidden, module.product
-    assert not isinstance(product, Mxfp4Experts), "stacks of others are no MXFP4"
+    cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
     for expert, number in enumerate(module.held):
-        names = [f"{path}.{number}.{part}" for part in EXPERT_MAPS]
-        cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
-        if scheme is not None and isinstance(product, Fp8Experts | Int4Experts):
-            gate_up, down = product.gate_up.expert(expert), product.down.expert(expert)
-            matrices = gate_up.rows(0, inner.size), gate_up.rows(inner.size, inner.size), down
-            scales: list[Tensor | None] = [None] * 3
-            if isinstance(product, Fp8Experts) and product.input_scales is not None:
-                ins = product.input_scales
-                scales = [ins.gate_up[expert], ins.gate_up[expert], ins.down[expert]]
-            for name, matrix, cut, scale in zip(names, matrices, cuts, scales, strict=True):
-                targets |= QuantizedMatrix(name, matrix, *cut).targets(scheme, scale)
-        else:
-            gate, up = product.weights["gate_up_proj"][expert].chunk(2)
-            weights = gate, up, product.weights["down_proj"][expert]
-            for name, weight, cut in zip(names, weights, cuts, strict=True):
-                targets[f"{name}.weight"] = Target(weight, cut)
+        gate, up = product.weights["gate_up_proj"][expert].chunk(2)
+        weights = gate, up, product.weights["down_proj"][expert]
+        for name, weight, cut in zip(EXPERT_MAPS, weights, cuts, strict=True):
+            targets[f"{path}.{number}.{name}.weight"] = Target(weight, cut)
     return targets
 
 
@@ -274,7 +262,7 @@ class Stack:
 
 
 def checkpoint_stacks(
-    model: nn.Module, scheme: QuantScheme | None, prefix: str = ""
+    model: nn.Module, scheme: QuantizedFormat | None, prefix: str = ""
 ) -> dict[str, Stack]:
     """Maps names, as in `checkpoint_targets`, to the tensors that a checkpoint has of several
     destinations: parts of merged maps, and of experts where these are not quantised."""
@@ -285,27 +273,40 @@ def checkpoint_stacks(
             stacks |= _merged_maps(path, module, scheme)
         elif isinstance(module, Convolution):
             stacks |= _convolution(path, module)
-        if not isinstance(module, FusedExperts):
-            continue
-        if module.interleaved or (scheme is not None and scheme.storage != Storage.FLOAT):
-            continue
-        experts, hidden, inner = module.own, module.hidden, module.inner
-        names = [f"{path}.{expert}" for expert in module.held]
-        gates = Shard(inner.first, inner.size, 2 * inner.whole)
-        ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
-        gate_up, down = _stacked(module)
-        stacks[f"{path}.gate_up_proj"] = Stack(
-            tuple(
-                _stack_target(gate_up, first, (experts, part, hidden))
-                for first, part in ((0, gates), (inner.size, ups))
-            ),
-            tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
-        )
-        stacks[f"{path}.down_proj"] = Stack(
-            (_stack_target(down, 0, (experts, hidden, inner)),),
-            tuple(f"{name}.down_proj.weight" for name in names),
-        )
+        elif isinstance(module, FusedExperts) and not module.interleaved:
+            stacks |= _expert_stacks(path, module, scheme)
     return stacks
+
+
+def _expert_stacks(
+    path: str, module: FusedExperts, scheme: QuantizedFormat | None
+) -> dict[str, Stack]:
+    """The tensors of all gates and ups, and of all second matrices."""
+    experts, hidden, inner, product = module.own, module.hidden, module.inner, module.product
+    gates = Shard(inner.first, inner.size, 2 * inner.whole)
+    ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
+
+    def target(kind: str, first: int, outputs: Shard, inputs: Shard) -> Target | None:
+        """Of the rows from `first` on of each expert."""
+        cut = experts, outputs, inputs
+        if scheme is not None and isinstance(product, QuantizedExperts):
+            return scheme.stack_target(getattr(product, kind), first, cut)
+        weights = product.weights[f"{kind}_proj"]
+        return Target(weights[: experts.size, first : first + outputs.size], cut)
+
+    gate, up = target("gate_up", 0, gates, hidden), target("gate_up", inner.size, ups, hidden)
+    of_kinds = {"gate_up": (gate, up), "down": (target("down", 0, hidden, inner),)}
+    parts = {"gate_up": EXPERT_MAPS[:2], "down": EXPERT_MAPS[2:]}
+    return {
+        f"{path}.{kind}_proj": Stack(
+            tuple(filter(None, targets)),
+            tuple(
+                f"{path}.{expert}.{part}.weight" for expert in module.held for part in parts[kind]
+            ),
+        )
+        for kind, targets in of_kinds.items()
+        if None not in targets
+    }
 
 
 def _convolution(path: str, module: Convolution) -> dict[str, Stack]:
@@ -320,27 +321,3 @@ def _convolution(path: str, module: Convolution) -> dict[str, Stack]:
         first += part.size
     name = f"{path}.weight"
     return {name: Stack(tuple(targets), (name,))}
-
-
-def _stacked(module: FusedExperts) -> tuple[Tensor | Fp8Weights, Tensor | Fp8Weights]:
-    product = module.product
-    if isinstance(product, Fp8Experts):
-        return product.gate_up, product.down
-    return product.weights["gate_up_proj"], product.weights["down_proj"]
-
-
-def _stack_target(
-    weights: Tensor | Fp8Weights, first: int, cut: tuple[Shard, Shard, Shard]
-) -> Target:
-    """Of the rows from `first` on of each expert of the cut."""
-    experts, outputs, inputs = cut
-    held, rows = slice(experts.size), slice(first, first + outputs.size)
-    if isinstance(weights, Tensor):
-        return Target(weights[held, rows], cut)
-    part = Fp8Weights(weights.data[held, rows], weights.scale[held, rows])
-    return Target(
-        part.data,
-        (*cut[:2], whole(inputs.whole)),
-        store=lambda _, stored: packing.quantize_into(part, stored, inputs),
-        scale=part.scale,
-    )

@@ -23,7 +23,7 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed
-from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
@@ -125,7 +125,6 @@ class CausalLM(nn.Module):
         self._facts = facts.on_rank(comm.size).on_stage(layers)
         self.is_tied = config.tie_word_embeddings
         hidden_size, dtype = config.hidden_size, format.dtype
-        self.quantization = config.quantization
         self.vocab = vocab_shard(config.vocab_size, comm.rank, comm.size)
         with device:  # every parameter is created where and as it stays
             self.embed_tokens: VocabParallelEmbedding | None = None
@@ -146,7 +145,7 @@ class CausalLM(nn.Module):
             self.lm_head: Linear | None = None
             if self.is_last and not self.is_tied:
                 head = {"lm_head": self.vocab}
-                self.lm_head = Linear(whole(hidden_size), head, DenseFormat(dtype))
+                self.lm_head = Linear(whole(hidden_size), head, WeightFormat(dtype))
         self._head: Product | None = None
         if self.lm_head is not None:
             self._head = self.lm_head.product

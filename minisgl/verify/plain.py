@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minisgl.config import Storage
+from minisgl.models.config_reader import CONFIG_FILE, quantization_fields, read_json
+from minisgl.models.hub import safetensors_files
 
 _BLOCK = 128
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -25,14 +26,15 @@ _PARTS = frozenset(  # of a matrix, beside that which stands for it
 )
 
 
-def plain_weights(files: Sequence[Path], dtype: torch.dtype, storage: Storage) -> dict[str, Tensor]:
-    """All tensors by their names, matrices in `dtype`."""
+def plain_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by their names, matrices in `dtype`."""
     stored: dict[str, Tensor] = {}
-    for file in files:
+    for file in safetensors_files(folder):
         with safe_open(file, framework="pt") as opened:
             stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     plain: dict[str, Tensor] = {}
-    first_zero = 0 if storage == Storage.GPTQ_V2 else 1
+    config = quantization_fields(read_json(folder / CONFIG_FILE))
+    first_zero = 1 if config is None or "gptq_v2" not in config.values.values() else 0
     for name in [*stored]:
         path, _, kind = name.rpartition(".")
         if kind in _PARTS:
@@ -51,6 +53,9 @@ def plain_weights(files: Sequence[Path], dtype: torch.dtype, storage: Storage) -
 def _fp8(weight: Tensor, its: dict[str, Any]) -> Tensor:
     n, k = weight.shape
     scale: Tensor = its["weight_scale_inv"] if its["weight_scale"] is None else its["weight_scale"]
+    if scale.element_size() == 1:  # of MXFP8: the exponent of each 32 columns
+        exponent = _spread(scale.view(torch.uint8).float() - 127, 32)
+        return weight.float() * torch.exp2(exponent[:, :k])
     scale = scale.float()
     if scale.numel() == n and k > _BLOCK:
         scale = scale.view(n, 1)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minisgl.config import BLOCK, Activations, QuantScheme, Storage
+from minisgl.config import Activations
 from minisgl.config.machine import memory_bytes
 from minisgl.errors import UnsupportedModelError
 from minisgl.models.adopted.architectures import RENAMED
 from minisgl.models.config_reader import CONFIG_FILE, QUANTIZATION_FIELDS, read_json
+from minisgl.models.formats import QuantizedFormat
 from minisgl.models.hub import safetensors_files
 from minisgl.verify.answers import Stretch
 from minisgl.verify.plain import plain_weights
@@ -42,6 +43,7 @@ class Fp8:
     """What minisgl rounds to FP8 besides the weights that a checkpoint has in it."""
 
     inputs: Activations = Activations.NONE  # of linear maps
+    group: int = 0  # columns that share a scale by Activations.GROUP
     weights: bool = False
 
     def hook(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,8 +55,8 @@ class Fp8:
         if self.inputs == Activations.NONE or not args:
             return args
         size = args[0].shape[-1]
-        by_group = self.inputs == Activations.GROUP and size % BLOCK == 0
-        rows = args[0].unflatten(-1, (-1, BLOCK if by_group else size))
+        by_group = self.inputs == Activations.GROUP and size % self.group == 0
+        rows = args[0].unflatten(-1, (-1, self.group if by_group else size))
         return (_rounded(rows).flatten(-2), *args[1:])
 
 
@@ -67,7 +69,7 @@ def _rounded(rows: Tensor) -> Tensor:
 class Reference:
     """A checkpoint in transformers."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, scheme: QuantScheme | None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, scheme: QuantizedFormat | None) -> None:
         """Read the weights into host memory. scheme: how they are stored. Raises
         UnsupportedModelError where this machine has no room for them."""
         num_bytes = sum(file.stat().st_size for file in safetensors_files(folder))
@@ -77,7 +79,7 @@ class Reference:
                 f"{memory_bytes() / 1e9:.0f} GB"
             )
         self.dtype = dtype
-        self.model = _read(folder, dtype, None if scheme is None else scheme.storage)
+        self.model = _read(folder, dtype, scheme)
 
     @torch.no_grad()
     def scores(
@@ -113,7 +115,7 @@ def _scores(logits: Tensor, stretch: Stretch) -> Scores:
     return Scores(rows.gather(1, ids).cpu(), best.cpu(), best_ids.cpu())
 
 
-def _read(folder: Path, dtype: torch.dtype, storage: Storage | None) -> Any:
+def _read(folder: Path, dtype: torch.dtype, scheme: QuantizedFormat | None) -> Any:
     import transformers
 
     [name] = read_json(folder / CONFIG_FILE)["architectures"]
@@ -121,10 +123,10 @@ def _read(folder: Path, dtype: torch.dtype, storage: Storage | None) -> Any:
     config = architecture.config_class.from_pretrained(folder, local_files_only=True)
     state: dict[str, Tensor] | None = None
     source: str | None = str(folder)
-    if storage == Storage.MXFP4:
-        config.quantization_config["dequantize"] = True
-    elif storage not in (None, Storage.FLOAT):
-        source, state = None, plain_weights(safetensors_files(folder), dtype, storage)
+    if getattr(config, "quantization_config", {}).get("quant_method") == "mxfp4":
+        config.quantization_config["dequantize"] = True  # transformers can
+    elif scheme is not None and scheme.sign is not None:
+        source, state = None, plain_weights(folder, dtype)
         for name in QUANTIZATION_FIELDS:
             config.__dict__.pop(name, None)
     model = architecture.from_pretrained(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from minisgl.config import FP8_WHILE_LOADING, Activations, EngineConfig, ResolvedConfig
+from minisgl.config import Activations, EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError, UnsupportedModelError, in_one_line
 from minisgl.kernels.linear.quantized import multiplies_fp8
 from minisgl.llm import LLM
 from minisgl.models.config import ModelConfig, NativeConfig
+from minisgl.models.formats import FP8_WHILE_LOADING
 from minisgl.models.hub import locate_model
 from minisgl.models.registry import read_model_config
 from minisgl.text.parsing.selection import choose_format
@@ -137,7 +138,8 @@ def _in_fp8(config: ResolvedConfig, model: ModelConfig) -> Fp8:
         inputs = scheme.activations
     if inputs == Activations.NONE and config.kv_dtype != config.dtype:
         inputs = Activations.TOKEN  # keys and values alone cost less
-    return Fp8(inputs, weights=scheme is FP8_WHILE_LOADING)
+    group = 0 if scheme is None else scheme.group
+    return Fp8(inputs, group, weights=scheme is FP8_WHILE_LOADING)
 
 
 def _facts(model: ModelConfig, config: ResolvedConfig) -> list[str]:

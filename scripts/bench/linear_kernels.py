@@ -36,7 +36,7 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.epilogue import Epilogue
-from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights, dequantize
+from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.mxfp4 import EXPONENT_BIAS, Mxfp4Experts, Mxfp4Weights, packed_scales
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, ExpertWeights, Routing, topk_softmax
@@ -225,7 +225,7 @@ def fp8_problem(shape: Shape, m: int, *, blocks: bool) -> Problem:
         partial(linear, x, bias=None),
         {"torch": by_torch},
         partial(choose_tiles, tuning=tuning_of(DEVICE), group=group),
-        expected=(x.data.float() * scale) @ dequantize(weights[0]).float().T,
+        expected=(x.data.float() * scale) @ weights[0].dequantized().float().T,
         tolerance=0.004,
     )
 

@@ -27,13 +27,9 @@ from minisgl.config import (
     EngineConfig,
     ExpertFacts,
     ModelFacts,
-    Quantized,
-    QuantScheme,
-    Storage,
     with_layout,
 )
 from minisgl.config.parallel import (
-    INT4_MULTIPLE,
     USUAL_TOKENS,
     Layout,
     Load,
@@ -43,7 +39,7 @@ from minisgl.config.parallel import (
 )
 from minisgl.engine.startup import scheduler_of
 from minisgl.errors import ConfigError
-from minisgl.kernels.linear.quantized import CHUNK
+from minisgl.models.formats.int4 import Awq
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.several_ranks import SeveralRanks
@@ -247,15 +243,14 @@ def test_parts_are_preferred_unless_they_are_padded_or_cannot_be_cut(tmp_path: P
 
 
 def test_int4_experts_are_not_cut_below_what_kernels_take() -> None:
-    assert INT4_MULTIPLE == CHUNK
-    scheme = QuantScheme(bits=4, storage=Storage.AWQ, strategy="group", group_size=32)
+    scheme = Awq(group_size=32)
     experts = ExpertFacts(
         num_layers=2,
         num_experts=8,
         num_chosen=2,
         num_weights=3 * 96 * 256,
         size=96,
-        quantized=Quantized.of(scheme, [(96, 256), (96, 256), (256, 96)]),
+        quantized=scheme.quantized([(96, 256), (96, 256), (256, 96)]),
     )
     facts = replace(MODEL, experts=experts)
     assert not Layout(2).can_divide(facts) and Layout(2, ep=True).can_divide(facts)

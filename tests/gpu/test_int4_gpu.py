@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
-from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear import select_product
 from minisgl.kernels.linear.dense_product import DenseProduct
@@ -25,8 +24,9 @@ from minisgl.kernels.linear.weight_only.weight_only_tiles import allocate_worksp
 from minisgl.kernels.linear.weight_only.weights import WeightWords, values
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import H200
-from minisgl.layers.formats import QuantizedFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
+from minisgl.models.formats.int4 import CompressedInt4
 from minisgl.shards import whole
 
 pytestmark = pytest.mark.gpu
@@ -243,12 +243,9 @@ class GivenNorm:
 
 
 def test_a_prepared_layer_gives_back_the_memory_of_the_scales() -> None:
-    scheme = QuantScheme(bits=4, storage=Storage.COMPRESSED, strategy="group", group_size=128)
-    format = QuantizedFormat(
+    format = WeightFormat(
         dtype=torch.bfloat16,
-        scheme=scheme,
-        activations=Activations.NONE,
-        scale_dtype=torch.bfloat16,
+        scheme=CompressedInt4(group_size=128, scale_dtype=torch.bfloat16),
         is_quantized=lambda name: True,
     )
     with GPU:

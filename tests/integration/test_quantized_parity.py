@@ -23,8 +23,7 @@ from support.parity import FOLDER, Case, check
 from support.quantized import FORMATS, Quantized, load_plain, quantize, round_inputs
 
 from minisgl.config import Activations
-from minisgl.kernels.linear import quantized as kernels
-from minisgl.kernels.linear.quantized import Fp8Product
+from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.layers.experts import FusedExperts
@@ -274,7 +273,7 @@ def engine_case(spec: str, format: str) -> Case:
 
 
 def swap_nibbles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(packing, "_AWQ_ORDER", list(range(8)))
+    patch.setattr(packing, "AWQ_ORDER", list(range(8)))
 
 
 def transpose_scales(patch: pytest.MonkeyPatch) -> None:
@@ -288,27 +287,27 @@ def square(block_scales: Callable[..., torch.Tensor], args: Any, named: Any) -> 
 
 
 def divide_by_scales(patch: pytest.MonkeyPatch) -> None:
-    dequantize = kernels.dequantize
+    dequantized = Fp8Weights.dequantized
 
-    def dividing(weights: Any) -> torch.Tensor:
-        return dequantize(weights._replace(scale=1 / weights.scale))
+    def dividing(weights: Fp8Weights) -> torch.Tensor:
+        return dequantized(weights._replace(scale=1 / weights.scale))
 
-    patch.setattr(kernels, "dequantize", dividing)
+    patch.setattr(Fp8Weights, "dequantized", dividing)
 
 
 def zero_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    dequantize = kernels.dequantize
+    dequantized = Int4Weights.dequantized
 
-    def shifted(weights: Any) -> torch.Tensor:
+    def shifted(weights: Int4Weights) -> torch.Tensor:
         zero = torch.full(weights.scale.shape, 7, dtype=torch.uint8)
-        return dequantize(weights._replace(zero=zero))
+        return dequantized(weights._replace(zero=zero))
 
-    patch.setattr(kernels, "dequantize", shifted)
+    patch.setattr(Int4Weights, "dequantized", shifted)
 
 
 def zeros_of_another_order(patch: pytest.MonkeyPatch) -> None:
     numbers_of = packing.numbers_of
-    patch.setattr(packing, "numbers_of", lambda packed, shard: numbers_of(packed, shard).flip(-1))
+    patch.setattr(packing, "numbers_of", lambda *args: numbers_of(*args).flip(-1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.reference import ByRouter, Routing, fused_experts, topk_softmax
 from minisgl.layers.experts import FusedExperts
-from minisgl.layers.formats import DenseFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.models.adopted.modules import MapOf, NormOf, SharedProduct
 from minisgl.models.adopted.rows import ExpertSum, Rows, StreamError
@@ -29,7 +29,7 @@ def seeded() -> None:
 
 def linear(inputs: int, **outputs: int) -> Linear:
     parts = {name: whole(size) for name, size in outputs.items()}
-    made = Linear(whole(inputs), parts, DenseFormat(torch.float32))
+    made = Linear(whole(inputs), parts, WeightFormat(torch.float32))
     for weight in made.parameters():
         weight.normal_()
     return made
@@ -161,7 +161,7 @@ def test_halves_of_a_packed_map_gate() -> None:
 def test_experts_are_added_to_the_stream() -> None:
     from minisgl.distributed.communicator import SINGLE_RANK
 
-    experts = FusedExperts(4, SIZE, INNER, DenseFormat(torch.float32), SINGLE_RANK)
+    experts = FusedExperts(4, SIZE, INNER, WeightFormat(torch.float32), SINGLE_RANK)
     for weight in experts.parameters():
         weight.normal_()
     rows, x = torch.randn(1, NUM_ROWS, SIZE), torch.randn(NUM_ROWS, SIZE)

@@ -44,6 +44,7 @@ from minisgl.layers import grouped_experts
 from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.deepseek import GLM, KIMI, V2, V3, LatentConfig
+from minisgl.models.formats.fp8 import Fp8Blocks
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
@@ -377,7 +378,7 @@ def test_relatives_of_v3_are_read(tmp_path: Path) -> None:
     assert config.experts is not None and config.experts.routing is not None
     assert (config.experts.routing.num_groups, config.experts.routing.num_kept) == (8, 4)
     assert config.scale == pytest.approx(256**-0.5 * 1.3688879**2, rel=1e-5)
-    assert config.quantization is not None and config.quantization.strategy == "block"
+    assert isinstance(config.quantization, Fp8Blocks)
     moonlight = {"q_lora_rank": None, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446}
     values = MODELS["DeepSeek-V2-Lite"] | common | moonlight | {"topk_method": "noaux_tc"}
     values |= {"norm_topk_prob": True, "rope_scaling": None, "aux_loss_alpha": 0.001}
@@ -463,7 +464,7 @@ def test_what_the_config_leaves_out_is_that_of_transformers(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "changes", "error", "message"),
     [
-        ("GLM-4.7-Flash", {"attention_bias": True}, UnsupportedModelError, "attention_bias true"),
+        ("GLM-4.7-Flash", {"attention_bias": True}, UnsupportedModelError, "attention_bias True"),
         ("GLM-4.7-Flash", {"rope_interleave": False}, UnsupportedModelError, "rope_interleave"),
         ("GLM-4.7-Flash", {"moe_layer_freq": 2}, UnsupportedModelError, "moe_layer_freq"),
         ("GLM-4.7-Flash", {"topk_method": "greedy"}, UnsupportedModelError, "'greedy'"),

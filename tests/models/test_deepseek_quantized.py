@@ -17,11 +17,12 @@ from support.native_models import leave_inputs, load_native
 from support.paged import PagedModel
 from support.quantized import FORMATS, load_plain, quantize
 
-from minisgl.config import FP8_WHILE_LOADING, Quantized
+from minisgl.config import Quantized
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.models.deepseek import LatentConfig, LatentForCausalLM
+from minisgl.models.formats import FP8_WHILE_LOADING
 from minisgl.models.registry import read_model_config
 
 

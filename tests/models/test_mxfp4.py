@@ -26,11 +26,11 @@ from support.paged import PagedModel
 from support.ranks import Rank
 from torch import Tensor
 
-from minisgl.config import Storage
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.layers.experts import FusedExperts
+from minisgl.models.formats.mxfp4 import Mxfp4
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -195,7 +195,7 @@ def test_blocks_that_are_all_but_zero_are_zero(made: Made, tmp_path: Path) -> No
 
     product = experts_of(load(changed(made, tmp_path / "small", change)), 1).product
     assert isinstance(product, Mxfp4Experts)
-    assert not product.down.values(3).any()
+    assert not product.down.expert(3).dequantized().any()
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_blocks_that_are_all_but_zero_are_zero(made: Made, tmp_path: Path) -> No
 
 def test_the_scheme_is_of_experts_alone(made: Made) -> None:
     config = read_model_config(made.folder)
-    assert config.quantization is not None and config.quantization.storage == Storage.MXFP4
+    assert config.quantization is not None and config.quantization == Mxfp4()
     facts = config.facts()
     assert facts.quantized is None and not facts.fp8_activations
     assert facts.experts is not None and facts.experts.quantized is not None
@@ -232,7 +232,7 @@ def test_fp8_while_loading_is_refused_for_such_experts(made: Made) -> None:
 def test_dummy_weights_keep_the_size_of_activations(made: Made) -> None:
     experts = experts_of(load(made.folder, load_format="dummy"), 0)
     assert isinstance(experts.product, Mxfp4Experts)
-    matrix = experts.product.gate_up.values(2)
+    matrix = experts.product.gate_up.expert(2).dequantized()
     assert 0.5 < float(matrix.std()) * 128**0.5 < 2
     x = torch.randn(5, 128)
     out = experts.product.reference(x, ByRouter(torch.randn(5, 8), Routing(2, normalize=True)))

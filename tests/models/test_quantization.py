@@ -13,30 +13,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.quantized import AWQ, FORMATS, FP8_BLOCK, GPTQ
 
-from minisgl.config import FP8_WHILE_LOADING, Activations, EngineConfig, QuantScheme, Storage
+from minisgl.config import Activations, EngineConfig
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.models.config_reader import Fields
+from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat
+from minisgl.models.formats.fp8 import Fp8, Fp8Blocks
+from minisgl.models.formats.int4 import Awq, CompressedInt4, Gptq, GptqV2
 from minisgl.models.quantization import read_quantization
 from minisgl.models.registry import read_model_config
 
-FP8 = {"bits": 8, "storage": Storage.FP8}
-COMPRESSED = {"bits": 8, "storage": Storage.COMPRESSED}
-INT4 = {"bits": 4, "strategy": "group", "group_size": 128}
-TOKEN, GROUP, STATIC = Activations.TOKEN, Activations.GROUP, Activations.STATIC
-SCHEMES = {
-    "fp8-block": QuantScheme(**FP8, strategy="block", activations=GROUP),
-    "fp8-tensor": QuantScheme(**FP8, strategy="tensor", activations=TOKEN),
-    "fp8-static": QuantScheme(**FP8, strategy="tensor", activations=STATIC),
-    "modelopt": QuantScheme(**FP8, strategy="tensor", activations=STATIC),
-    "fbgemm": QuantScheme(**FP8, strategy="channel", activations=TOKEN),
-    "ct-fp8-channel": QuantScheme(**COMPRESSED, strategy="channel", activations=TOKEN),
-    "ct-fp8-static": QuantScheme(**COMPRESSED, strategy="tensor", activations=STATIC),
-    "ct-fp8-block": QuantScheme(**COMPRESSED, strategy="block", activations=GROUP),
-    "ct-int4": QuantScheme(**INT4, storage=Storage.COMPRESSED),
-    "ct-int4-zeros": QuantScheme(**INT4, storage=Storage.COMPRESSED, symmetric=False),
-    "awq": QuantScheme(**INT4, storage=Storage.AWQ, symmetric=False),
-    "gptq": QuantScheme(**INT4, storage=Storage.GPTQ),
-    "gptq-v2-32": QuantScheme(**{**INT4, "group_size": 32}, storage=Storage.GPTQ_V2),
+TOKEN, GROUP = Activations.TOKEN, Activations.GROUP
+STATIC = Fp8(of_rows=False, activations=Activations.STATIC, scales_inputs=True)
+SCHEMES: dict[str, QuantizedFormat] = {
+    "fp8-block": Fp8Blocks(scale_name="weight_scale_inv", activations=GROUP),
+    "fp8-tensor": Fp8(of_rows=False, activations=TOKEN),
+    "fp8-static": STATIC,
+    "modelopt": STATIC,
+    "fbgemm": Fp8(activations=TOKEN),
+    "ct-fp8-channel": Fp8(activations=TOKEN),
+    "ct-fp8-static": STATIC,
+    "ct-fp8-block": Fp8Blocks(activations=GROUP),
+    "ct-int4": CompressedInt4(group_size=128),
+    "ct-int4-zeros": CompressedInt4(group_size=128, symmetric=False),
+    "awq": Awq(group_size=128),
+    "gptq": Gptq(group_size=128),
+    "gptq-v2-32": GptqV2(group_size=32),
 }
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
@@ -45,7 +46,7 @@ PACKED = FORMATS["ct-int4"].config
 
 def read(
     folder: Path, config: object, model: str = "Qwen3-8B", option: str | None = None
-) -> QuantScheme | None:
+) -> QuantizedFormat | None:
     values = {**MODELS[model], "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(values))
     return read_model_config(folder, quantization=option).quantization
@@ -99,6 +100,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         (changed(CHANNEL, w_observer="minmax", w_observer_kwargs={"a": 1}), "ct-fp8-channel"),
         (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
         (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
+        (changed(CHANNEL, provider="auto-round"), "ct-fp8-channel"),
         (changed(PACKED, w_actorder="static"), "ct-int4"),
         (changed(PACKED, w_actorder="weight"), "ct-int4"),
     ],
@@ -139,7 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"quant_method": method},
             f"quant_method '{method}'.*are FP8.*--quantization fp8",
         )
-        for method in ("bitsandbytes", "gguf", "hqq", "torchao")
+        for method in ("bitsandbytes", "gguf", "hqq", "torchao", "modelopt FP8")
     ],
     ({"quant_method": "mxfp4"}, "MXFP4 experts .*gpt-oss alone"),
     ({"quant_method": "mxfp4", "dequantize": True}, "dequantize True"),
@@ -197,7 +199,8 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def test_two_schemes_in_one_model_are_refused(tmp_path: Path) -> None:
     config = json.loads(json.dumps(CHANNEL))
-    config["config_groups"]["group_1"] = PACKED["config_groups"]["group_0"]
+    packed = PACKED["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = {**packed, "format": "pack-quantized"}
     with pytest.raises(UnsupportedModelError, match=r"group_0 is FP8 .*group_1 is INT4"):
         read(tmp_path, config)
     # The same in two groups is one.

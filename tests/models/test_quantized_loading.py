@@ -19,7 +19,7 @@ from support.quantized import FORMATS, Quantized, Tensors, edit_config, edit_ten
 from support.ranks import Rank
 from torch import Tensor
 
-from minisgl.config import FP8_WHILE_LOADING, EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine.startup import load as start
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.kernels.linear.quantized import (
@@ -27,13 +27,13 @@ from minisgl.kernels.linear.quantized import (
     Fp8Product,
     Fp8Weights,
     Int4Product,
-    dequantize,
     quantize_rows,
 )
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
-from minisgl.models import packing, quantized_matrix
+from minisgl.models import packing
+from minisgl.models.formats import fp8
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -108,13 +108,13 @@ def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
     for path, module in model.named_modules():
         product = getattr(module, "product", None)
         if isinstance(module, Linear) and isinstance(product, Fp8Product | Int4Product):
-            rows = dequantize(product.weight).split([part.size for part in module.parts.values()])
+            rows = product.weight.dequantized().split([part.size for part in module.parts.values()])
             for (name, part), w in zip(module.parts.items(), rows, strict=True):
                 found[f"{path.rpartition('.')[0]}.{name}"] = w, part, module.inputs
         if isinstance(module, FusedExperts) and isinstance(product, Fp8Experts | Int4Experts):
             inner, hidden = module.inner, module.hidden
-            gate, up = dequantize(product.gate_up).chunk(2, dim=1)
-            down = dequantize(product.down)
+            gate, up = product.gate_up.dequantized().chunk(2, dim=1)
+            down = product.down.dequantized()
             for expert in range(len(module.held)):
                 found[f"{path}.{expert}.gate_proj"] = gate[expert], inner, hidden
                 found[f"{path}.{expert}.up_proj"] = up[expert], inner, hidden
@@ -160,7 +160,7 @@ def test_each_rank_has_its_part_of_the_checkpoint(spec: str, format: str, size: 
 
 
 def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, spread, covering = case_of("odd", "fp8-block"), packing._spread, packing.covering
+    case, spread, covering = case_of("odd", "fp8-block"), packing.spread, packing.covering
 
     def from_the_start(values: Tensor, dim: int, shard: Shard, step: int, finer: int) -> Tensor:
         """Blocks begin where the part does, not where the whole matrix does."""
@@ -171,9 +171,9 @@ def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
         return Shard(0, first.size, size.whole)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_spread", from_the_start)
+        patch.setattr(packing, "spread", from_the_start)
         assert any(name.startswith("1: ") for name in wrong_parts(case, 2))
-    monkeypatch.setattr(quantized_matrix, "covering", of_rank_0)
+    monkeypatch.setattr(fp8, "covering", of_rank_0)
     assert any(name.startswith("1: ") for name in wrong_parts(case, 2))
 
 
@@ -631,7 +631,6 @@ def test_the_engine_starts_with_the_option(caplog: pytest.LogCaptureFixture) -> 
     loaded = start(config)
     try:
         assert loaded.model.quantized is not None
-        assert loaded.model.quantized.scheme == FP8_WHILE_LOADING
         assert "Weights: FP8 with one scale per row, inputs rounded per token" in caplog.text
     finally:
         loaded.runner.close()

@@ -27,8 +27,7 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.layers.norm import RMSNorm
-from minisgl.models.hub import DEMO_FOLDER, safetensors_files
-from minisgl.models.registry import read_model_config
+from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner import load, setup
 from minisgl.text.rendering import render
 from minisgl.text.tokenizer import Tokenizer
@@ -209,9 +208,7 @@ def test_what_options_round_to_fp8_is_no_fault(options: dict[str, str]) -> None:
 def test_quantised_weights_are_read_as_their_format_says(name: str, tmp_path: Path) -> None:
     spec = replace(spec_named("llama"), hidden_size=256)
     case = quantize(spec, FORMATS[name], tmp_path)
-    files, scheme = safetensors_files(case.folder), read_model_config(case.folder).quantization
-    assert scheme is not None
-    plain = plain_weights(files, torch.float32, scheme.storage)
+    plain = plain_weights(case.folder, torch.float32)
     assert plain.keys() == load_file(case.plain / "model.safetensors").keys()
     for path, packed in case.packed.items():
         torch.testing.assert_close(plain[f"model.{path}.weight"], packed.weight)

@@ -20,7 +20,7 @@ from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels.residual import Residual, joined, norm
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import own_rows, stream_of_all
-from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -208,11 +208,11 @@ class Eagle3(nn.Module):
                 self.fc_norm = nn.ModuleList(
                     RMSNorm(size, layer.norm_eps, dtype) for _ in config.taps
                 )
-            self.fc = Linear(whole(num_taps * size), {"fc": whole(size)}, DenseFormat(dtype))
+            self.fc = Linear(whole(num_taps * size), {"fc": whole(size)}, WeightFormat(dtype))
             self.layers = nn.ModuleList([_Layer(config, format.within("layers.0"), comm)])
             self.norm = RMSNorm(size, layer.norm_eps, dtype)
             drafted = vocab_shard(config.draft_vocab_size, comm.rank, comm.size)
-            self.lm_head = Linear(whole(size), {"lm_head": drafted}, DenseFormat(dtype))
+            self.lm_head = Linear(whole(size), {"lm_head": drafted}, WeightFormat(dtype))
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self._dtype = dtype
         self._places: tuple[Tensor, Tensor] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl.config import ModelFacts, QuantScheme
+from minisgl.config import ModelFacts
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.networks.eagle3 import Eagle3, Eagle3Config, is_eagle3, read_eagle3
 from minisgl.drafting.networks.mtp import Mtp, mtp_config, mtp_name_of
@@ -21,6 +21,7 @@ from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.decoder import Decoder
 from minisgl.models.deepseek import LEFT_OUT, LatentConfig
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.formats import QuantizedFormat
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import (
     DUMMY_SEED,
@@ -49,7 +50,7 @@ class NetworkConfig:
 
     kind: str  # model, eagle3 or mtp
     of: NativeConfig | Eagle3Config
-    quantization: QuantScheme | None
+    quantization: QuantizedFormat | None
     folder: Path
     stored_layer: int | None = None  # of mtp: the number of its layer, if it has one there
 
@@ -140,10 +141,7 @@ def read_mtp(folder: Path, target: ModelConfig, num_ranks: int = 1) -> NetworkCo
     values = read_json(folder / CONFIG_FILE)
     text = values.get("text_config")
     fields = Fields(text if isinstance(text, dict) else values, CONFIG_FILE)
-    if fields.flag("mtp_use_dedicated_embeddings", False):
-        raise UnsupportedModelError(
-            f"{CONFIG_FILE}: mtp_use_dedicated_embeddings is not supported with mtp."
-        )
+    fields.require("mtp_use_dedicated_embeddings", (None, False), ", with mtp")
     name, layer = "mtp_num_hidden_layers", None
     num_layers = fields.values.get(name, 1)
     if isinstance(config, LatentConfig):
@@ -256,7 +254,7 @@ def _head_name_of(stored_name: str) -> str | None:
     return None if name == "t2d" else name
 
 
-def _destinations(network: Mtp | Eagle3, scheme: QuantScheme | None) -> Destinations:
+def _destinations(network: Mtp | Eagle3, scheme: QuantizedFormat | None) -> Destinations:
     targets = checkpoint_targets(network, scheme)
     if isinstance(network, Eagle3):
         d2t = network.d2t

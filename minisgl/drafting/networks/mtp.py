@@ -18,7 +18,7 @@ from minisgl.drafting.networks.network import Drafted
 from minisgl.drafting.networks.products import prepare_products, share_products
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.residual import Residual
-from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
@@ -98,7 +98,7 @@ class Mtp(nn.Module):
 
         with device:
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
-            self.fc = Linear(whole(2 * size), {"fc": whole(size)}, DenseFormat(dtype))
+            self.fc = Linear(whole(2 * size), {"fc": whole(size)}, WeightFormat(dtype))
             layer = target.layer_type(config, 0, format.within("layers.0"), comm)
             self.layers = nn.ModuleList([layer])
             self.norm = norm()

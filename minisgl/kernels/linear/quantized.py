@@ -12,8 +12,9 @@ of the kernels. The result is rounded once, to the dtype of x.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from minisgl.kernels.linear.product import Product
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # e4m3 has no infinity
 CHUNK = 64  # columns of INT4 weights whose order in memory is that of `pack_int4`
+_RANDOM_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -35,6 +37,34 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 # -- weights --------------------------------------------------------------------------------------
+
+
+class ExpertMatrices(Protocol):
+    """The quantised matrices of experts, or by `expert` one of them."""
+
+    def named(self, name: str) -> dict[str, Tensor]:
+        """The tensors as a layer's parameters."""
+        ...
+
+    def expert(self, index: int) -> Self:
+        """A view of the matrix of one expert."""
+        ...
+
+    def dequantized(self) -> Tensor:
+        """W [..., n, k] float32."""
+        ...
+
+    def fill_randomly(self, std: float, generator: torch.Generator) -> None:
+        """Numbers with a standard deviation of `std`, or nearly."""
+        ...
+
+
+class QuantizedWeights(ExpertMatrices, Protocol):
+    """A quantised matrix, or with a leading dimension one of each expert."""
+
+    def rows(self, first: int, size: int) -> Self:
+        """A view of some rows of a matrix."""
+        ...
 
 
 class Fp8Weights(NamedTuple):
@@ -57,16 +87,32 @@ class Fp8Weights(NamedTuple):
         """The columns of x that share a scale of their own where those of W do."""
         return None if self.block is None else self.block[1]
 
+    def named(self, name: str) -> dict[str, Tensor]:
+        return {name: self.data, f"{name}_scale": self.scale}
+
     def rows(self, first: int, size: int) -> Fp8Weights:
-        """A view of some rows of a matrix. With blocks, `first` is a block's first row."""
+        """As in QuantizedWeights. With blocks, `first` is a block's first row."""
         height = 1 if self.block is None else self.block[0]
         assert first % height == 0
         scale = self.scale[first // height : -(-(first + size) // height)]
         return Fp8Weights(self.data[first : first + size], scale, self.block)
 
     def expert(self, index: int) -> Fp8Weights:
-        """A view of the matrix of one expert."""
         return Fp8Weights(self.data[index], self.scale[index], self.block)
+
+    def dequantized(self) -> Tensor:
+        scale = self.scale[..., None]
+        if self.block is not None:
+            n, k = self.data.shape[-2:]
+            rows = self.scale.repeat_interleave(self.block[0], dim=-2)[..., :n, :]
+            scale = rows.repeat_interleave(self.block[1], dim=-1)[..., :k]
+        return self.data.float() * scale
+
+    def fill_randomly(self, std: float, generator: torch.Generator) -> None:
+        for matrix in self.data if self.data.dim() == 3 else [self.data]:
+            numbers = torch.randn(matrix.shape, generator=generator, device=matrix.device)
+            matrix.copy_((_RANDOM_STD * numbers).clamp(-E4M3_MAX, E4M3_MAX))
+        self.scale.fill_(std / _RANDOM_STD)
 
 
 class Int4Weights(NamedTuple):
@@ -93,19 +139,40 @@ class Int4Weights(NamedTuple):
     def group_size(self) -> int:
         return 4 * self.data.shape[-1] // self.scale.shape[-2]
 
+    def named(self, name: str) -> dict[str, Tensor]:
+        zero = {} if self.zero is None else {f"{name}_zero": self.zero}
+        return {name: self.data, f"{name}_scale": self.scale, **zero}
+
     def rows(self, first: int, size: int) -> Int4Weights:
-        """A view of some rows of a matrix."""
         part = slice(first, first + size)
         zero = None if self.zero is None else self.zero[:, part]
         return Int4Weights(self.data[part], self.scale[:, part], zero)
 
     def expert(self, index: int) -> Int4Weights:
-        """A view of the matrix of one expert."""
         zero = None if self.zero is None else self.zero[index]
         return Int4Weights(self.data[index], self.scale[index], zero)
 
+    def dequantized(self) -> Tensor:
+        zero = 8 if self.zero is None else self._of_columns(self.zero)
+        return (unpack_int4(self.data).float() - zero) * self._of_columns(self.scale.float())
 
-QuantizedWeights = Fp8Weights | Int4Weights
+    def _of_columns(self, values: Tensor) -> Tensor:
+        """[..., k / group_size, n] → [..., n, k]."""
+        return values.mT.repeat_interleave(self.group_size, dim=-1)
+
+    def fill_randomly(self, std: float, generator: torch.Generator) -> None:
+        for packed in self.data if self.data.dim() == 3 else [self.data]:
+            # From 1 to 15, whose mean is the zero point.
+            numbers = torch.randint(
+                *(1, 16, (packed.shape[0], 4 * packed.shape[1])),
+                generator=generator,
+                dtype=torch.uint8,
+                device=packed.device,
+            )
+            packed.copy_(pack_int4(numbers))
+        self.scale.fill_(std / math.sqrt((15**2 - 1) / 12))
+        if self.zero is not None:
+            self.zero.fill_(8)
 
 
 def pack_int4(q: Tensor) -> Tensor:
@@ -128,29 +195,6 @@ def unpack_int4(data: Tensor) -> Tensor:
     return quarters.to(torch.uint8).flatten(-3)
 
 
-def dequantize(weights: QuantizedWeights) -> Tensor:
-    """W [..., n, k] float32."""
-    if isinstance(weights, Fp8Weights):
-        scale = weights.scale
-        if weights.block is None:
-            return weights.data.float() * scale[..., None]
-        return weights.data.float() * _spread(scale, weights.data.shape, weights.block)
-    q = unpack_int4(weights.data)
-    zero = 8 if weights.zero is None else _of_groups(weights.zero, weights.group_size)
-    return (q.float() - zero) * _of_groups(weights.scale.float(), weights.group_size)
-
-
-def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """The scale of each entry of a matrix [..., n, k]."""
-    rows = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
-    return rows.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
-
-
-def _of_groups(values: Tensor, group_size: int) -> Tensor:
-    """[..., k / group_size, n] → [..., n, k]."""
-    return values.mT.repeat_interleave(group_size, dim=-1)
-
-
 # -- rounding -------------------------------------------------------------------------------------
 
 
@@ -160,14 +204,11 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     x: [..., k] of any floating dtype. Returns x8 [..., k] and the scales, float32: [...], or
     [..., ⌈k / group⌉]. Zeros have the scale 1, and a NaN makes NaN of all that share its scale.
     """
-    wide = x.float()
-    if group is None:
-        scale = _scale(wide.abs().amax(-1))
-        return quantize_static(wide, scale[..., None]), scale
     k = x.shape[-1]
-    groups = F.pad(wide, (0, -k % group)).unflatten(-1, (-1, group))
+    groups = F.pad(x.float(), (0, -k % (group or k))).unflatten(-1, (-1, group or k))
     scale = _scale(groups.abs().amax(-1))
-    return quantize_static(groups, scale[..., None]).flatten(-2)[..., :k], scale
+    x8 = quantize_static(groups, scale[..., None]).flatten(-2)[..., :k]
+    return x8, scale if group else scale[..., 0]
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -194,25 +235,45 @@ def rounded(
     if activations == Activations.STATIC:
         assert input_scale is not None
         return quantize_static(x, input_scale).float() * input_scale
-    if activations == Activations.TOKEN:
-        group = None
+    if activations == Activations.TOKEN or group is None:
+        group = x.shape[-1]
     x8, scale = quantize_rows(x, group)
-    if group is not None:
-        scale = scale.repeat_interleave(group, dim=-1)[..., : x.shape[-1]]
-        return x8.float() * scale
-    return x8.float() * scale[..., None]
-
-
-def quantized_linear(x: Tensor, weights: QuantizedWeights, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b in float32, for x as it is."""
-    return F.linear(x.float(), dequantize(weights), None if bias is None else bias.float())
+    return x8.float() * scale.repeat_interleave(group, dim=-1)[..., : x.shape[-1]]
 
 
 # -- products -------------------------------------------------------------------------------------
 
 
-class Fp8Product(Product):
+class QuantizedProduct(Product):
+    """W [n, k] is quantised."""
+
+    weight: QuantizedWeights
+    input_scale: Tensor | None = None  # one float32 number, for STATIC activations
+
+    def __init__(self, weight: QuantizedWeights, bias: Tensor | None = None) -> None:
+        """bias: [n], of x's dtype."""
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        others = {"input_scale": self.input_scale, "bias": self.bias}
+        kept = {name: tensor for name, tensor in others.items() if tensor is not None}
+        return self.weight.named("weight") | kept
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """What is multiplied in the place of x: float32."""
+        return x.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(self.rounded(x), self.weight.dequantized(), bias).to(x.dtype)
+
+
+class Fp8Product(QuantizedProduct):
     """W [n, k] in FP8, and x rounded as `activations` says."""
+
+    weight: Fp8Weights
 
     def __init__(
         self,
@@ -222,46 +283,15 @@ class Fp8Product(Product):
         activations: Activations,
         input_scale: Tensor | None = None,
     ) -> None:
-        """bias: [n], of x's dtype. input_scale: one float32 number, for STATIC activations."""
-        self.weight = weight
-        self.bias = bias
+        super().__init__(weight, bias)
         self.activations = activations
         self.input_scale = input_scale
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        named = {
-            "weight": self.weight.data,
-            "weight_scale": self.weight.scale,
-            "input_scale": self.input_scale,
-            "bias": self.bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        group = None if weight.block is None else weight.block[1]
-        wide = rounded(x, self.activations, group, self.input_scale)
-        return quantized_linear(wide, weight, self.bias).to(x.dtype)
+    def rounded(self, x: Tensor) -> Tensor:
+        return rounded(x, self.activations, self.weight.group, self.input_scale)
 
 
-class Int4Product(Product):
+class Int4Product(QuantizedProduct):
     """W [n, k] in INT4."""
 
-    def __init__(self, weight: Int4Weights, bias: Tensor | None = None) -> None:
-        """bias: [n], of x's dtype."""
-        self.weight = weight
-        self.bias = bias
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        named = {
-            "weight_packed": self.weight.data,
-            "weight_scale": self.weight.scale,
-            "weight_zero": self.weight.zero,
-            "bias": self.bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.weight, self.bias).to(x.dtype)
+    weight: Int4Weights

@@ -12,7 +12,13 @@ from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear import dense_product
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product, Int4Weights
+from minisgl.kernels.linear.quantized import (
+    Fp8Product,
+    Fp8Weights,
+    Int4Product,
+    Int4Weights,
+    QuantizedProduct,
+)
 from minisgl.kernels.linear.weight_only import weight_only_product
 
 
@@ -22,7 +28,7 @@ def fp8_product(
     *,
     activations: Activations,
     input_scale: Tensor | None = None,
-) -> Fp8Product:
+) -> QuantizedProduct:
     """A product with FP8 weights; the arguments are those of Fp8Product."""
     if not runs_triton(weight.data.device):
         return Fp8Product(weight, bias, activations=activations, input_scale=input_scale)
@@ -33,7 +39,7 @@ def fp8_product(
     return TensorCoreProduct(weight, bias, activations=activations, input_scale=input_scale)
 
 
-def int4_product(weight: Int4Weights, bias: Tensor | None) -> Int4Product:
+def int4_product(weight: Int4Weights, bias: Tensor | None) -> QuantizedProduct:
     """A product with INT4 weights; the arguments are those of Int4Product."""
     if not runs_triton(weight.data.device):
         return Int4Product(weight, bias)

@@ -7,6 +7,7 @@ float16. x is never rounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import reference
-from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.quantized_experts import QuantizedExperts
 from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, activated
 
 BLOCK = 32  # columns that share a power of two
@@ -25,6 +26,7 @@ EXPONENT_BIAS = 127
 # the way; smaller ones count as 0.
 LEAST_EXPONENT, LARGEST_EXPONENT = -68, 65
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+_E2M1_STD = (sum(number**2 for number in E2M1) / len(E2M1)) ** 0.5
 GROUP = 16  # rows whose numbers lie together in memory
 
 # Of each quarter of a chunk, the places of the four bits of a number in 32 bits, which have one in
@@ -96,13 +98,25 @@ class Mxfp4Weights(NamedTuple):
             torch.empty((num_experts, k // CHUNK, n), dtype=torch.int32),
         )
 
-    def values(self, expert: int) -> Tensor:
-        """The matrix of an expert: [n, k] float32."""
-        codes = unpack_e2m1(self.data[expert]).long()
+    def named(self, name: str) -> dict[str, Tensor]:
+        return {name: self.data, f"{name}_scale": self.scale}
+
+    def expert(self, index: int) -> Mxfp4Weights:
+        return Mxfp4Weights(self.data[index], self.scale[index])
+
+    def dequantized(self) -> Tensor:
+        codes = unpack_e2m1(self.data).long()
         signed = torch.tensor([*E2M1, *(-number for number in E2M1)], device=codes.device)
-        both = self.scale[expert][..., None].view(torch.bfloat16)  # [k / CHUNK, n, 2]
-        scale = both.float().transpose(0, 1).flatten(1)
-        return signed[codes] * scale.repeat_interleave(BLOCK, dim=1)
+        both = self.scale[..., None].view(torch.bfloat16)  # [..., k / CHUNK, n, 2]
+        scale = both.float().transpose(-3, -2).flatten(-2)
+        return signed[codes] * scale.repeat_interleave(BLOCK, dim=-1)
+
+    def fill_randomly(self, std: float, generator: torch.Generator) -> None:
+        for words in self.data:
+            words.random_(-(1 << 15), 1 << 15, generator=generator)
+        exponent = EXPONENT_BIAS + round(math.log2(std / _E2M1_STD))
+        blocks = torch.full((self.scale.shape[2], 2 * self.scale.shape[1]), exponent)
+        self.scale.copy_(packed_scales(blocks).to(self.scale.device))
 
 
 def packed_scales(exponents: Tensor) -> Tensor:
@@ -116,8 +130,11 @@ def packed_scales(exponents: Tensor) -> Tensor:
     return pairs.mT.contiguous()
 
 
-class Mxfp4Experts(ExpertsProduct):
+class Mxfp4Experts(QuantizedExperts):
     """Experts whose matrices are in MXFP4, and their biases in the dtype of x."""
+
+    gate_up: Mxfp4Weights
+    down: Mxfp4Weights
 
     def __init__(
         self,
@@ -126,22 +143,13 @@ class Mxfp4Experts(ExpertsProduct):
         biases: ExpertBiases | None = None,
         clamped: Clamped | None = None,
     ) -> None:
-        """gate_up: n is 2 · size, an expert's gates first, and k hidden_size; down: n is
-        hidden_size, and k size."""
-        self.gate_up = gate_up
-        self.down = down
+        super().__init__(gate_up, down)
         self.biases = biases
         self.clamped = clamped
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        named = {
-            "gate_up_proj": self.gate_up.data,
-            "gate_up_proj_scale": self.gate_up.scale,
-            "down_proj": self.down.data,
-            "down_proj_scale": self.down.scale,
-        }
-        return named if self.biases is None else named | self.biases.named
+        return {**super().weights, **({} if self.biases is None else self.biases.named)}
 
     def reference(self, x: Tensor, choice: Choice) -> Tensor:
         up_bias, down_bias = self.biases or (None, None)
@@ -154,6 +162,6 @@ class Mxfp4Experts(ExpertsProduct):
 
 
 def _product(x: Tensor, weights: Mxfp4Weights, bias: Tensor | None, expert: int) -> Tensor:
-    matrix = weights.values(expert).to(x.dtype).float()
+    matrix = weights.expert(expert).dequantized().to(x.dtype).float()
     added = None if bias is None else bias[expert].float()
     return F.linear(x.float(), matrix, added).to(x.dtype)

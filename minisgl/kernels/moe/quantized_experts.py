@@ -12,12 +12,13 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.reference import gated_mul
-from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
+    ExpertMatrices,
     Fp8Product,
     Fp8Weights,
     Int4Product,
     Int4Weights,
+    QuantizedProduct,
 )
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
@@ -32,30 +33,48 @@ class InputScales(NamedTuple):
 
 
 class QuantizedExperts(ExpertsProduct):
+    """Experts whose matrices are quantised."""
+
+    gate_up: ExpertMatrices  # [num_experts, 2 · size, hidden_size], an expert's gates first
+    down: ExpertMatrices  # [num_experts, hidden_size, size]
+    input_scales: InputScales | None = None
+
+    def __init__(self, gate_up: ExpertMatrices, down: ExpertMatrices) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        scales = {} if self.input_scales is None else self.input_scales._asdict()
+        named = {f"{name}_proj_input_scale": scale for name, scale in scales.items()}
+        return self.gate_up.named("gate_up_proj") | self.down.named("down_proj") | named
+
+
+class ExpertsOfProducts(QuantizedExperts):
     """Experts whose matrices are products of one expert each, on any device. `gelu`: as in
     ExpertWeights."""
 
     gelu: bool
 
     @abstractmethod
-    def gate_up_of(self, expert: int) -> Product:
-        """[num_rows, hidden_size] → [num_rows, 2 · size], the gates first."""
-        ...
-
-    @abstractmethod
-    def down_of(self, expert: int) -> Product:
-        """[num_rows, size] → [num_rows, hidden_size]."""
+    def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
+        """[num_rows, hidden_size] → [num_rows, 2 · size], the gates first, and [num_rows, size] →
+        [num_rows, hidden_size]."""
         ...
 
     def reference(self, x: Tensor, choice: Choice) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
-            return self.down_of(expert)(gated_mul(self.gate_up_of(expert)(rows), self.gelu))
+            gate_up, down = self.products(expert)
+            return down(gated_mul(gate_up(rows), self.gelu))
 
         return reference.weighted_sum(x, output, choice)
 
 
-class Fp8Experts(QuantizedExperts):
+class Fp8Experts(ExpertsOfProducts):
     """Experts in FP8, and their inputs rounded as `activations` says."""
+
+    gate_up: Fp8Weights
+    down: Fp8Weights
 
     def __init__(
         self,
@@ -66,66 +85,34 @@ class Fp8Experts(QuantizedExperts):
         input_scales: InputScales | None = None,
         gelu: bool = False,
     ) -> None:
-        """gate_up: [num_experts, 2 · size, hidden_size], an expert's gates first; down:
-        [num_experts, hidden_size, size]."""
-        self.gate_up = gate_up
-        self.down = down
+        super().__init__(gate_up, down)
         self.activations = activations
         self.input_scales = input_scales
         self.gelu = gelu
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        named = {
-            "gate_up_proj": self.gate_up.data,
-            "gate_up_proj_scale": self.gate_up.scale,
-            "down_proj": self.down.data,
-            "down_proj_scale": self.down.scale,
-        }
-        if self.input_scales is not None:
-            named["gate_up_proj_input_scale"] = self.input_scales.gate_up
-            named["down_proj_input_scale"] = self.input_scales.down
-        return named
-
     def has_kernels(self, device: torch.device) -> bool:
         return self.activations != Activations.NONE and super().has_kernels(device)
 
-    def gate_up_of(self, expert: int) -> Product:
-        scale = None if self.input_scales is None else self.input_scales.gate_up[expert]
-        return self._product(self.gate_up.expert(expert), scale)
+    def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
+        def product(weights: Fp8Weights, scales: Tensor | None) -> Fp8Product:
+            scale = None if scales is None else scales[expert]
+            return Fp8Product(
+                weights.expert(expert), activations=self.activations, input_scale=scale
+            )
 
-    def down_of(self, expert: int) -> Product:
-        scale = None if self.input_scales is None else self.input_scales.down[expert]
-        return self._product(self.down.expert(expert), scale)
-
-    def _product(self, weight: Fp8Weights, input_scale: Tensor | None) -> Product:
-        return Fp8Product(weight, activations=self.activations, input_scale=input_scale)
+        of_up, of_down = self.input_scales or (None, None)
+        return product(self.gate_up, of_up), product(self.down, of_down)
 
 
-class Int4Experts(QuantizedExperts):
+class Int4Experts(ExpertsOfProducts):
     """Experts in INT4."""
 
+    gate_up: Int4Weights
+    down: Int4Weights
+
     def __init__(self, gate_up: Int4Weights, down: Int4Weights, *, gelu: bool = False) -> None:
-        """gate_up: [num_experts, 2 · size, hidden_size], an expert's gates first; down:
-        [num_experts, hidden_size, size]."""
-        self.gate_up = gate_up
-        self.down = down
+        super().__init__(gate_up, down)
         self.gelu = gelu
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        named = {
-            "gate_up_proj": self.gate_up.data,
-            "gate_up_proj_scale": self.gate_up.scale,
-            "gate_up_proj_zero": self.gate_up.zero,
-            "down_proj": self.down.data,
-            "down_proj_scale": self.down.scale,
-            "down_proj_zero": self.down.zero,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def gate_up_of(self, expert: int) -> Product:
-        return Int4Product(self.gate_up.expert(expert))
-
-    def down_of(self, expert: int) -> Product:
-        return Int4Product(self.down.expert(expert))
+    def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
+        return Int4Product(self.gate_up.expert(expert)), Int4Product(self.down.expert(expert))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from minisgl.config import KVScales, ModelFacts, Quantized, QuantScheme
+from minisgl.config import KVScales, ModelFacts
 from minisgl.errors import ConfigError
 from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.division import Divisibility
 from minisgl.models.adopted.known import Known
 from minisgl.models.adopted.swap import Way
 from minisgl.models.config import ModelConfig
+from minisgl.models.formats import QuantizedFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def facts_of(
     *,
     divides: Divisibility,
     max_seq_len_reason: str | None = None,
-    scheme: QuantScheme | None = None,
+    scheme: QuantizedFormat | None = None,
     kv_scales: tuple[KVScales, ...] | None = None,
 ) -> ModelFacts:
     """The facts of a model with these layers."""
@@ -67,7 +68,7 @@ def facts_of(
         experts = replace(
             experts,
             size=divides.expert_size,
-            quantized=None if scheme is None else Quantized.of(scheme, found.expert_sizes),
+            quantized=None if scheme is None else scheme.quantized(found.expert_sizes),
             not_by_rank=divides.not_by_rank,
         )
     return ModelFacts(
@@ -84,7 +85,7 @@ def facts_of(
         tied=divides.tied,
         divides_embedding=False,
         experts=experts,
-        quantized=None if scheme is None else Quantized.of(scheme, found.map_sizes),
+        quantized=None if scheme is None else scheme.quantized(found.map_sizes),
         kv_scales=kv_scales,
         one_rank=divides.one_rank,
         one_stage=divides.one_stage,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
-from minisgl.config import LayerSpec, ModelFacts, QuantScheme, SharedKV
+from minisgl.config import LayerSpec, ModelFacts, SharedKV
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear import select_product
 from minisgl.kernels.linear.product import Product
@@ -28,6 +28,7 @@ from minisgl.models.adopted.rows import computed, rows_of
 from minisgl.models.adopted.stages import OtherStages
 from minisgl.models.adopted.swap import PACKED
 from minisgl.models.decoder import Taps
+from minisgl.models.formats import QuantizedFormat
 from minisgl.models.target import Target
 from minisgl.models.targets import (
     Destinations,
@@ -143,7 +144,7 @@ class AdoptedModel:
         """The rank's part of the logits: [n, part]."""
         return self._head(hidden)
 
-    def destinations(self, scheme: QuantScheme | None) -> Destinations:
+    def destinations(self, scheme: QuantizedFormat | None) -> Destinations:
         """Where the tensors of a checkpoint go. scheme: of its quantised weights."""
         prefix = f"{self.module.base_model_prefix}."
         targets = checkpoint_targets(self.module, scheme, prefix)

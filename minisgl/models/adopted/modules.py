@@ -16,7 +16,7 @@ from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Routing, choose
 from minisgl.kernels.residual import Residual
 from minisgl.layers.experts import FusedExperts
-from minisgl.layers.formats import DenseFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.models.adopted.rows import (
     Call,
@@ -154,7 +154,7 @@ class RouterOf(Linear):
     def __init__(
         self, name: str, num_experts: int, size: int, dtype: torch.dtype, routing: Routing
     ) -> None:
-        super().__init__(whole(size), {name: whole(num_experts)}, DenseFormat(dtype))
+        super().__init__(whole(size), {name: whole(num_experts)}, WeightFormat(dtype))
         self.routing, self.fuses = routing, False
 
     def forward(self, x: Any) -> Any:

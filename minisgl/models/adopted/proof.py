@@ -25,7 +25,7 @@ from minisgl.config import KVSpec, SharedKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
 from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.kernels.segments import Segments
-from minisgl.layers.formats import DenseFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.models.adopted.assembly import assemble, skeleton
 from minisgl.models.adopted.config import facts_of
 from minisgl.models.adopted.discover import Discovered, discover, inputs, num_layers_of_each_kind
@@ -176,7 +176,7 @@ class Small:
             facts,
             self.known,
             way,
-            format=DenseFormat(torch.float32),
+            format=WeightFormat(torch.float32),
             device=device,
             comm=comm,
             layers=layers or range(len(self.found.layers)),

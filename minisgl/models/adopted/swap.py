@@ -13,7 +13,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.reference import Routing
-from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, RowParallelLinear
 from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.division import Division, Kind
@@ -104,7 +104,7 @@ class Swap:
     def head(self, name: str, vocab: Shard) -> None:
         """Swap the head of the model. vocab: of which this rank computes the logits."""
         head = self.model.get_submodule(name)
-        format = DenseFormat(self.format.dtype)
+        format = WeightFormat(self.format.dtype)
         inputs = whole(head.in_features)
         linear = Linear(inputs, {_last(name): vocab}, format, bias=head.bias is not None)
         self._add(name, linear)

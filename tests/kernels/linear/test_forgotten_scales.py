@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.config import QuantScheme, Storage
-from minisgl.kernels.linear.quantized import dequantize
 from minisgl.kernels.linear.weight_only.weight_only_product import WeightOnlyInt4Product
 from minisgl.kernels.linear.weight_only.weights import values
-from minisgl.layers.formats import QuantizedFormat
+from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
+from minisgl.models.formats.int4 import CompressedInt4
 from minisgl.shards import whole
 
 HALF = torch.float16
@@ -19,23 +18,15 @@ HALF = torch.float16
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_words_have_all_that_is_read_of_the_scales(symmetric: bool) -> None:
     torch.manual_seed(0)
-    scheme = QuantScheme(
-        bits=4, storage=Storage.COMPRESSED, strategy="group", group_size=128, symmetric=symmetric
-    )
-    format = QuantizedFormat(
-        dtype=HALF,
-        scheme=scheme,
-        activations=scheme.activations,
-        scale_dtype=HALF,
-        is_quantized=lambda name: True,
-    )
+    scheme = CompressedInt4(group_size=128, symmetric=symmetric, scale_dtype=HALF)
+    format = WeightFormat(dtype=HALF, scheme=scheme, is_quantized=lambda name: True)
     layer = Linear(whole(256), {"map": whole(20)}, format)
     weight = layer.product.weight
     weight.data.random_(-(2**15), 2**15)
     weight.scale.uniform_(0.1, 1)
     if weight.zero is not None:
         weight.zero.random_(0, 16)
-    exact = dequantize(weight).to(HALF)
+    exact = weight.dequantized().to(HALF)
 
     product = layer.product = WeightOnlyInt4Product(weight)
     words = product._prepared(HALF)

@@ -15,7 +15,6 @@ from minisgl.kernels.linear.quantized import (
     Fp8Weights,
     Int4Product,
     Int4Weights,
-    dequantize,
     pack_int4,
     quantize_rows,
     quantize_static,
@@ -122,7 +121,7 @@ def test_inputs_that_are_left_alone_are_exact() -> None:
     assert isinstance(product, Fp8Product)
     x, bias = torch.randn(3, K), torch.randn(N)
     product.bias = bias
-    wanted = x.double() @ dequantize(product.weight).double().T + bias.double()
+    wanted = x.double() @ product.weight.dequantized().double().T + bias.double()
     torch.testing.assert_close(product(x).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -132,7 +131,7 @@ def test_inputs_that_are_left_alone_are_exact() -> None:
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (16, 128), (128, 32)])
 def test_each_block_has_its_scale(block: tuple[int, int]) -> None:
     weights = random_fp8(N, K, block=block)
-    w = dequantize(weights)
+    w = weights.dequantized()
     for row, column in ((0, 0), (N - 1, K - 1), (127, 128), (128, 127), (64, 64)):
         scale = weights.scale[row // block[0], column // block[1]]
         assert w[row, column] == weights.data[row, column].float() * scale
@@ -140,7 +139,7 @@ def test_each_block_has_its_scale(block: tuple[int, int]) -> None:
 
 def test_a_view_of_rows_takes_its_blocks_with_it() -> None:
     weights = random_fp8(N, K, block=(64, 128))
-    assert torch.equal(dequantize(weights.rows(64, 128)), dequantize(weights)[64:])
+    assert torch.equal(weights.rows(64, 128).dequantized(), weights.dequantized()[64:])
     with pytest.raises(AssertionError):
         weights.rows(32, 64)
 
@@ -164,13 +163,13 @@ def test_the_layout_of_int4() -> None:
 def test_each_group_has_its_scale_and_zero_point(group_size: int, symmetric: bool) -> None:
     weights = random_int4(N, K, group_size=group_size, symmetric=symmetric)
     assert weights.group_size == group_size
-    w, q = dequantize(weights), unpack_int4(weights.data)
+    w, q = weights.dequantized(), unpack_int4(weights.data)
     for row, column in ((0, 0), (5, 31), (5, 32), (N - 1, K - 1)):
         group = column // group_size
         zero = 8 if weights.zero is None else int(weights.zero[group, row])
         wanted = (int(q[row, column]) - zero) * weights.scale[group, row].float()
         assert w[row, column] == wanted
-    assert torch.equal(dequantize(weights.rows(7, 20)), w[7:27])
+    assert torch.equal(weights.rows(7, 20).dequantized(), w[7:27])
 
 
 # -- experts --------------------------------------------------------------------------------------
@@ -201,8 +200,9 @@ def test_experts_are_products_of_one_matrix_each(kind: str) -> None:
     wanted = torch.zeros_like(x)
     for row in range(6):
         for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
-            gate, up = experts.gate_up_of(expert)(x[row : row + 1]).chunk(2, dim=-1)
-            wanted[row] += weight * experts.down_of(expert)(gate * gate.sigmoid() * up)[0]
+            gate_up_of, down_of = experts.products(expert)
+            gate, up = gate_up_of(x[row : row + 1]).chunk(2, dim=-1)
+            wanted[row] += weight * down_of(gate * gate.sigmoid() * up)[0]
     # A last place of the inner result may be rounded to another FP8 number.
     assert relative(got, wanted) < (1e-5 if kind in ("int4", "none") else 1e-2)
 

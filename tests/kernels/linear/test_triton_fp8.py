@@ -31,7 +31,7 @@ from minisgl.kernels.tuning import H200, UNTRIED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = LinearTiles(64, 16, 128, num_stages=2)
-BLOCKS = [None, (128, 128), (64, 32), (16, 16)]
+BLOCKS = [None, (128, 128), (64, 32), (16, 16), (1, 32)]
 SHAPES = [(1, 64, 256), (3, 130, 100), (17, 70, 200), (65, 33, 70)]
 
 

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[int, int, Blocks, Activations]] = {
     "blocks": (160, 136, ((8, 128), (128, 128)), GROUP),  # both k end inside a block
     "blocks that ranks cut": (160, 192, ((64, 128), (128, 64)), GROUP),
     "narrow blocks": (128, 48, ((16, 128), (128, 16)), GROUP),
+    "blocks of a row": (160, 96, ((1, 32), (1, 32)), GROUP),  # MXFP8
     "blocks, static": (128, 64, ((64, 128), (128, 64)), STATIC),
     "blocks, tokens": (160, 96, ((32, 128), (128, 32)), TOKEN),
 }

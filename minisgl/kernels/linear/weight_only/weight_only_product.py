@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.launch_options import compiles_gated_norm
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.fusing_product import FusingProduct
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.linear.quantized import CHUNK, Fp8Product, Fp8Weights, Int4Product, Int4Weights
+from minisgl.kernels.linear.quantized import CHUNK, Fp8Weights, Int4Weights, QuantizedProduct
 from minisgl.kernels.linear.weight_only.weights import (
     WeightWords,
     e4m3_span,
@@ -44,23 +43,23 @@ class WeightOnlyKernels(NamedTuple):
     dequantized: Tensor | None
 
 
-class WeightOnlyProduct(FusingProduct):
+class WeightOnlyProduct(FusingProduct, QuantizedProduct):
     """W is quantised, x is not. A subclass says what W is made of."""
 
     bits: ClassVar[int]  # 4 or 8
+    weight: Fp8Weights | Int4Weights
 
-    def __init__(self, bias: Tensor | None) -> None:
-        """bias: [n], of x's dtype."""
-        self.bias = bias
+    def __init__(self, weight: Fp8Weights | Int4Weights, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
         self.kernels: WeightOnlyKernels | None = None  # see share_kernels
         self.dense: DenseProduct | None = None  # with the dense copy: see keep_dense_copies
         self._words: WeightWords | None = None
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """n and k."""
-        ...
+        n, width = self.weight.data.shape
+        return n, width * self.weight.data.element_size() * 8 // self.bits
 
     @property
     @abstractmethod
@@ -73,15 +72,10 @@ class WeightOnlyProduct(FusingProduct):
         """The weights as the kernels read them, for x of this dtype."""
         ...
 
-    @abstractmethod
-    def reference(self, x: Tensor) -> Tensor:
-        """y without the kernels."""
-        ...
-
     def __call__(self, x: Tensor) -> Tensor:
         kernels = self.kernels
         if kernels is None:
-            return self.reference(x)
+            return super().__call__(x)
         if dense := self._dense_for(x.shape[0]):
             return dense(x)
         if x.shape[0] <= kernels.tuning.weight_only_rows:
@@ -158,19 +152,11 @@ class WeightOnlyProduct(FusingProduct):
         return self._words
 
 
-class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
+class WeightOnlyInt4Product(WeightOnlyProduct):
     """W in INT4."""
 
-    bits, reference = 4, Int4Product.__call__
-
-    def __init__(self, weight: Int4Weights, bias: Tensor | None = None) -> None:
-        Int4Product.__init__(self, weight, bias)
-        WeightOnlyProduct.__init__(self, bias)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, quarters = self.weight.data.shape
-        return n, 4 * quarters
+    bits = 4
+    weight: Int4Weights
 
     @property
     def span(self) -> int:
@@ -191,19 +177,11 @@ class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
         self.weight = Int4Weights(data, scale.to("meta"), None if zero is None else zero.to("meta"))
 
 
-class WeightOnlyFp8Product(WeightOnlyProduct, Fp8Product):
+class WeightOnlyFp8Product(WeightOnlyProduct):
     """W in FP8."""
 
-    bits, reference = 8, Fp8Product.__call__
-
-    def __init__(self, weight: Fp8Weights, bias: Tensor | None = None) -> None:
-        Fp8Product.__init__(self, weight, bias, activations=Activations.NONE)
-        WeightOnlyProduct.__init__(self, bias)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, k = self.weight.data.shape
-        return n, k
+    bits = 8
+    weight: Fp8Weights
 
     @property
     def span(self) -> int | None:
