@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
@@ -74,13 +75,16 @@ class SelfAttention(nn.Module):
 
     def attend(self, qkv: Tensor, rows: Tensor, step: Step) -> Residual:
         """As forward, given q, k and v of x, and the stream as one tensor."""
-        kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_tables[self._layer])
         if not self.has_gate:
-            out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
-            return self.o_proj.add_to(out.flatten(1), rows)
+            return self.o_proj.add_to(self._attended(qkv, step), rows)
         qkv, gate = qkv.tensor_split((-self.spec.num_heads * self.spec.head_dim,), dim=1)
-        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
-        return self.o_proj.add_to(out.flatten(1).mul_(gate.sigmoid()), rows)
+        return self.o_proj.add_to(self._attended(qkv, step).mul_(gate.sigmoid()), rows)
+
+    def _attended(self, qkv: Tensor, step: Step) -> Tensor:
+        """Returns [num_rows, num_heads * head_dim]."""
+        norm_rope = self._norm_rope(step.rotary_tables[self._layer])
+        call = AttentionCall(qkv, step.kv(self._layer), self.spec, self.sinks, norm_rope)
+        return step.attention(call, step.batch).flatten(1)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:
         q_norm, k_norm = self.q_norm, self.k_norm

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
@@ -130,6 +131,6 @@ class LatentAttention(nn.Module):
         queries = dispatch.store_latents(
             latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, to_keys, kv.scales.k
         )
-        attended = step.attention(queries, kv, batch, self.spec)
+        attended = step.attention(AttentionCall(queries, kv, self.spec), batch)
         out = dispatch.values_of_latents(attended, to_values)
         return self.o_proj.add_to(out.flatten(1), rows)

@@ -19,10 +19,7 @@ class NormedAttention(SelfAttention):
         """(the result, of all ranks together; the stream as one tensor). Writes the rows' K and V
         into the layer's KV cache."""
         qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
-        norm_rope = self._norm_rope(step.rotary_tables[self._layer])
-        kv = step.kv(self._layer)
-        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec)
-        return self.o_proj.summed(self.o_proj(out.flatten(1))), rows
+        return self.o_proj.summed(self.o_proj(self._attended(qkv, step))), rows
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:
         v_is_k = "v_proj" not in self.qkv_proj.parts

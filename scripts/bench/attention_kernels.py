@@ -22,6 +22,7 @@ from torch import Tensor
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -163,7 +164,7 @@ def decode_problem(case: Sequences) -> Problem:
     def calls(attention: Attention) -> Sequence[Call]:
         prepare(attention, rows, PrefillBatch.of(empty, (), ()))
         decode, spec = attention.decode_backend.decode, case.heads.spec
-        return [partial(decode, q, layer, rows, spec) for layer in layers]
+        return [partial(decode, AttentionCall(q, layer, spec), rows) for layer in layers]
 
     tiles = partial(case.heads.tiles, case.count * case.heads.num_kv_heads)
     return case.problem(calls, case.backends(), tiles)
@@ -177,7 +178,8 @@ def prompt_problem(case: Sequences) -> Problem:
 
     def calls(attention: Attention) -> Sequence[Call]:
         prepare(attention, DecodeBatch(empty, empty[:, 0], 0, ()), rows)
-        return [partial(attention.prefill_backend.prefill, q, layer, rows, case.heads.spec)]
+        call = AttentionCall(q, layer, case.heads.spec)
+        return [partial(attention.prefill_backend.prefill, call, rows)]
 
     return case.problem(calls, case.backends(), case.heads.tiles, captured=False)
 
@@ -204,7 +206,7 @@ def chunk_problem(case: Sequences) -> Problem:
 
     def calls(attention: Attention) -> Sequence[Call]:
         prefill, spec = attention.prefill_backend.prefill, case.heads.spec
-        return [partial(prefill, q, layer, rows, spec) for layer in layers]
+        return [partial(prefill, AttentionCall(q, layer, spec), rows) for layer in layers]
 
     tiles = case.heads.tiles
     unsplit = replace(tiles(), programs_per_sm=0)

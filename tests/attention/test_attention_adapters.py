@@ -32,6 +32,7 @@ from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionBackend,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -123,10 +124,10 @@ class Case:
         outputs = []
         if self.decodes.num_rows:
             decode = attention.decode_backend.decode
-            outputs.append(decode(self.decode_q, self.kv, self.decodes, self.spec))
+            outputs.append(decode(AttentionCall(self.decode_q, self.kv, self.spec), self.decodes))
         if self.chunks.lengths:
             prefill = attention.prefill_backend.prefill
-            outputs.append(prefill(self.chunk_q, self.kv, self.chunks, self.spec))
+            outputs.append(prefill(AttentionCall(self.chunk_q, self.kv, self.spec), self.chunks))
         return outputs
 
 
@@ -327,8 +328,8 @@ def test_adapters_accept_strided_queries(packages: Callable[..., None]) -> None:
     attention.prepare(case.inputs())
     views = wide[:, :4]
     assert not views.is_contiguous()
-    out = attention.decode_backend.decode(views, case.kv, case.decodes, case.spec)
-    right = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
+    out = attention.decode_backend.decode(AttentionCall(views, case.kv, case.spec), case.decodes)
+    right = TorchAttention().decode(AttentionCall(case.decode_q, case.kv, case.spec), case.decodes)
     torch.testing.assert_close(out, right)
 
 
@@ -396,8 +397,12 @@ def test_a_host_plan_reads_the_lengths_that_only_the_device_knows(
     attention = make_attention("fi", "fi", case.shape)
     assert isinstance(attention.decode_backend, HostPlanned)
     attention.decode_backend.plan_decode(decodes)
-    found = attention.decode_backend.decode(case.decode_q, case.kv, decodes, case.spec)
-    expected = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
+    found = attention.decode_backend.decode(
+        AttentionCall(case.decode_q, case.kv, case.spec), decodes
+    )
+    expected = TorchAttention().decode(
+        AttentionCall(case.decode_q, case.kv, case.spec), case.decodes
+    )
     torch.testing.assert_close(found[:2], expected[:2])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.attention_packages import (
     FLASH,
     module,
@@ -22,9 +23,18 @@ from minisgl.attention.backends import (
     make_attention,
     make_captured_attention,
 )
-from minisgl.attention.base import Attention
+from minisgl.attention.base import (
+    Attention,
+    AttentionCall,
+    BatchSlots,
+    DecodeBatch,
+    ForwardBatch,
+    PrefillBatch,
+)
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+from minisgl.kernels.segments import Segments
 
 
 @pytest.mark.parametrize(
@@ -191,6 +201,49 @@ def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(
     assert found.best_first("decode") == ()
     words = "sliding windows and no soft caps and no attention sinks"
     assert found.missing["torch"] == f"torch computes no {words}"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [each for each in dataclasses.fields(AttentionSpec) if each.default is not dataclasses.MISSING],
+    ids=lambda each: each.name,
+)
+def test_a_backend_declares_each_property_beyond_plain_attention_or_refuses_it(
+    everything: None, monkeypatch: pytest.MonkeyPatch, field: dataclasses.Field[Any]
+) -> None:
+    facts = dataclasses.replace(BACKENDS["torch"].facts, extras=())
+    monkeypatch.setitem(BACKENDS, "torch", dataclasses.replace(BACKENDS["torch"], facts=facts))
+    layer, _ = layers(128, 2, **{field.name: True if field.default is False else 9})
+    (extra,) = layer.extras()
+    assert available_backends(None, {layer}).missing["torch"] == f"torch computes no {extra}"
+
+
+def test_both_backends_of_a_step_get_the_call_of_the_layer_with_their_rows() -> None:
+    @dataclasses.dataclass
+    class Noting:
+        calls: list[AttentionCall] = dataclasses.field(default_factory=list)
+
+        def decode(self, call: AttentionCall, batch: DecodeBatch | PrefillBatch) -> Tensor:
+            self.calls.append(call)
+            return call.q
+
+        prefill = decode
+
+    q, kv = torch.randn(5, 2, 8), PagedKV(*torch.zeros(2, 3, 4, 1, 8))
+    spec, _ = layers(8, 2, window=3, sinks=True)
+    call, numbers = AttentionCall(q, kv, spec, torch.zeros(2)), torch.zeros(5, dtype=torch.int64)
+    table = torch.ones((2, 1), dtype=torch.int32)
+    batch = ForwardBatch(
+        *[numbers] * 3,
+        DecodeBatch(table, torch.ones(2, dtype=torch.int32), 1),
+        PrefillBatch.of(table[:1], (0,), (3,)),
+        BatchSlots(numbers, Segments(numbers, numbers, numbers)),
+    )
+    backends = Noting(), Noting()
+    assert torch.equal(Attention(*backends)(call, batch), q)
+    for noted, rows in zip(backends, (q[2:], q[:2]), strict=True):
+        [got] = noted.calls
+        assert torch.equal(got.q, rows) and dataclasses.replace(got, q=q) == call
 
 
 def test_flashinfer_plans_for_layers_with_different_heads(everything: None) -> None:

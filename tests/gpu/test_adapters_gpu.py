@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.attention.backends import available_backends, make_attention
 from minisgl.attention.base import (
     Attention,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -104,11 +105,11 @@ class Step:
         num_decodes = self.inputs.decodes.num_rows
         parts = []
         if num_decodes:
-            decode = attention.decode_backend.decode
-            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, self.spec))
+            call = AttentionCall(q[:num_decodes], kv, self.spec)
+            parts.append(attention.decode_backend.decode(call, self.inputs.decodes))
         if num_decodes < len(q):
-            prefill = attention.prefill_backend.prefill
-            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, self.spec))
+            call = AttentionCall(q[num_decodes:], kv, self.spec)
+            parts.append(attention.prefill_backend.prefill(call, self.inputs.chunks))
         return torch.cat(parts)
 
     def expected(self) -> Tensor:

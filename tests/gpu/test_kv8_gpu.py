@@ -25,6 +25,7 @@ from support.layer_cases import Heads, check_heads
 
 from minisgl.attention.backends import available_backends, make_attention
 from minisgl.attention.base import (
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -90,8 +91,8 @@ def test_queries_in_bfloat16_keep_their_range(power: int) -> None:
     scale = shape.spec.scale * 2.0**-power
     spec = type(shape.spec)(num_heads=16, num_kv_heads=4, head_dim=128, scale=scale)
     for attend, batch in ((backend.decode, rows), (backend.prefill, chunks)):
-        out = attend(q, kv, batch, shape.spec)
-        assert torch.equal(attend(q * 2.0**power, kv, batch, spec), out)
+        out = attend(shape.call(q, kv), batch)
+        assert torch.equal(attend(AttentionCall(q * 2.0**power, kv, spec), batch), out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,10 +112,10 @@ def test_a_captured_graph_turns_and_stores() -> None:
     qkv, norm_rope = shape.qkv(5), shape.norm_rope(32768, normed=True)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     forget_own(kv, rows)
-    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    backend.decode(shape.call(qkv, kv, norm_rope), rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+        out = backend.decode(shape.call(qkv, kv, norm_rope), rows)
     for _ in range(4):
         qkv.copy_(torch.randn_like(qkv))
         forget_own(kv, rows)
@@ -156,12 +157,12 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
     )
     reference = TorchAttention()
     q = shape.queries(3).contiguous()
-    out = attention.decode_backend.decode(q, kv, rows, shape.spec)
+    out = attention.decode_backend.decode(shape.call(q, kv), rows)
     if name == "trtllm" and torch.cuda.get_device_capability() == (9, 0):
         q = q.to(torch.float8_e4m3fn).to(q)  # as XQA multiplies it there
-    expected = reference.decode(*in_float32(q, kv), rows, shape.spec)
+    expected = reference.decode(shape.call(*in_float32(q, kv)), rows)
     assert (out.float() - expected).abs().max() <= 0.02 * expected.abs().max()
     q = shape.queries(103).contiguous()
-    out = attention.prefill_backend.prefill(q, kv, chunks, shape.spec)
-    expected = reference.prefill(*in_float32(q, kv), chunks, shape.spec)
+    out = attention.prefill_backend.prefill(shape.call(q, kv), chunks)
+    expected = reference.prefill(shape.call(*in_float32(q, kv)), chunks)
     assert (out.float() - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.errors import UnsupportedModelError
@@ -122,13 +123,12 @@ class Seat:
             if not is_own:
                 raise DeferralError("the layer reads the keys of another")
             qkv, norm_rope = left
-            return step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, spec, sinks).unsqueeze(
-                0
-            )
-        if is_own:
-            _store(k, v, kv, step.batch.of(kv).slot_mapping)
-        rows = q[0].transpose(0, 1).contiguous()
-        return step.attention(rows, kv, step.batch, spec, sinks).unsqueeze(0)
+            asked = AttentionCall(qkv, kv, spec, sinks, norm_rope)
+        else:
+            if is_own:
+                _store(k, v, kv, step.batch.of(kv).slot_mapping)
+            asked = AttentionCall(q[0].transpose(0, 1).contiguous(), kv, spec, sinks)
+        return step.attention(asked, step.batch).unsqueeze(0)
 
 
 def _store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
