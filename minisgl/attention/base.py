@@ -14,6 +14,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 
 
@@ -89,12 +90,13 @@ class BatchSlots(NamedTuple):
 class ForwardBatch:
     """The rows of one step: those of `decodes`, then those of `chunks`.
 
-    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` has
-    those of all ranks, one after the other; rank r has shares[r] of them.
+    Where ranks divide requests, `token_ids` and `rows` are those of all ranks, one after the other,
+    of which rank r has shares[r]; all else is of the rows of this rank's requests, `own`.
     """
 
     token_ids: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64
+    rows: Rows
+    own: Rows  # `rows` where nothing is divided
     slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row, page * page_size + offset
     decodes: DecodeBatch
     chunks: PrefillBatch
@@ -105,7 +107,9 @@ class ForwardBatch:
     def __post_init__(self) -> None:
         # Kernels read the numbers of rows and slots one after the other, whatever their stride; the
         # references would take any.
-        numbers = [self.token_ids, self.positions, self.slot_mapping, self.decodes.lengths]
+        numbers = [self.token_ids, self.slot_mapping, self.decodes.lengths]
+        for rows in (self.rows, self.own):
+            numbers += [rows.slots, rows.positions, rows.rope]
         numbers += [self.chunks.row_starts, self.chunks.ends]
         numbers += [self.slots.decodes, *self.slots.segments]
         if self.slots.num_kept is not None:
@@ -207,9 +211,9 @@ class Attention:
         num_decodes, num_rows = decodes.num_rows, len(call.q)
         if call.norm_rope is not None:
             own_requests = decodes.run == 1 and num_decodes == num_rows
-            # The fused kernels rotate whole heads of rows that follow one another.
+            # The fused kernels rotate whole heads of rows that follow one another, by positions.
             is_plain = call.norm_rope.table.shape[1] == call.spec.head_dim
-            is_plain = is_plain and call.q.is_contiguous()
+            is_plain &= call.q.is_contiguous() and batch.own.rope is batch.own.positions
             if own_requests and is_plain and isinstance(backends.decode_backend, FusedDecode):
                 return decode(call, decodes)
             call = _stored(call, call.norm_rope, batch)
@@ -228,6 +232,6 @@ def _stored(call: AttentionCall, norm_rope: NormRope, batch: ForwardBatch) -> At
     """The call for the queries alone: the heads are normed and rotated, K and V in the cache."""
     kv = call.kv
     q = dispatch.qk_norm_rope_store_kv(
-        call.q, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
+        call.q, batch.own.rope, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
     )
     return replace(call, q=q, norm_rope=None)

@@ -71,14 +71,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' K and V into the layer's KV cache."""
-        return self.attend(*self.qkv_proj.product.of_norm(residual, norm), step)
+        return self.attend(*self.qkv_proj.product.of_norm(residual, norm, step.batch.own), step)
 
-    def attend(self, qkv: Tensor, rows: Tensor, step: Step) -> Residual:
+    def attend(self, qkv: Tensor, stream: Tensor, step: Step) -> Residual:
         """As forward, given q, k and v of x, and the stream as one tensor."""
         if not self.has_gate:
-            return self.o_proj.add_to(self._attended(qkv, step), rows)
+            return self.o_proj.add_to(self._attended(qkv, step), stream, step.batch.own)
         qkv, gate = qkv.tensor_split((-self.spec.num_heads * self.spec.head_dim,), dim=1)
-        return self.o_proj.add_to(self._attended(qkv, step).mul_(gate.sigmoid()), rows)
+        out = self._attended(qkv, step).mul_(gate.sigmoid())
+        return self.o_proj.add_to(out, stream, step.batch.own)
 
     def _attended(self, qkv: Tensor, step: Step) -> Tensor:
         """Returns [num_rows, num_heads * head_dim]."""

@@ -18,8 +18,9 @@ class NormedAttention(SelfAttention):
     def apart(self, residual: Residual, norm: RMSNorm, step: Step) -> tuple[Tensor, Tensor]:
         """(the result, of all ranks together; the stream as one tensor). Writes the rows' K and V
         into the layer's KV cache."""
-        qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
-        return self.o_proj.summed(self.o_proj(self._attended(qkv, step))), rows
+        qkv, stream = self.qkv_proj.product.of_norm(residual, norm, step.batch.own)
+        out = self.o_proj(self._attended(qkv, step), step.batch.own)
+        return self.o_proj.summed(out), stream
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:
         v_is_k = "v_proj" not in self.qkv_proj.parts

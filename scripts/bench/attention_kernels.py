@@ -31,6 +31,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles, tuning_of
 from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS
@@ -218,7 +219,8 @@ def prepare(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) ->
     """Let the backends plan, for which they need only the rows."""
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
     slots = BatchSlots(nothing, Segments(nothing, nothing, nothing))
-    attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks, slots))
+    rows = Rows.of(nothing, nothing)
+    attention.prepare(ForwardBatch(nothing, rows, rows, nothing, decodes, chunks, slots))
 
 
 def triton(tiles: DecodeTiles | PrefillTiles | None = None) -> Attention:

@@ -44,6 +44,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise.reference import to_stored
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 
 
@@ -118,7 +119,8 @@ class Case:
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
         slots = BatchSlots(nothing, Segments(nothing, nothing, nothing))
-        return ForwardBatch(*[nothing] * 3, self.decodes, self.chunks, slots)
+        rows = Rows.of(nothing, nothing)
+        return ForwardBatch(nothing, rows, rows, nothing, self.decodes, self.chunks, slots)
 
     def attend(self, attention: Attention) -> list[Tensor]:
         outputs = []

@@ -34,6 +34,7 @@ from minisgl.attention.base import (
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 
 
@@ -233,17 +234,18 @@ def test_both_backends_of_a_step_get_the_call_of_the_layer_with_their_rows() -> 
     spec, _ = layers(8, 2, window=3, sinks=True)
     call, numbers = AttentionCall(q, kv, spec, torch.zeros(2)), torch.zeros(5, dtype=torch.int64)
     table = torch.ones((2, 1), dtype=torch.int32)
+    rows = Rows.of(numbers, numbers)
     batch = ForwardBatch(
-        *[numbers] * 3,
+        *(numbers, rows, rows, numbers),
         DecodeBatch(table, torch.ones(2, dtype=torch.int32), 1),
         PrefillBatch.of(table[:1], (0,), (3,)),
         BatchSlots(numbers, Segments(numbers, numbers, numbers)),
     )
     backends = Noting(), Noting()
     assert torch.equal(Attention(*backends)(call, batch), q)
-    for noted, rows in zip(backends, (q[2:], q[:2]), strict=True):
+    for noted, part in zip(backends, (q[2:], q[:2]), strict=True):
         [got] = noted.calls
-        assert torch.equal(got.q, rows) and dataclasses.replace(got, q=q) == call
+        assert torch.equal(got.q, part) and dataclasses.replace(got, q=q) == call
 
 
 def test_flashinfer_plans_for_layers_with_different_heads(everything: None) -> None:

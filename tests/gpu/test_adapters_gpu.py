@@ -26,6 +26,7 @@ from minisgl.attention.base import (
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
+from minisgl.kernels.rows import Rows
 
 # The packages compile a kernel for minutes before its first test.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -84,6 +85,7 @@ class Step:
         starts, num_queries = zip(*chunks, strict=True) if chunks else ((), ())
         rows = PrefillBatch.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
+        none = Rows.of(nothing, nothing)
         return Step(
             kv=PagedKV(caches[0], caches[0][..., : spec.value_dim], v_in_k=True)
             if spec.v_in_k
@@ -98,7 +100,9 @@ class Step:
             q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
                 dtype
             ),
-            inputs=ForwardBatch(*[nothing] * 3, decodes, rows, BatchSlots(nothing, nothing)),
+            inputs=ForwardBatch(
+                *(nothing, none, none, nothing, decodes, rows, BatchSlots(nothing, nothing))
+            ),
         )
 
     def attend(self, attention: Attention, kv: PagedKV, q: Tensor) -> Tensor:

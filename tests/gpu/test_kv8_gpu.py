@@ -35,6 +35,7 @@ from minisgl.attention.base import (
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DecodeTiles
 
 pytestmark = pytest.mark.gpu
@@ -152,8 +153,9 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
     rows = DecodeBatch(table[:3], on_device, 800, lengths_host=lengths)
     chunks = PrefillBatch.of(table[3:], starts, num_queries)
     nothing = torch.empty(0, dtype=torch.int64, device="cuda")
+    none = Rows.of(nothing, nothing)
     attention.prepare(
-        ForwardBatch(nothing, nothing, nothing, rows, chunks, BatchSlots(nothing, nothing))
+        ForwardBatch(nothing, none, none, nothing, rows, chunks, BatchSlots(nothing, nothing))
     )
     reference = TorchAttention()
     q = shape.queries(3).contiguous()

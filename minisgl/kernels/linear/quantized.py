@@ -22,6 +22,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.hardware import has_fp8_products
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.rows import Rows
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # e4m3 has no infinity
@@ -238,7 +239,7 @@ class Fp8Product(Product):
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         weight = self.weight
         group = None if weight.block is None else weight.block[1]
         wide = rounded(x, self.activations, group, self.input_scale)
@@ -263,5 +264,5 @@ class Int4Product(Product):
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         return quantized_linear(x, self.weight, self.bias).to(x.dtype)

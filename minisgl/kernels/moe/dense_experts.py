@@ -34,6 +34,10 @@ class DenseExperts(ExpertsProduct):
         return DenseExperts(ExpertWeights(gate_up, down, biases, clamped, gelu))
 
     @property
+    def of_kernels(self) -> ExpertWeights:
+        return self.experts
+
+    @property
     def weights(self) -> Mapping[str, Tensor]:
         named = {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
         return named if self.experts.biases is None else named | self.experts.biases.named

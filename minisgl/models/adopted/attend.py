@@ -20,11 +20,12 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.elementwise.reference import store
+from minisgl.kernels.rows import Rows
 from minisgl.layers.step import Step
 from minisgl.models.adopted.heads import DeferralError, Heads
+from minisgl.models.adopted.rows import SEAT
 
 ATTENTION, WITH_MASKS = "minisgl", "minisgl_with_masks"
-_SEAT = "minisgl_seat"
 
 # Arguments of a call that say nothing about what is attended to.
 _WITHOUT_EFFECT = frozenset(
@@ -105,7 +106,8 @@ class Seat:
     specs: Mapping[int, AttentionSpec]  # of each layer
     sources: Mapping[int, int]  # of each layer, the one whose KV it reads
     heads: Heads  # what is left to the attention
-    step: Step | None = field(default=None)  # the one that runs
+    step: Step | None = None  # the one that runs
+    rows: Rows | None = None  # of the module that runs
 
     def attend(self, module: nn.Module, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the rows' K and V into the layer's cache, unless it reads another layer's, and
@@ -139,7 +141,7 @@ def _store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
 def take_seats(model: nn.Module, seat: Attends) -> None:
     """Let `seat` answer the calls of all modules of the model."""
     for module in model.modules():
-        module.__dict__[_SEAT] = seat
+        module.__dict__[SEAT] = seat
 
 
 def register() -> None:
@@ -166,7 +168,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     where = type(module).__name__
     call = Call.of(where, query, key, value, attention_mask, given)
-    seat: Attends = module.__dict__[_SEAT]
+    seat: Attends = module.__dict__[SEAT]
     return seat.attend(module, call, query, key, value), None
 
 

@@ -42,6 +42,7 @@ from minisgl.attention.base import (
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.kernels import dispatch
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
@@ -256,9 +257,12 @@ def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
     chunk = torch.arange(20 - num_chunk_rows, 20, device=DEVICE)
     chunk_slots = table[2].long()[chunk // 16] * 16 + chunk % 16
     chunks = PrefillBatch.of(table[2:], (20 - num_chunk_rows,), (num_chunk_rows,))
+    both = torch.cat((positions, chunk))
+    of_all = Rows.of(torch.zeros_like(both), both)
     inputs = ForwardBatch(
         token_ids=positions,  # not looked at
-        positions=torch.cat((positions, chunk)),
+        rows=of_all,
+        own=of_all,
         slot_mapping=torch.cat((slots, chunk_slots)),
         decodes=rows,
         chunks=chunks if num_chunk_rows else PrefillBatch.of(table[:0], (), ()),

@@ -29,6 +29,7 @@ from minisgl.kernels.linear.weight_only.weights import (
     e4m3_words,
     int4_words,
 )
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DeviceTuning, tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -74,16 +75,16 @@ class WeightOnlyProduct(FusingProduct):
         ...
 
     @abstractmethod
-    def reference(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """y without the kernels."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         kernels = self.kernels
         if kernels is None:
-            return self.reference(x)
+            return self.reference(x, rows)
         if dense := self._dense_for(x.shape[0]):
-            return dense(x)
+            return dense(x, rows)
         if x.shape[0] <= kernels.tuning.weight_only_rows:
             return self.gemm(x)
         from minisgl.kernels.linear.weight_only import weight_only_gemm
