@@ -26,7 +26,8 @@ class SelfAttention(nn.Module):
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
     of the RMS norm of every head of q and k; None: none. `adds_one`: it is stored less 1.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
-    the one to q, head by head. `v_is_k`: there is no map to values.
+    the one to q, head by head. `norms_v`: values are normed, too, without weights. `v_is_k`: there
+    is no map to them; they are k(x), before its norm and rotation.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
         adds_one: bool = False,
         has_gate: bool = False,
+        norms_v: bool = False,
         v_is_k: bool = False,
     ) -> None:
         super().__init__()
-        self._layer = layer
+        self._layer, self._norms_v, self._v_is_k = layer, norms_v, v_is_k
         self.spec = spec.on_rank(comm.size)
         head_dim = spec.head_dim
         self.heads = even_shard(spec.num_heads, comm.rank, comm.size)
@@ -73,6 +75,12 @@ class SelfAttention(nn.Module):
         """Writes the rows' K and V into the layer's KV cache."""
         return self.attend(*self.qkv_proj.product.of_norm(residual, norm, step.batch.own), step)
 
+    def apart(self, residual: Residual, norm: RMSNorm, step: Step) -> tuple[Tensor, Tensor]:
+        """As forward, but not added: (the result, of all ranks together; the stream)."""
+        qkv, stream = self.qkv_proj.product.of_norm(residual, norm, step.batch.own)
+        out = self.o_proj(self._attended(qkv, step), step.batch.own)
+        return self.o_proj.summed(out), stream
+
     def attend(self, qkv: Tensor, stream: Tensor, step: Step) -> Residual:
         """As forward, given q, k and v of x, and the stream as one tensor."""
         if not self.has_gate:
@@ -91,4 +99,5 @@ class SelfAttention(nn.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return NormRope(rotary_table)
-        return NormRope(rotary_table, q_norm.weight, k_norm.weight, q_norm.eps)
+        weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps
+        return NormRope(rotary_table, *weights, eps, norms_v=self._norms_v, v_is_k=self._v_is_k)

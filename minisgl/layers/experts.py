@@ -126,7 +126,7 @@ class FusedExperts(nn.Module):
         hidden_size]; returns a new tensor like x."""
         if self.own.size < self.num_experts:
             choice = select_experts.choose_of(choice, self.own)
-        return self.product.weighted_sum(x, choice, rows)
+        return select_experts.weighted_sum(self.product, x, choice, rows)
 
     def summed(self, x: Tensor, choice: Choice, rows: Rows | None) -> Tensor:
         """The weighted sum over each row's chosen experts: a new tensor like x."""
@@ -139,7 +139,7 @@ class FusedExperts(nn.Module):
         x and stream: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
-            return self.product.add_to(x, choice, stream, rows)
+            return select_experts.add_weighted_sum(self.product, x, choice, stream, rows)
         summand = self.summand(x, choice, rows)
         return Residual(stream, pending=partial(self._comm.all_reduce_norm, summand))
 

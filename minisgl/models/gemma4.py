@@ -18,13 +18,13 @@ from minisgl.kernels.elementwise.reference import PostNorm
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import Rows
+from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed_apart
 from minisgl.layers.experts import ExpertsConfig, FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.normed_attention import NormedAttention
 from minisgl.layers.post_norm import PostNormed
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig, RopeConfig
@@ -323,7 +323,7 @@ class GemmaLayer(DecoderLayer):
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         assert isinstance(config, GemmaConfig)
-        return NormedAttention(
+        return SelfAttention(
             config.hidden_size,
             index,
             config.attention(index),
@@ -332,6 +332,7 @@ class GemmaLayer(DecoderLayer):
             qkv_bias=config.qkv_bias,
             o_bias=config.qkv_bias,
             qk_norm_eps=config.norm_eps,
+            norms_v=True,
             v_is_k=config.v_is_k(index),
         )
 
@@ -343,7 +344,7 @@ class GemmaLayer(DecoderLayer):
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         attention, norm = self.get_submodule(self._mixer), self.input_layernorm
-        assert isinstance(attention, NormedAttention)
+        assert isinstance(attention, SelfAttention)
         result, stream = mixed_apart(attention.apart, residual, norm, step, self._ranks)
         attended = PostNormed((result,), _post(self.post_attention_layernorm))
         post = _post(self.post_feedforward_layernorm, scale=self.layer_scalar)

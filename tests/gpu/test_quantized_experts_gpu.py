@@ -16,6 +16,7 @@ from support.mxfp4_expert_cases import check as check_mxfp4
 from minisgl.config import Activations
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
+from minisgl.kernels.moe.select_experts import add_weighted_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +68,7 @@ def test_a_graph_gives_the_bits_of_calm_launches(num_rows: int, kind: str) -> No
             if calm:
                 torch.cuda.synchronize()
             out, _ = fused_experts(rows, ByRouter(logits, routing), layer, pdl=not calm)
-            rows = layer.add_to(out, ByRouter(logits, routing), rows).rows
+            rows = add_weighted_sum(layer, out, ByRouter(logits, routing), rows).rows
         return rows
 
     run(calm=False)  # compiled before it is captured

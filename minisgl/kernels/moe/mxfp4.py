@@ -18,6 +18,7 @@ from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, activated
+from minisgl.kernels.rows import Rows
 
 BLOCK = 32  # columns that share a power of two
 EXPONENT_BIAS = 127
@@ -143,7 +144,7 @@ class Mxfp4Experts(ExpertsProduct):
         }
         return named if self.biases is None else named | self.biases.named
 
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         up_bias, down_bias = self.biases or (None, None)
 
         def output(expert: int, rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.rows import Rows
 
 
 class InputScales(NamedTuple):
@@ -47,7 +48,7 @@ class QuantizedExperts(ExpertsProduct):
         """[num_rows, size] → [num_rows, hidden_size]."""
         ...
 
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
             return self.down_of(expert)(gated_mul(self.gate_up_of(expert)(rows), self.gelu))
 

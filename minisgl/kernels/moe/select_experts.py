@@ -1,12 +1,17 @@
-"""Selects what chooses among the experts of a rank, and how a shared one is computed."""
+"""Selects what computes the experts of a layer, and what chooses among those of a rank."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe import reference
+from minisgl.kernels.moe.dense_experts import DenseExperts
+from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice, Chosen
+from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import tuning_of
 from minisgl.shards import Shard
 
@@ -18,6 +23,34 @@ def choose_of(choice: Choice, own: Shard) -> Chosen:
 
         return routing.choose_of(choice, own)
     return reference.choose_of(choice, own)
+
+
+def weighted_sum(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, rows: Rows | None = None
+) -> Tensor:
+    """The sum that ExpertsProduct describes: a new tensor like x."""
+    if not experts.has_kernels(x.device):
+        return experts.reference(x, choice, rows)
+    return _fused(experts, x, choice)[0]
+
+
+def add_weighted_sum(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, stream: Tensor, rows: Rows | None = None
+) -> Residual:
+    """The stream with weighted_sum(...) added. May overwrite it: it is like x."""
+    if not experts.has_kernels(x.device):
+        return Residual(stream, delta=experts.reference(x, choice, rows))
+    stream, squares = _fused(experts, x, choice, stream)
+    return Residual(stream, squares=squares)
+
+
+def _fused(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    from minisgl.kernels.moe.fused_experts import fused_experts
+
+    held = experts.experts if isinstance(experts, DenseExperts) else experts
+    return fused_experts(x, choice, held, residual)
 
 
 def joins_shared(num_rows: int, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.int4_expert_cases import check, random_experts
 
-from minisgl.kernels.moe import experts_product
+from minisgl.kernels.moe import experts_product, select_experts
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
@@ -51,12 +51,12 @@ def test_the_kernels_are_selected_where_they_run(
 ) -> None:
     """Alone, and added to the stream."""
     monkeypatch.setattr(experts_product, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(select_experts, "_fused", lambda experts, x, choice, rows=None: (x, rows))
     experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
-    monkeypatch.setattr(experts, "_fused", lambda x, choice, stream=None: (x, stream))
     x, logits = torch.randn(2, 64, device=DEVICE), torch.randn(2, 4, device=DEVICE)
     choice = ByRouter(logits, Routing(2, normalize=True))
-    assert (experts.weighted_sum(x, choice) is x) == on_gpu
-    stream = experts.add_to(x, choice, x.clone())
+    assert (select_experts.weighted_sum(experts, x, choice) is x) == on_gpu
+    stream = select_experts.add_weighted_sum(experts, x, choice, x.clone())
     assert (stream.delta is None) == on_gpu
 
 
