@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 
 
@@ -89,12 +90,13 @@ class BatchSlots(NamedTuple):
 class ForwardBatch:
     """The rows of one step: those of `decodes`, then those of `chunks`.
 
-    Where ranks divide requests, these are the rows of a rank's own requests, and `token_ids` has
-    those of all ranks, one after the other; rank r has shares[r] of them.
+    Where ranks divide requests, `token_ids` and `rows` are those of all ranks, one after the other,
+    of which rank r has shares[r]; all else is of the rows of this rank's requests, `own`.
     """
 
     token_ids: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64
+    rows: Rows
+    own: Rows  # `rows` where nothing is divided
     slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row, page * page_size + offset
     decodes: DecodeBatch
     chunks: PrefillBatch
@@ -105,7 +107,9 @@ class ForwardBatch:
     def __post_init__(self) -> None:
         # Kernels read the numbers of rows and slots one after the other, whatever their stride; the
         # references would take any.
-        numbers = [self.token_ids, self.positions, self.slot_mapping, self.decodes.lengths]
+        numbers = [self.token_ids, self.slot_mapping, self.decodes.lengths]
+        for rows in (self.rows, self.own):
+            numbers += [rows.slots, rows.positions, rows.rope]
         numbers += [self.chunks.row_starts, self.chunks.ends]
         numbers += [self.slots.decodes, *self.slots.segments]
         if self.slots.num_kept is not None:
@@ -117,30 +121,37 @@ class ForwardBatch:
         return self.windowed or self if kv.windowed else self
 
 
-Sinks = Tensor | None  # [num_heads] float32, if the spec has them
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks of attention in a step. A property of attention is a field of `spec`, which
+    names it among its `extras`, so that backends without it are refused at start; what comes with
+    it as a tensor is a field here."""
+
+    # [num_rows, num_heads, head_dim]; with norm_rope the heads of q, k and v side by side, as
+    # dispatch.qk_norm_rope_store_kv takes them.
+    q: Tensor
+    kv: PagedKV  # of the layer; without norm_rope it holds K and V of the rows
+    spec: AttentionSpec  # of this rank
+    sinks: Tensor | None = None  # [num_heads] float32, if the spec has them
+    norm_rope: NormRope | None = None  # what the heads lack, before K and V are stored
 
 
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
     Decode and prefill may use different backends. Query head h reads KV head
-    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]. Both methods return
-    a new tensor, [num_rows, num_heads, width of the values], and queue their work on the current
-    stream.
+    h // (num_heads // num_kv_heads). Both methods return a new tensor, [num_rows, num_heads, width
+    of the values], and queue their work on the current stream.
 
     With a window, neither keys and values before it nor their entries of the page table are read:
     their pages may belong to other requests.
     """
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
         """Attend from the single token of each row to all keys of the row."""
         ...
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
         """Attend from each row of a chunk to the keys up to its own. The result of rows of no chunk
         is undefined."""
         ...
@@ -163,24 +174,14 @@ class HostPlanned(Protocol):
 
 @runtime_checkable
 class FusedDecode(Protocol):
-    """A backend that fuses q/k norm, RoPE and the KV write into its decode kernel.
+    """A backend whose `decode` takes calls with `norm_rope`, too: its kernel norms, rotates and
+    stores.
 
-    The token of a row is the last one of its `lengths`, and belongs to no other row: each row is of
-    another request.
+    The token of a row is then the last one of its `lengths`, and belongs to no other row: each row
+    is of another request.
     """
 
-    def decode_qkv(
-        self,
-        qkv: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        norm_rope: NormRope,
-        spec: AttentionSpec,
-        sinks: Sinks = None,
-    ) -> Tensor:
-        """Norm, rotate, store and attend. qkv: as for dispatch.qk_norm_rope_store_kv. Returns
-        [num_rows, num_heads, head_dim]."""
-        ...
+    fuses_norm_rope: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,49 +202,36 @@ class Attention:
         if self.windowed is not None and batch.windowed is not None:
             self.windowed.prepare(batch.windowed)
 
-    def attend_qkv(
-        self,
-        qkv: Tensor,
-        kv: PagedKV,
-        batch: ForwardBatch,
-        norm_rope: NormRope,
-        spec: AttentionSpec,
-        sinks: Sinks = None,
-    ) -> Tensor:
-        """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
-
-        qkv: as for dispatch.qk_norm_rope_store_kv. Returns [num_rows, num_heads, head_dim].
-        """
-        batch = batch.of(kv)
-        decodes, backend = batch.decodes, self._of(kv).decode_backend
-        own_requests = decodes.run == 1 and decodes.num_rows == qkv.shape[0]
-        # The fused kernels rotate whole heads of rows that follow one another.
-        is_plain = norm_rope.table.shape[1] == spec.head_dim and qkv.is_contiguous()
-        if own_requests and is_plain and isinstance(backend, FusedDecode):
-            return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec, sinks)
-        q = dispatch.qk_norm_rope_store_kv(
-            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
-        )
-        return self(q, kv, batch, spec, sinks)
-
-    def _of(self, kv: PagedKV) -> Attention:
-        return self.windowed or self if kv.windowed else self
-
-    def __call__(
-        self, q: Tensor, kv: PagedKV, batch: ForwardBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        """Attend over the cache, which already holds K and V of the rows.
-
-        q: [num_rows, num_heads, head_dim]; returns the same with the width of values.
-        """
-        batch, backends = batch.of(kv), self._of(kv)
-        num_decodes, chunks = batch.decodes.num_rows, batch.chunks
-        if num_decodes == q.shape[0]:
-            return backends.decode_backend.decode(q, kv, batch.decodes, spec, sinks)
+    def __call__(self, call: AttentionCall, batch: ForwardBatch) -> Tensor:
+        """Attend from the rows of a step: [num_rows, num_heads, width of the values]. With
+        `norm_rope`, their K and V are written to the cache before."""
+        batch, backends = batch.of(call.kv), self.windowed or self if call.kv.windowed else self
+        decodes, chunks = batch.decodes, batch.chunks
+        decode, prefill = backends.decode_backend.decode, backends.prefill_backend.prefill
+        num_decodes, num_rows = decodes.num_rows, len(call.q)
+        if call.norm_rope is not None:
+            own_requests = decodes.run == 1 and num_decodes == num_rows
+            # The fused kernels rotate whole heads of rows that follow one another, by positions.
+            is_plain = call.norm_rope.table.shape[1] == call.spec.head_dim
+            is_plain &= call.q.is_contiguous() and batch.own.rope is batch.own.positions
+            if own_requests and is_plain and isinstance(backends.decode_backend, FusedDecode):
+                return decode(call, decodes)
+            call = _stored(call, call.norm_rope, batch)
+        if num_decodes == num_rows:
+            return decode(call, decodes)
         if num_decodes == 0:
-            return backends.prefill_backend.prefill(q, kv, chunks, spec, sinks)
-        rows, chunk_rows = q[:num_decodes], q[num_decodes:]
-        out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
-        out[:num_decodes] = backends.decode_backend.decode(rows, kv, batch.decodes, spec, sinks)
-        out[num_decodes:] = backends.prefill_backend.prefill(chunk_rows, kv, chunks, spec, sinks)
+            return prefill(call, chunks)
+        q = call.q
+        out = q.new_empty((*q.shape[:2], call.kv.v.shape[3]))
+        out[:num_decodes] = decode(replace(call, q=q[:num_decodes]), decodes)
+        out[num_decodes:] = prefill(replace(call, q=q[num_decodes:]), chunks)
         return out
+
+
+def _stored(call: AttentionCall, norm_rope: NormRope, batch: ForwardBatch) -> AttentionCall:
+    """The call for the queries alone: the heads are normed and rotated, K and V in the cache."""
+    kv = call.kv
+    q = dispatch.qk_norm_rope_store_kv(
+        call.q, batch.own.rope, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
+    )
+    return replace(call, q=q, norm_rope=None)

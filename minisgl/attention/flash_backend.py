@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend, is_installed
-from minisgl.attention.state import PagedKV
 from minisgl.config import SOFT_CAPS, WINDOWS, AttentionSpec, BackendFacts
 from minisgl.kernels.hardware import ComputeCapability
 
@@ -99,17 +98,12 @@ class FlashAttention:
     decode_function: Callable[..., Any]
     prefill_function: Callable[..., Any]
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
         names = self.generation
         arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
-        out = self.decode_function(q.unsqueeze(1), kv.k, kv.v, **arguments, **_options(spec))
-        return _result(out).squeeze(1)
+        return _run(self.decode_function, call, call.q.unsqueeze(1), arguments).squeeze(1)
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
         names, lengths = self.generation, batch.ends
         if names.adds_up_lengths:  # cumulative, as for contiguous keys
             lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -121,21 +115,21 @@ class FlashAttention:
         }
         if names.takes_longest:
             arguments["max_seqlen_k"] = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
-        return _result(self.prefill_function(q, kv.k, kv.v, **arguments, **_options(spec)))
+        return _run(self.prefill_function, call, call.q, arguments)
 
 
-def _options(spec: AttentionSpec) -> dict[str, Any]:
-    """Those that all generations have by the same names."""
+def _run(
+    function: Callable[..., Any], call: AttentionCall, q: Tensor, arguments: dict[str, Any]
+) -> Tensor:
+    """arguments: beside those that all generations have by the same names."""
+    spec = call.spec
     options: dict[str, Any] = {"softmax_scale": spec.scale, "causal": True}
     if spec.window is not None:
         options["window_size"] = (spec.window - 1, 0)
     if spec.softcap is not None:
         options["softcap"] = spec.softcap
-    return options
-
-
-def _result(out: Any) -> Tensor:
-    """The attention output; generation 4 returns the log-sum-exp of the softmax as well."""
+    out = function(q, call.kv.k, call.kv.v, **arguments, **options)
+    # Generation 4 returns the log-sum-exp of the softmax as well.
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 

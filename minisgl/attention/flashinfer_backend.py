@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape, DecodeBatch, PrefillBatch, Sinks
+from minisgl.attention.base import AttentionCall, AttentionShape, DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend, is_installed, why_not_importable
-from minisgl.attention.state import PagedKV
 from minisgl.config import (
     LATENTS,
     OTHER_VALUES,
@@ -160,15 +159,11 @@ class FlashInferAttention:
             "logits_soft_cap": layer.softcap,
         }
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        return _run(self._decodes.planned(batch, spec), q, kv, spec)
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
+        return _run(self._decodes.planned(batch, call.spec), call)
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        return _run(self._chunks.planned(batch, spec), q, kv, spec)
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        return _run(self._chunks.planned(batch, call.spec), call)
 
     def _make_decode_wrapper(self, layer: AttentionSpec, device: torch.device) -> Any:
         if layer.v_in_k:
@@ -228,11 +223,10 @@ class TrtllmAttention:
     def plan_prefill(self, batch: PrefillBatch) -> None:
         self._prefill.plan_prefill(batch)
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
+        kv, spec = call.kv, call.spec
         out: Tensor = self._decode(
-            q.contiguous(),  # the kernel takes no strides of these three
+            call.q.contiguous(),  # the kernel takes no strides of these three
             (kv.k, kv.v),
             self._workspace,
             batch.page_table.contiguous(),
@@ -245,10 +239,8 @@ class TrtllmAttention:
         )
         return out
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        return self._prefill.prefill(q, kv, batch, spec)
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        return self._prefill.prefill(call, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +334,11 @@ class _Rotation:
         return self._steps[-1][self._plans[layer]]
 
 
-def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
+def _run(wrapper: Any, call: AttentionCall) -> Tensor:
     """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies, but those over
     latents."""
-    if spec.v_in_k:
+    q, kv = call.q, call.kv
+    if call.spec.v_in_k:
         rank = kv.v.shape[3]
         latents, tails = kv.k.squeeze(2).tensor_split((rank,), dim=2)
         of_latents, of_tails = q.tensor_split((rank,), dim=2)
@@ -353,7 +346,7 @@ def _run(wrapper: Any, q: Tensor, kv: PagedKV, spec: AttentionSpec) -> Tensor:
             of_latents, of_tails, latents, tails, out=q.new_empty(of_latents.shape)
         )
         return result
-    scale = spec.scale * kv.scales.k
+    scale = call.spec.scale * kv.scales.k
     out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
     return out if kv.scales.v == 1 else out.mul_(kv.scales.v)
 

@@ -10,14 +10,16 @@ broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.declaration import Backend
 from minisgl.attention.state import PagedKV
-from minisgl.config import ATTENTION_EXTRAS, AttentionSpec, BackendFacts, KVScales
+from minisgl.config import ATTENTION_EXTRAS, BackendFacts
 
 # Maximum size of the dense tensors of one call. A CPU is four times as fast if keys and values fit
 # into its caches; on a GPU, few large launches are faster.
@@ -33,26 +35,24 @@ class TorchAttention:
 
     With a window, keys before those that the batch sees are neither looked up nor read."""
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
+        q, kv = call.q, call.kv
         out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
         key_bytes = (kv.k[0, 0].numel() + kv.v[0, 0].numel()) * q.itemsize
-        group = max(1, limit // (spec.num_visible(batch.longest) * key_bytes))
+        group = max(1, limit // (call.spec.num_visible(batch.longest) * key_bytes))
         is_split_on_cpu = q.is_cpu and group < batch.num_rows
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
             # Only the parts with long rows need be so long; a GPU would be waited for to know it.
             longest = max(1, int(lengths.max())) if is_split_on_cpu else batch.longest
-            out[part] = _decode(q[part], kv, table, lengths, longest, spec, sinks)
+            out[part] = _decode(replace(call, q=q[part]), table, lengths, longest)
         return out
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        out = q.new_empty((*q.shape[:2], kv.v.shape[3]))
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        q = call.q
+        out = q.new_empty((*q.shape[:2], call.kv.v.shape[3]))
         starts, lengths = batch.starts, batch.lengths
         if not lengths:  # the chunks are only in the tensors, as in a captured step
             lengths = tuple(batch.row_starts.diff().tolist())
@@ -61,24 +61,17 @@ class TorchAttention:
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, spec, sinks)
+                _prefill(out[part], replace(call, q=q[part]), batch.page_table[chunk], start)
             first += length
         return out
 
 
-def _decode(
-    q: Tensor,
-    kv: PagedKV,
-    page_table: Tensor,
-    lengths: Tensor,
-    longest: int,
-    spec: AttentionSpec,
-    sinks: Sinks,
-) -> Tensor:
+def _decode(call: AttentionCall, page_table: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    q, kv, sinks = call.q, call.kv, call.sinks
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
-    num_visible = spec.num_visible(longest)
+    num_visible = call.spec.num_visible(longest)
     first = (last + 1 - num_visible).clamp(min=0)
     positions = first + torch.arange(num_visible, device=q.device)
     # Columns past the end of a row repeat its last token: the cache may contain NaN there, which a
@@ -87,27 +80,19 @@ def _decode(
     # [num_rows, num_visible, kv heads, width]
     k, v = _gather_kv(kv, index, q.dtype)
     out = _attend(
+        call,
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         (positions <= last)[:, None, None],
-        spec,
-        kv.scales,
         None if sinks is None else sinks.view(1, num_kv_heads, -1, 1),
     )
     return out.reshape(num_rows, num_heads, -1)
 
 
-def _prefill(
-    out: Tensor,
-    q: Tensor,
-    kv: PagedKV,
-    pages: Tensor,
-    start: int,
-    spec: AttentionSpec,
-    sinks: Sinks,
-) -> None:
+def _prefill(out: Tensor, call: AttentionCall, pages: Tensor, start: int) -> None:
     """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
+    q, kv, spec = call.q, call.kv, call.spec
     length, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     first_seen = start + 1 - spec.num_visible(start + 1)
@@ -116,7 +101,7 @@ def _prefill(
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     # [kv heads, 1, keys, width]
     k, v = (kept.transpose(0, 1).unsqueeze(1) for kept in _gather_kv(kv, index, q.dtype))
-    sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+    sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, -1, 1, 1)
     block = _CPU_QUERIES if q.is_cpu else max(1, _MAX_SCORES // (len(positions) * num_heads))
     for first in range(0, length, block):
         stop = min(first + block, length)
@@ -128,22 +113,17 @@ def _prefill(
         mask = positions[seen] <= own
         if spec.window is not None:
             mask &= positions[seen] > own - spec.window
-        attended = _attend(queries, k[:, :, seen], v[:, :, seen], mask, spec, kv.scales, sinks)
+        attended = _attend(call, queries, k[:, :, seen], v[:, :, seen], mask, sinks)
         out[first:stop] = attended.reshape(num_heads, stop - first, -1).transpose(0, 1)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    spec: AttentionSpec,
-    scales: KVScales,
-    sinks: Tensor | None,
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, width], stored with
-    `scales`; mask: bool, true where a query sees a key, broadcast to [n, heads, queries, keys];
-    sinks: broadcast to [n, heads, queries, 1]. Returns [n, heads, queries, width of v]."""
+    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, width], as they are stored;
+    mask: bool, true where a query sees a key, broadcast to [n, heads, queries, keys]; sinks:
+    broadcast to [n, heads, queries, 1]. Returns [n, heads, queries, width of v]."""
+    spec, scales = call.spec, call.kv.scales
     assert spec.sinks == (sinks is not None)
     scale = spec.scale * scales.k
     if q.is_cpu and spec.softcap is None and sinks is None:

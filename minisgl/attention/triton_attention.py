@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch, Sinks
-from minisgl.attention.state import PagedKV
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.config import AttentionSpec
 from minisgl.kernels.attention.paged_common import SplitWorkspace, num_groups
 from minisgl.kernels.attention.paged_decode import paged_decode
@@ -19,7 +18,6 @@ from minisgl.kernels.attention.paged_prefill import (
     paged_prefill,
     split_room,
 )
-from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
 MOST_QUERIES, MOST_WIDE_QUERIES = 32, 16  # of a program, and of one with heads over 128
@@ -104,6 +102,8 @@ class TritonAttention:
     chunks give equal bits, in any order.
     """
 
+    fuses_norm_rope = True
+
     def __init__(
         self,
         decode: DecodeTiles | None = None,
@@ -120,46 +120,14 @@ class TritonAttention:
         self._decode_workspaces: list[SplitWorkspace] = []
         self._prefill_workspaces: list[SplitWorkspace] = []
 
-    def decode(
-        self, q: Tensor, kv: PagedKV, batch: DecodeBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
-        """Rows of length 0 are zeros. Raises RuntimeError if a capture needs more memory than the
-        calls before it."""
-        return self._decode(q, q.shape[1], kv, batch, spec, sinks, None)
-
-    def decode_qkv(
-        self,
-        qkv: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        norm_rope: NormRope,
-        spec: AttentionSpec,
-        sinks: Sinks = None,
-    ) -> Tensor:
-        """Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does."""
-        num_kv_heads, head_dim = kv.k.shape[2:]
-        num_all = qkv.shape[1] // head_dim
-        heads = qkv.view(qkv.shape[0], num_all, head_dim)
-        return self._decode(
-            heads,
-            norm_rope.num_heads(num_all, num_kv_heads),
-            kv,
-            batch,
-            spec,
-            sinks,
-            norm_rope,
-        )
-
-    def _decode(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Sinks,
-        norm_rope: NormRope | None,
-    ) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
+        """Rows of length 0 are zeros, and write nothing to the cache. Raises RuntimeError if a
+        capture needs more memory than the calls before it."""
+        heads, kv, spec, norm_rope = call.q, call.kv, call.spec, call.norm_rope
+        num_heads = heads.shape[1]
+        if norm_rope is not None:
+            heads = heads.unflatten(1, (-1, spec.head_dim))
+            num_heads = norm_rope.num_heads(heads.shape[1], kv.k.shape[2])
         num_rows, _, head_dim = heads.shape
         v_head_dim = kv.v.shape[3]
         num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)
@@ -184,7 +152,7 @@ class TritonAttention:
             batch.page_table,
             batch.lengths,
             spec=spec,
-            sinks=sinks,
+            sinks=call.sinks,
             target_splits=target_splits,
             workspace=_workspace(
                 self._decode_workspaces,
@@ -200,10 +168,9 @@ class TritonAttention:
             run=run,
         )
 
-    def prefill(
-        self, q: Tensor, kv: PagedKV, batch: PrefillBatch, spec: AttentionSpec, sinks: Sinks = None
-    ) -> Tensor:
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
         """Raises as `decode` does."""
+        q, kv, spec = call.q, call.kv, call.spec
         num_rows, num_heads, head_dim = q.shape
         v_head_dim = kv.v.shape[3]
         num_kv_heads = num_groups(num_heads, kv.k.shape[2], spec)
@@ -226,7 +193,7 @@ class TritonAttention:
             batch.row_starts,
             batch.ends,
             spec=spec,
-            sinks=sinks,
+            sinks=call.sinks,
             tiles=tiles,
             target_splits=prefill_splits(
                 num_rows,

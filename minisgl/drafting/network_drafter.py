@@ -14,6 +14,7 @@ from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec
 from minisgl.drafting.drafter import DraftStep, Draw
 from minisgl.drafting.networks.network import Drafted, DraftNetwork
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import slot_mapping_of
 
@@ -103,16 +104,18 @@ class _Ahead:
         pages = state.page_table[slots, places.clamp(max=columns - 1)]
         # [num_rows, num_slots], as all of these
         is_row = self.has_page = (pages > 0) & (places < columns)
+        own = slice(None)  # the rows of this rank
         self._ranks = None if len(step.num_runs) == 1 else _SlotsOfRanks(step, slots)
         if self._ranks is not None:
-            own, is_own = self._ranks.of(rank)
-            slots, positions, is_row = slots[own], positions[:, own], is_row[:, own] & is_own
-        self._slots = slots.where(is_row, state.scratch_slot)
-        self._positions = positions.where(is_row, 0)
-        self._mapping = slot_mapping_of(
-            state.page_table, self._slots, self._positions, state.page_size
-        )
-        self._lengths = (self._positions + is_row).int()
+            at, own = self._ranks.places, self._ranks.own(rank)
+            slots, positions = slots[at], positions[:, at]
+            is_row = is_row[:, at] & self._ranks.is_own
+        of_rows, positions = slots.where(is_row, state.scratch_slot), positions.where(is_row, 0)
+        self._rows = [Rows.of(*rows) for rows in zip(of_rows, positions, strict=True)]
+        self._own = [rows.part(own) for rows in self._rows]
+        mapping = slot_mapping_of(state.page_table, of_rows, positions, state.page_size)
+        self._mapping, slots = mapping[:, own], slots[own]
+        self._lengths = (positions + is_row).int()[:, own]
         self._page_table = state.page_table[slots]
         ends = [
             start + n for start, n in zip(batch.chunks.starts, batch.chunks.lengths, strict=True)
@@ -128,7 +131,8 @@ class _Ahead:
         decodes = DecodeBatch(self._page_table, self._lengths[place], self._longest)
         return ForwardBatch(
             token_ids=self._placed(token_ids).clamp(min=0),
-            positions=self._positions[place],
+            rows=self._rows[place],
+            own=self._own[place],
             slot_mapping=self._mapping[place],
             decodes=decodes,
             chunks=self._no_chunks,
@@ -164,23 +168,23 @@ class _SlotsOfRanks:
         self.shares = tuple(num + num_chunks for num in step.num_runs)
         every = torch.arange(num_slots, device=device)
         of_chunks = every[num_runs:]
-        self._parts = [
-            torch.cat((runs, of_chunks)) for runs in every[:num_runs].split([*step.num_runs])
-        ]
-        self.places = torch.cat(self._parts)  # [num_rows]: of each row's slot among the slots
+        parts = [torch.cat((runs, of_chunks)) for runs in every[:num_runs].split([*step.num_runs])]
+        self.places = torch.cat(parts)  # [num_rows]: of each row's slot among the slots
         # The rank of a slot; of the scratch slot the last.
         slots_each = step.state.scratch_slot // num_ranks
-        self._ranks = (slots // slots_each).clamp(max=num_ranks - 1)
+        ranks = (slots // slots_each).clamp(max=num_ranks - 1)
+        # [num_rows]: whether a row's slot is of the rank that has the row
+        self.is_own = torch.cat([ranks[part] == rank for rank, part in enumerate(parts)])
         rows: list[Tensor] = []
         first, of_rank = 0, torch.zeros_like(of_chunks)
         for rank, num in enumerate(step.num_runs):
             rows.append(torch.arange(first, first + num, device=device))
             at = of_chunks + (first + num - num_runs)
-            of_rank = at.where(self._ranks[num_runs:] == rank, of_rank)
+            of_rank = at.where(ranks[num_runs:] == rank, of_rank)
             first += num + num_chunks
         self.rows = torch.cat((*rows, of_rank))  # [num_slots]: the row of each slot
 
-    def of(self, rank: int) -> tuple[Tensor, Tensor]:
-        """For each row of a rank, which of the slots it is of, and whether that is of the rank."""
-        own = self._parts[rank]
-        return own, self._ranks[own] == rank
+    def own(self, rank: int) -> slice:
+        """The rows of a rank."""
+        first = sum(self.shares[:rank])
+        return slice(first, first + self.shares[rank])

@@ -24,7 +24,7 @@ class Fp8Rows:
         return len(self.data)
 
 
-Rows = Tensor | Fp8Rows
+Input = Tensor | Fp8Rows
 
 
 def room(num_rows: int) -> int:

@@ -272,7 +272,7 @@ class DeviceTuning:
     # programs as there are SMs, or twice as many, each long enough to be worth the work at its
     # ends. Many fill the device by themselves, and are split so that no long row is left alone at
     # the end. Two warps read as fast as four, but with them a step of 8 rows whose programs all
-    # rotate their row's heads (decode_qkv) was slower than one that left this to a kernel of its
+    # rotate their row's heads (FusedDecode) was slower than one that left this to a kernel of its
     # own. With a cache in FP8 none is measured yet (bench_kernels.py attention-decode --only fp8):
     # compiled for sm_90, a warp reads a byte with 1.8 times the instructions that it takes for one
     # of bfloat16 in the same tile, and with 1.5 times in tiles of 128 keys, of which only two fit

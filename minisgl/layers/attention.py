@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
@@ -25,7 +26,8 @@ class SelfAttention(nn.Module):
     `layer`: its number. `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`:
     of the RMS norm of every head of q and k; None: none. `adds_one`: it is stored less 1.
     `has_gate`: sigmoid(gate(x)) multiplies the result of every head; a checkpoint has that map in
-    the one to q, head by head. `v_is_k`: there is no map to values.
+    the one to q, head by head. `norms_v`: values are normed, too, without weights. `v_is_k`: there
+    is no map to them; they are k(x), before its norm and rotation.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
         adds_one: bool = False,
         has_gate: bool = False,
+        norms_v: bool = False,
         v_is_k: bool = False,
     ) -> None:
         super().__init__()
-        self._layer = layer
+        self._layer, self._norms_v, self._v_is_k = layer, norms_v, v_is_k
         self.spec = spec.on_rank(comm.size)
         head_dim = spec.head_dim
         self.heads = even_shard(spec.num_heads, comm.rank, comm.size)
@@ -70,20 +73,31 @@ class SelfAttention(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' K and V into the layer's KV cache."""
-        return self.attend(*self.qkv_proj.product.of_norm(residual, norm), step)
+        return self.attend(*self.qkv_proj.product.of_norm(residual, norm, step.batch.own), step)
 
-    def attend(self, qkv: Tensor, rows: Tensor, step: Step) -> Residual:
+    def apart(self, residual: Residual, norm: RMSNorm, step: Step) -> tuple[Tensor, Tensor]:
+        """As forward, but not added: (the result, of all ranks together; the stream)."""
+        qkv, stream = self.qkv_proj.product.of_norm(residual, norm, step.batch.own)
+        out = self.o_proj(self._attended(qkv, step), step.batch.own)
+        return self.o_proj.summed(out), stream
+
+    def attend(self, qkv: Tensor, stream: Tensor, step: Step) -> Residual:
         """As forward, given q, k and v of x, and the stream as one tensor."""
-        kv, norm_rope = step.kv(self._layer), self._norm_rope(step.rotary_tables[self._layer])
         if not self.has_gate:
-            out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
-            return self.o_proj.add_to(out.flatten(1), rows)
+            return self.o_proj.add_to(self._attended(qkv, step), stream, step.batch.own)
         qkv, gate = qkv.tensor_split((-self.spec.num_heads * self.spec.head_dim,), dim=1)
-        out = step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, self.spec, self.sinks)
-        return self.o_proj.add_to(out.flatten(1).mul_(gate.sigmoid()), rows)
+        out = self._attended(qkv, step).mul_(gate.sigmoid())
+        return self.o_proj.add_to(out, stream, step.batch.own)
+
+    def _attended(self, qkv: Tensor, step: Step) -> Tensor:
+        """Returns [num_rows, num_heads * head_dim]."""
+        norm_rope = self._norm_rope(step.rotary_tables[self._layer])
+        call = AttentionCall(qkv, step.kv(self._layer), self.spec, self.sinks, norm_rope)
+        return step.attention(call, step.batch).flatten(1)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return NormRope(rotary_table)
-        return NormRope(rotary_table, q_norm.weight, k_norm.weight, q_norm.eps)
+        weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps
+        return NormRope(rotary_table, *weights, eps, norms_v=self._norms_v, v_is_k=self._v_is_k)

@@ -18,6 +18,7 @@ from minisgl.kernels.moe.reference import (
     Routing,
 )
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.layers.formats import HeldExperts, WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
@@ -120,27 +121,27 @@ class FusedExperts(nn.Module):
         """The part of a stack of weights that is of the experts behind those held."""
         return self.product.weights[name][self.own.size :]
 
-    def summand(self, x: Tensor, choice: Choice) -> Tensor:
+    def summand(self, x: Tensor, choice: Choice, rows: Rows | None) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
         hidden_size]; returns a new tensor like x."""
         if self.own.size < self.num_experts:
             choice = select_experts.choose_of(choice, self.own)
-        return select_experts.weighted_sum(self.product, x, choice)
+        return select_experts.weighted_sum(self.product, x, choice, rows)
 
-    def summed(self, x: Tensor, choice: Choice) -> Tensor:
+    def summed(self, x: Tensor, choice: Choice, rows: Rows | None) -> Tensor:
         """The weighted sum over each row's chosen experts: a new tensor like x."""
-        summand = self.summand(x, choice)
+        summand = self.summand(x, choice, rows)
         return summand if self._comm.size == 1 else self._comm.all_reduce(summand)
 
-    def add_to(self, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-        """The stream rows + the weighted sum over each row's chosen experts. May overwrite rows.
+    def add_to(self, x: Tensor, choice: Choice, stream: Tensor, rows: Rows | None) -> Residual:
+        """The stream with the weighted sum over each row's chosen experts added. May overwrite it.
 
-        x and rows: [num_rows, hidden_size].
+        x and stream: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
-            return select_experts.add_weighted_sum(self.product, x, choice, rows)
-        summand = self.summand(x, choice)
-        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
+            return select_experts.add_weighted_sum(self.product, x, choice, stream, rows)
+        summand = self.summand(x, choice, rows)
+        return Residual(stream, pending=partial(self._comm.all_reduce_norm, summand))
 
 
 class SparseMoeBlock(nn.Module):
@@ -172,9 +173,9 @@ class SparseMoeBlock(nn.Module):
         )
         self._routing = Routing(config.num_chosen, config.normalize)
 
-    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
-        return self.experts.add_to(hidden, ByRouter(logits, self._routing), rows)
+    def forward(self, residual: Residual, norm: RMSNorm, rows: Rows) -> Residual:
+        hidden, logits, stream = self.gate.product.of_kept_norm(residual, norm, rows)
+        return self.experts.add_to(hidden, ByRouter(logits, self._routing), stream, rows)
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
@@ -197,11 +198,11 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert_gate = Linear(whole(hidden_size), gate, format)
         self._comm = comm
 
-    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
-        share = self.shared_expert_gate.product(hidden).sigmoid()
-        summand = self.shared_expert.summand(hidden).mul_(share)
-        summand += self.experts.summand(hidden, ByRouter(logits, self._routing))
+    def forward(self, residual: Residual, norm: RMSNorm, rows: Rows) -> Residual:
+        hidden, logits, stream = self.gate.product.of_kept_norm(residual, norm, rows)
+        share = self.shared_expert_gate.product(hidden, rows).sigmoid()
+        summand = self.shared_expert.summand(hidden, rows).mul_(share)
+        summand += self.experts.summand(hidden, ByRouter(logits, self._routing), rows)
         if self._comm.size == 1:
-            return Residual(rows, delta=summand)
-        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
+            return Residual(stream, delta=summand)
+        return Residual(stream, pending=partial(self._comm.all_reduce_norm, summand))

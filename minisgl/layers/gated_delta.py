@@ -98,14 +98,15 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Advances the states of the rows' requests."""
-        x, qkvz, rows = self.in_proj.product.of_kept_norm(residual, norm)
+        rows = step.batch.own
+        x, qkvz, stream = self.in_proj.product.of_kept_norm(residual, norm, rows)
         num_rows, num_values = len(x), self.values.size
-        b, a = self.gates.product(x).chunk(2, dim=1)
+        b, a = self.gates.product(x, rows).chunk(2, dim=1)
         gates = Gates(a, b, self.A_log, self.dt_bias)
         z = qkvz[:, -num_values:].unflatten(1, (-1, self._heads.value_dim))
         out = self._delta(qkvz[:, :-num_values], gates, step)
         out = delta_net.gated_rms_norm(out, z, self.norm.weight, self.norm.eps)
-        return self.out_proj.add_to(out.view(num_rows, num_values), rows)
+        return self.out_proj.add_to(out.view(num_rows, num_values), stream, rows)
 
     def _delta(self, qkv: Tensor, gates: Gates, step: Step) -> Tensor:
         """Returns [num_rows, value heads, value_dim]."""

@@ -12,6 +12,7 @@ from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.grouped import ByScores
 from minisgl.kernels.moe.select_experts import joins_shared
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.layers.experts import ExpertsConfig, FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
@@ -66,19 +67,19 @@ class GroupedMoeBlock(nn.Module):
                 self.shared_experts.down_proj.replace_product(DenseProduct(down))
         self._routing, self._comm = config.routing, comm
 
-    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
+    def forward(self, residual: Residual, norm: RMSNorm, rows: Rows) -> Residual:
+        hidden, logits, stream = self.gate.product.of_kept_norm(residual, norm, rows)
         joins = self._joins and joins_shared(len(hidden), hidden.device)
         routing = self._routing._replace(num_shared=int(joins))
         choice = ByScores(logits, routing, self.e_score_correction_bias)
         if joins or self.shared_experts is None:
-            return self.experts.add_to(hidden, choice, rows)
+            return self.experts.add_to(hidden, choice, stream, rows)
         if self._comm.size > 1:
-            summand = self.shared_experts.summand(hidden)
-            summand += self.experts.summand(hidden, choice)
-            return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
-        stream = self.shared_experts.add_to(hidden, rows)
-        if stream.delta is None:  # where a GEMM adds its result to the stream
-            return self.experts.add_to(hidden, choice, stream.rows)
-        stream.delta.add_(self.experts.summand(hidden, choice))
-        return stream
+            summand = self.shared_experts.summand(hidden, rows)
+            summand += self.experts.summand(hidden, choice, rows)
+            return Residual(stream, pending=partial(self._comm.all_reduce_norm, summand))
+        added = self.shared_experts.add_to(hidden, stream, rows)
+        if added.delta is None:  # where a GEMM adds its result to the stream
+            return self.experts.add_to(hidden, choice, added.rows, rows)
+        added.delta.add_(self.experts.summand(hidden, choice, rows))
+        return added

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
@@ -118,18 +119,19 @@ class LatentAttention(nn.Module):
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Writes the rows' latents into the layer's KV cache."""
         sizes, kv, num_heads = self._sizes, step.kv(self._layer), self.spec.num_heads
-        both, rows = self.qkv_a_proj.product.of_norm(residual, norm)
+        batch, rows = step.batch, step.batch.own
+        both, stream = self.qkv_a_proj.product.of_norm(residual, norm, rows)
         q, latents = both.tensor_split((self._num_first,), dim=1)
         if self.q_a_layernorm is not None:
-            q = self.q_b_proj.product.of_input_norm(q, self.q_a_layernorm)
+            q = self.q_b_proj.product.of_input_norm(q, self.q_a_layernorm, rows)
         q = q.unflatten(1, (num_heads, -1))
-        batch, weight = step.batch, self.kv_a_layernorm.weight
-        latent_norm = LatentNorm(step.rotary_tables[self._layer], weight, self.kv_a_layernorm.eps)
+        table, kv_norm = step.rotary_tables[self._layer], self.kv_a_layernorm
+        latent_norm = LatentNorm(table, kv_norm.weight, kv_norm.eps)
         by_head = self.kv_b_proj.product.weights["weight"].unflatten(0, (num_heads, -1))
         to_keys, to_values = by_head.tensor_split((sizes.nope_dim,), dim=1)
         queries = dispatch.store_latents(
-            latents, q, batch.positions, batch.slot_mapping, kv.k, latent_norm, to_keys, kv.scales.k
+            latents, q, rows.rope, batch.slot_mapping, kv.k, latent_norm, to_keys, kv.scales.k
         )
-        attended = step.attention(queries, kv, batch, self.spec)
+        attended = step.attention(AttentionCall(queries, kv, self.spec), batch)
         out = dispatch.values_of_latents(attended, to_values)
-        return self.o_proj.add_to(out.flatten(1), rows)
+        return self.o_proj.add_to(out.flatten(1), stream, rows)

@@ -17,6 +17,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import dispatch
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.layers.formats import WeightFormat, num_rows
 from minisgl.shards import Shard, whole
 
@@ -84,16 +85,16 @@ class Linear(nn.Module):
         self.product = product
         self.register_weights()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
+        return self.product(x, rows)
 
     def summed(self, y: Tensor) -> Tensor:
         """y of all ranks together. May overwrite y."""
         return y
 
-    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
-        """The stream rows + y. May overwrite rows: [num_rows, outputs]."""
-        return self.product.add_to(x, rows)
+    def add_to(self, x: Tensor, stream: Tensor, rows: Rows | None) -> Residual:
+        """The stream with y added. May overwrite it: [num_rows, outputs]."""
+        return self.product.add_to(x, stream, rows)
 
 
 class RowParallelLinear(Linear):
@@ -120,13 +121,13 @@ class RowParallelLinear(Linear):
     def summed(self, y: Tensor) -> Tensor:
         return y if self._comm.size == 1 else self._comm.all_reduce(y)
 
-    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
-        """The stream rows + y of all ranks together. May overwrite rows."""
+    def add_to(self, x: Tensor, stream: Tensor, rows: Rows | None) -> Residual:
+        """The stream with y of all ranks together added. May overwrite it."""
         if self._comm.size == 1:
-            return super().add_to(x, rows)
+            return super().add_to(x, stream, rows)
         mailbox = self._comm.mailbox(len(x))
-        sent = mailbox and self.product.send(x, mailbox)
-        return Residual(rows, pending=sent or partial(self._comm.all_reduce_norm, self(x)))
+        sent = mailbox and self.product.send(x, mailbox, rows)
+        return Residual(stream, pending=sent or partial(self._comm.all_reduce_norm, self(x, rows)))
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -48,9 +48,10 @@ class ShortConv(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm, step: Step) -> Residual:
         """Advances the states of the rows' requests."""
-        parts, rows = self.in_proj.product.of_norm(residual, norm)
+        rows = step.batch.own
+        parts, stream = self.in_proj.product.of_norm(residual, norm, rows)
         gate, gate_of_result, x = parts.chunk(3, dim=1)
-        return self.out_proj.add_to(gate_of_result * self._convolved(gate * x, step), rows)
+        return self.out_proj.add_to(gate_of_result * self._convolved(gate * x, step), stream, rows)
 
     def _convolved(self, x: Tensor, step: Step) -> Tensor:
         state, *kept = step.state(self._layer).tensors

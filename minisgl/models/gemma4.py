@@ -17,13 +17,14 @@ from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import PostNorm
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
+from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed_apart
 from minisgl.layers.experts import ExpertsConfig, FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.normed_attention import NormedAttention
 from minisgl.layers.post_norm import PostNormed
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig, RopeConfig
@@ -272,9 +273,9 @@ class Router(nn.Module):
         self.per_expert_scale = parameter(torch.empty(experts.num_experts, dtype=format.dtype))
         self._routing = Routing(experts.num_chosen, experts.normalize)
 
-    def forward(self, x: Tensor) -> ByRouter:
+    def forward(self, x: Tensor, rows: Rows) -> ByRouter:
         """x: the norm."""
-        return ByRouter(self.proj(x), self._routing, self.per_expert_scale)
+        return ByRouter(self.proj(x, rows), self._routing, self.per_expert_scale)
 
 
 class GemmaLayer(DecoderLayer):
@@ -313,7 +314,7 @@ class GemmaLayer(DecoderLayer):
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         assert isinstance(config, GemmaConfig)
-        return NormedAttention(
+        return SelfAttention(
             config.hidden_size,
             index,
             config.attention(index),
@@ -322,6 +323,7 @@ class GemmaLayer(DecoderLayer):
             qkv_bias=config.qkv_bias,
             o_bias=config.qkv_bias,
             qk_norm_eps=config.norm_eps,
+            norms_v=True,
             v_is_k=config.v_is_k(index),
         )
 
@@ -333,33 +335,32 @@ class GemmaLayer(DecoderLayer):
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         attention, norm = self.get_submodule(self._mixer), self.input_layernorm
-        assert isinstance(attention, NormedAttention)
-        result, rows = mixed_apart(attention.apart, residual, norm, step, self._ranks)
+        assert isinstance(attention, SelfAttention)
+        result, stream = mixed_apart(attention.apart, residual, norm, step, self._ranks)
         attended = PostNormed((result,), _post(self.post_attention_layernorm))
         post = _post(self.post_feedforward_layernorm, scale=self.layer_scalar)
-        mlp = self.mlp
+        mlp, rows = self.mlp, step.batch.rows
         assert isinstance(mlp, GatedMLP)
         if not self.has_experts:
-            inner, rows = mlp.inner_of_norm(
-                Residual(rows, pending=attended), self.pre_feedforward_layernorm
-            )
-            result = mlp.down_proj.summed(mlp.down_proj(inner))
-            return Residual(rows, pending=PostNormed((result,), post))
+            residual = Residual(stream, pending=attended)
+            inner, stream = mlp.inner_of_norm(residual, self.pre_feedforward_layernorm, rows)
+            result = mlp.down_proj.summed(mlp.down_proj(inner, rows))
+            return Residual(stream, pending=PostNormed((result,), post))
         norms = (
             self.pre_feedforward_layernorm,
             self.pre_feedforward_layernorm_2,
             self.router.scale,
         )
-        (x, of_experts, of_router), rows = attended.norms(
-            rows, tuple(norm.weight for norm in norms)
+        (x, of_experts, of_router), stream = attended.norms(
+            stream, tuple(norm.weight for norm in norms)
         )
         results = (
-            mlp.down_proj.summed(mlp.summand(x)),
-            self.experts.summed(of_experts, self.router(of_router)),
+            mlp.down_proj.summed(mlp.summand(x, rows)),
+            self.experts.summed(of_experts, self.router(of_router, rows), rows),
         )
         one, other = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
         post = post._replace(inner=(one.weight, other.weight))
-        return Residual(rows, pending=PostNormed(results, post))
+        return Residual(stream, pending=PostNormed(results, post))
 
 
 def _post(norm: RMSNorm, scale: Tensor | None = None) -> PostNorm:

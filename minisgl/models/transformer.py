@@ -75,13 +75,13 @@ class DecoderLayer(nn.Module):
         self, config: NativeConfig, index: int, format: WeightFormat, comm: Communicator
     ) -> nn.Module:
         """What follows the attention of layer `index`, an MLP or experts: called with the residual
-        stream and the norm of its input, it returns the stream with its output added."""
+        stream, the norm of its input, and the rows, it returns the stream with its output added."""
         return mlp_or_experts(config, index, format, comm)
 
     def forward(self, residual: Residual, step: Step) -> Residual:
         mixer = self.get_submodule(self._mixer)
         residual = mixed(mixer, residual, self.input_layernorm, step, self._ranks)
-        added: Residual = self.mlp(residual, self.post_attention_layernorm)
+        added: Residual = self.mlp(residual, self.post_attention_layernorm, step.batch.rows)
         return added
 
 

@@ -16,13 +16,14 @@ from minisgl.scheduler.plan import Chunk
 def chunk_inputs(
     tensors: ChunkTensors | None,
     chunks: Sequence[Chunk] | None,
+    num_rows: int,
     state: SlotState,
     states_of: Callable[[Tensor], Tensor],
     width: int,
 ) -> tuple[PrefillBatch, Segments]:
     """The chunks of a rank. tensors: None without any. chunks: None if the step is captured, when
-    they may be any of all ranks. states_of: where layers keep the states of slots. width: of page
-    tables."""
+    they may be any of all ranks. num_rows: of the rank's chunks. states_of: where layers keep the
+    states of slots. width: of page tables."""
     if tensors is None:
         nothing, slots = state.lengths[:0], state.prompt_lengths[:0]
         no_chunks = PrefillBatch(state.page_table[:0], nothing, nothing, 0, (), ())
@@ -42,7 +43,7 @@ def chunk_inputs(
         page_table=state.page_table[slots, :width],
         row_starts=row_starts,
         ends=ends,
-        num_rows=len(tensors.positions),
+        num_rows=num_rows,
         starts=tuple(chunk.start for chunk in chunks or ()),
         lengths=tuple(len(chunk.token_ids) for chunk in chunks or ()),
     )

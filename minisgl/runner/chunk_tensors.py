@@ -1,7 +1,7 @@
 """The chunks of a step: packed into one array on the host, and split on the device.
 
-Where ranks divide requests, each needs of the chunks of all what tokens they have and which rows
-are sampled, and of its own chunks where their keys, values and states are.
+Where ranks divide requests, each needs of the chunks of all what their rows are and which are
+sampled, and of its own chunks where their keys, values and states are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from minisgl.runner.row_order import RankRows, RowOrder
+from minisgl.runner.row_order import RowOrder
 from minisgl.runner.step_shape import StepShape
 from minisgl.scheduler.plan import Chunk, StepPlan
 
@@ -24,7 +24,7 @@ class ChunkTensors:
     """The chunks of a step on the device; all tensors are int64."""
 
     # of all ranks
-    token_ids: Tensor  # [num_chunk_rows], in the order of the rows
+    numbers: Tensor  # [3, num_chunk_rows]: slots, token ids and positions, in the order of the rows
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
     last_rows: Tensor  # [num_chunks]: among all rows of the step, whose number an empty chunk has
@@ -33,8 +33,6 @@ class ChunkTensors:
     sample_slots: Tensor  # [num_chunk_samples]
     sample_ends: Tensor  # [num_chunk_samples]
     # of this rank, which may have fewer chunks than there are
-    positions: Tensor  # [own chunk rows]
-    token_slots: Tensor  # [own chunk rows]
     row_starts: Tensor  # [num_chunks + 1], counted from its first chunk row
     own_slots: Tensor  # [num_chunks]
     own_ends: Tensor  # [num_chunks]
@@ -43,13 +41,14 @@ class ChunkTensors:
     segment_starts: Tensor
 
     @staticmethod
-    def split(packed: Tensor, shape: StepShape, of_ranks: RankRows, rank: int) -> ChunkTensors:
+    def split(packed: Tensor, shape: StepShape) -> ChunkTensors:
         """Split the tensor that `pack_chunks` made into views."""
-        chunks, num_own_rows = shape.num_chunks, of_ranks.chunk_rows[rank]
-        sizes = [shape.num_chunk_rows, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
-        sizes += [num_own_rows, num_own_rows, chunks + 1, chunks, chunks]
+        chunks = shape.num_chunks
+        sizes = [3 * shape.num_chunk_rows, *[chunks] * 4, *[shape.num_chunk_samples] * 3]
+        sizes += [chunks + 1, chunks, chunks]
         sizes += [shape.num_segments, shape.num_segments, shape.num_segments + 1]
-        return ChunkTensors(*packed.split(sizes))
+        numbers, *others = packed.split(sizes)
+        return ChunkTensors(numbers.view(3, -1), *others)
 
 
 _Part = tuple[Sequence[ArrayLike], int, int]  # content, size, padding
@@ -68,14 +67,16 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
     own_slots, lengths = [chunk.slot for chunk in own], [len(chunk.token_ids) for chunk in own]
     row_starts = [*accumulate(lengths, initial=0)]
     num_chunks, num_samples = shape.num_chunks, shape.num_chunk_samples
-    num_own = rows.chunk_rows[order.rank]
     num_before = [rows.run * num for num in accumulate(rows.decodes)]  # decode rows
-    token_ids = np.zeros(sum(rows.chunk_rows), dtype=np.int64)
+    numbers = np.zeros((3, shape.num_chunk_rows), dtype=np.int64)
+    numbers[0] = scratch_slot
     for chunk, first in zip(chunks, firsts, strict=True):
         at = first - num_before[order.rank_of(chunk.slot)]  # among the chunk rows of all ranks
-        token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
+        of_chunk = numbers[:, at : at + len(chunk.token_ids)]
+        of_chunk[0], of_chunk[1] = chunk.slot, chunk.token_ids
+        of_chunk[2] = np.arange(chunk.start, chunk.end)
     parts: tuple[_Part, ...] = (
-        ([token_ids], shape.num_chunk_rows, 0),
+        ([numbers.ravel()], numbers.size, 0),
         ([slots], num_chunks, scratch_slot),
         ([ends], num_chunks, 0),
         ([lasts], num_chunks, shape.num_rows),
@@ -83,8 +84,6 @@ def pack_chunks(plan: StepPlan, shape: StepShape, order: RowOrder) -> NDArray[np
         ([[lasts[place] for place in sampled]], num_samples, 0),
         ([[slots[place] for place in sampled]], num_samples, scratch_slot),
         ([[ends[place] for place in sampled]], num_samples, 0),
-        ([np.arange(chunk.start, chunk.end) for chunk in own], num_own, 0),
-        ([np.repeat(np.array(own_slots, dtype=np.int64), lengths)], num_own, scratch_slot),
         ([row_starts], num_chunks + 1, row_starts[-1]),
         ([own_slots], num_chunks, scratch_slot),
         ([[chunk.end for chunk in own]], num_chunks, 0),

@@ -48,6 +48,11 @@ class RankRows(NamedTuple):
         """The first row of each rank."""
         return [*accumulate(self.shares, initial=0)][:-1]
 
+    def rows(self, rank: int) -> slice:
+        """The rows of a rank among those of all."""
+        first = self.starts[rank]
+        return slice(first, first + self.shares[rank])
+
     def decode_rows(self, rank: int) -> slice:
         """The rows of a rank among the decode rows of all."""
         first = sum(self.decodes[:rank]) * self.run
@@ -59,12 +64,10 @@ class RankRows(NamedTuple):
         return [torch.arange(start, start + n * self.run, device=device) for start, n in starts]
 
     def joined(self, decodes: Tensor, chunks: Tensor) -> Tensor:
-        """What there is of decode rows, and of chunk rows, in the order of the rows."""
-        if not self.are_divided:
-            return torch.cat((decodes, chunks))
-        of_decodes = decodes.split([num * self.run for num in self.decodes])
-        pairs = zip(of_decodes, chunks.split([*self.chunk_rows]), strict=True)
-        return torch.cat([*chain.from_iterable(pairs)])
+        """The numbers [n, ...] of decode rows and of chunk rows in the order of the rows."""
+        of_decodes = decodes.split([num * self.run for num in self.decodes], dim=1)
+        pairs = zip(of_decodes, chunks.split([*self.chunk_rows], dim=1), strict=True)
+        return torch.cat([*chain.from_iterable(pairs)], dim=1)
 
 
 class RowOrder:

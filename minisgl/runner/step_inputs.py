@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch
 from minisgl.device.lanes import Lanes
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
 from minisgl.kernels.slots.slot_updates import read_slots
 from minisgl.runner.chunk_inputs import chunk_inputs
@@ -147,33 +148,42 @@ class SlotTables:
                 lengths_host = self._lengths_after(plan)[own_rows]
         rows = self._rows.part(slice(shape.num_decode_rows), width)
         read_slots(order.taken(self._decode_slots, of_ranks.decodes), state, rows, run)
-        own, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
+        decodes, kept = rows, self._kept.advance(rows.slots[::run], rows.positions, run)
         if of_ranks.are_divided:
-            own = rows.part(own_rows)
+            decodes = rows.part(own_rows)
             kept = None if kept is None else kept[own_rows.start // run : own_rows.stop // run]
-        token_ids, positions, slot_mapping = rows.token_ids, own.positions, own.slot_mapping
+        numbers, slot_mapping = rows.numbers[:3], decodes.slot_mapping
         samples = SampleRows(shape, None, rows.slots, rows.output_index, of_ranks.decodes)
         chunks: ChunkTensors | None = None
         if packed_chunks is not None:
-            chunks = ChunkTensors.split(packed_chunks, shape, of_ranks, order.rank)
+            chunks = ChunkTensors.split(packed_chunks, shape)
             state.lengths[chunks.slots] = chunks.ends.int()
             self._kept.cover(chunks.slots, chunks.ends)
-            token_ids = of_ranks.joined(token_ids, chunks.token_ids)
-            positions = torch.cat((positions, chunks.positions))
-            of_chunks = slot_mapping_of(
-                state.page_table, chunks.token_slots, chunks.positions, state.page_size
-            )
-            slot_mapping = torch.cat((slot_mapping, of_chunks))
+            numbers = of_ranks.joined(numbers, chunks.numbers)
             samples = samples.with_chunks(chunks, of_ranks, state.prompt_lengths)
+        slots, token_ids, positions = numbers
+        own = every = Rows.of(slots, positions)
+        if of_ranks.are_divided:
+            own = every.part(of_ranks.rows(order.rank))
+        if chunks is not None:
+            of_chunks = own.part(slice(len(slot_mapping), None))
+            mapping = slot_mapping_of(
+                state.page_table, of_chunks.slots, of_chunks.positions, state.page_size
+            )
+            slot_mapping = torch.cat((slot_mapping, mapping))
         own_chunks = None if plan is None else order.own_chunks(plan)
-        prefill, segments = chunk_inputs(chunks, own_chunks, state, self._states_of, width)
+        num_chunk_rows = of_ranks.chunk_rows[order.rank]
+        prefill, segments = chunk_inputs(
+            chunks, own_chunks, num_chunk_rows, state, self._states_of, width
+        )
         batch = ForwardBatch(
             token_ids=token_ids,
-            positions=positions,
+            rows=every,
+            own=own,
             slot_mapping=slot_mapping,
-            decodes=DecodeBatch(own.page_table, own.lengths, longest, lengths_host, run),
+            decodes=DecodeBatch(decodes.page_table, decodes.lengths, longest, lengths_host, run),
             chunks=prefill,
-            slots=BatchSlots(self._states_of(own.slots[::run].contiguous()), segments, kept),
+            slots=BatchSlots(self._states_of(decodes.slots[::run].contiguous()), segments, kept),
             shares=of_ranks.shares if of_ranks.are_divided else (),
         )
-        return with_windows(batch, own, chunks, state), samples
+        return with_windows(batch, decodes, chunks, state), samples

@@ -21,10 +21,11 @@ def with_windows(
     assert rows.windows is not None
     slot_mapping, prefill = rows.windows.slot_mapping, batch.chunks
     if chunks is not None:
-        of_chunks = slot_mapping_of(
-            state.window_table, chunks.token_slots, chunks.positions, state.page_size
+        of_chunks = batch.own.part(slice(len(slot_mapping), None))
+        mapping = slot_mapping_of(
+            state.window_table, of_chunks.slots, of_chunks.positions, state.page_size
         )
-        slot_mapping = torch.cat((slot_mapping, of_chunks))
+        slot_mapping = torch.cat((slot_mapping, mapping))
         width = prefill.page_table.shape[1]
         prefill = replace(prefill, page_table=state.window_table[chunks.own_slots, :width])
     windowed = replace(

@@ -22,6 +22,7 @@ from torch import Tensor
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -30,6 +31,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles, tuning_of
 from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS
@@ -163,7 +165,7 @@ def decode_problem(case: Sequences) -> Problem:
     def calls(attention: Attention) -> Sequence[Call]:
         prepare(attention, rows, PrefillBatch.of(empty, (), ()))
         decode, spec = attention.decode_backend.decode, case.heads.spec
-        return [partial(decode, q, layer, rows, spec) for layer in layers]
+        return [partial(decode, AttentionCall(q, layer, spec), rows) for layer in layers]
 
     tiles = partial(case.heads.tiles, case.count * case.heads.num_kv_heads)
     return case.problem(calls, case.backends(), tiles)
@@ -177,7 +179,8 @@ def prompt_problem(case: Sequences) -> Problem:
 
     def calls(attention: Attention) -> Sequence[Call]:
         prepare(attention, DecodeBatch(empty, empty[:, 0], 0, ()), rows)
-        return [partial(attention.prefill_backend.prefill, q, layer, rows, case.heads.spec)]
+        call = AttentionCall(q, layer, case.heads.spec)
+        return [partial(attention.prefill_backend.prefill, call, rows)]
 
     return case.problem(calls, case.backends(), case.heads.tiles, captured=False)
 
@@ -204,7 +207,7 @@ def chunk_problem(case: Sequences) -> Problem:
 
     def calls(attention: Attention) -> Sequence[Call]:
         prefill, spec = attention.prefill_backend.prefill, case.heads.spec
-        return [partial(prefill, q, layer, rows, spec) for layer in layers]
+        return [partial(prefill, AttentionCall(q, layer, spec), rows) for layer in layers]
 
     tiles = case.heads.tiles
     unsplit = replace(tiles(), programs_per_sm=0)
@@ -216,7 +219,8 @@ def prepare(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) ->
     """Let the backends plan, for which they need only the rows."""
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
     slots = BatchSlots(nothing, Segments(nothing, nothing, nothing))
-    attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks, slots))
+    rows = Rows.of(nothing, nothing)
+    attention.prepare(ForwardBatch(nothing, rows, rows, nothing, decodes, chunks, slots))
 
 
 def triton(tiles: DecodeTiles | PrefillTiles | None = None) -> Attention:

@@ -32,6 +32,7 @@ from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionBackend,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -43,6 +44,7 @@ from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise.reference import to_stored
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 
 
@@ -117,16 +119,17 @@ class Case:
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
         slots = BatchSlots(nothing, Segments(nothing, nothing, nothing))
-        return ForwardBatch(*[nothing] * 3, self.decodes, self.chunks, slots)
+        rows = Rows.of(nothing, nothing)
+        return ForwardBatch(nothing, rows, rows, nothing, self.decodes, self.chunks, slots)
 
     def attend(self, attention: Attention) -> list[Tensor]:
         outputs = []
         if self.decodes.num_rows:
             decode = attention.decode_backend.decode
-            outputs.append(decode(self.decode_q, self.kv, self.decodes, self.spec))
+            outputs.append(decode(AttentionCall(self.decode_q, self.kv, self.spec), self.decodes))
         if self.chunks.lengths:
             prefill = attention.prefill_backend.prefill
-            outputs.append(prefill(self.chunk_q, self.kv, self.chunks, self.spec))
+            outputs.append(prefill(AttentionCall(self.chunk_q, self.kv, self.spec), self.chunks))
         return outputs
 
 
@@ -327,8 +330,8 @@ def test_adapters_accept_strided_queries(packages: Callable[..., None]) -> None:
     attention.prepare(case.inputs())
     views = wide[:, :4]
     assert not views.is_contiguous()
-    out = attention.decode_backend.decode(views, case.kv, case.decodes, case.spec)
-    right = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
+    out = attention.decode_backend.decode(AttentionCall(views, case.kv, case.spec), case.decodes)
+    right = TorchAttention().decode(AttentionCall(case.decode_q, case.kv, case.spec), case.decodes)
     torch.testing.assert_close(out, right)
 
 
@@ -396,8 +399,12 @@ def test_a_host_plan_reads_the_lengths_that_only_the_device_knows(
     attention = make_attention("fi", "fi", case.shape)
     assert isinstance(attention.decode_backend, HostPlanned)
     attention.decode_backend.plan_decode(decodes)
-    found = attention.decode_backend.decode(case.decode_q, case.kv, decodes, case.spec)
-    expected = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
+    found = attention.decode_backend.decode(
+        AttentionCall(case.decode_q, case.kv, case.spec), decodes
+    )
+    expected = TorchAttention().decode(
+        AttentionCall(case.decode_q, case.kv, case.spec), case.decodes
+    )
     torch.testing.assert_close(found[:2], expected[:2])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.attention_packages import (
     FLASH,
     module,
@@ -22,9 +23,20 @@ from minisgl.attention.backends import (
     make_attention,
     make_captured_attention,
 )
-from minisgl.attention.base import Attention
+from minisgl.attention.base import (
+    Attention,
+    AttentionCall,
+    BatchSlots,
+    DecodeBatch,
+    ForwardBatch,
+    PrefillBatch,
+)
+from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.rows import Rows
+from minisgl.kernels.segments import Segments
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,87 @@ def test_a_backend_that_computes_none_of_the_extras_names_them_in_order(
     assert found.best_first("decode") == ()
     words = "sliding windows and no soft caps and no attention sinks"
     assert found.missing["torch"] == f"torch computes no {words}"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [each for each in dataclasses.fields(AttentionSpec) if each.default is not dataclasses.MISSING],
+    ids=lambda each: each.name,
+)
+def test_a_backend_declares_each_property_beyond_plain_attention_or_refuses_it(
+    everything: None, monkeypatch: pytest.MonkeyPatch, field: dataclasses.Field[Any]
+) -> None:
+    facts = dataclasses.replace(BACKENDS["torch"].facts, extras=())
+    monkeypatch.setitem(BACKENDS, "torch", dataclasses.replace(BACKENDS["torch"], facts=facts))
+    layer, _ = layers(128, 2, **{field.name: True if field.default is False else 9})
+    (extra,) = layer.extras()
+    assert available_backends(None, {layer}).missing["torch"] == f"torch computes no {extra}"
+
+
+@dataclasses.dataclass
+class Noting:
+    """Attends to nothing."""
+
+    calls: list[AttentionCall] = dataclasses.field(default_factory=list)
+    fuses_norm_rope = True
+
+    def decode(self, call: AttentionCall, batch: DecodeBatch | PrefillBatch) -> Tensor:
+        self.calls.append(call)
+        return call.q
+
+    prefill = decode
+
+
+def test_both_backends_of_a_step_get_the_call_of_the_layer_with_their_rows() -> None:
+    q, kv = torch.randn(5, 2, 8), PagedKV(*torch.zeros(2, 3, 4, 1, 8))
+    spec, _ = layers(8, 2, window=3, sinks=True)
+    call, numbers = AttentionCall(q, kv, spec, torch.zeros(2)), torch.zeros(5, dtype=torch.int64)
+    table = torch.ones((2, 1), dtype=torch.int32)
+    rows = Rows.of(numbers, numbers)
+    batch = ForwardBatch(
+        *(numbers, rows, rows, numbers),
+        DecodeBatch(table, torch.ones(2, dtype=torch.int32), 1),
+        PrefillBatch.of(table[:1], (0,), (3,)),
+        BatchSlots(numbers, Segments(numbers, numbers, numbers)),
+    )
+    backends = Noting(), Noting()
+    assert torch.equal(Attention(*backends)(call, batch), q)
+    for noted, part in zip(backends, (q[2:], q[:2]), strict=True):
+        [got] = noted.calls
+        assert torch.equal(got.q, part) and dataclasses.replace(got, q=q) == call
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_a_fused_backend_is_not_asked_to_rotate_by_other_numbers_than_positions(
+    is_shifted: bool,
+) -> None:
+    positions, nothing = torch.tensor([2, 0]), torch.zeros(0, dtype=torch.int64)
+    rows = Rows.of(torch.tensor([0, 1]), positions)
+    if is_shifted:
+        rows = dataclasses.replace(rows, rope=positions + 1)
+    table = torch.tensor([[1], [2]], dtype=torch.int32)
+    batch = ForwardBatch(
+        *(positions, rows, rows, torch.tensor([6, 8])),
+        DecodeBatch(table, torch.tensor([3, 1], dtype=torch.int32), 3),
+        PrefillBatch.of(table[:0], (), ()),
+        BatchSlots(rows.slots, Segments(nothing, nothing, nothing)),
+    )
+    (spec, _), qkv = layers(8, 1), torch.randn(2, 6 * 8)
+    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1])
+    norm_rope = NormRope(torch.cat((angles.cos(), angles.sin()), dim=1))
+    kv, backend = PagedKV(*torch.zeros(2, 3, 4, 2, 8)), Noting()
+    Attention(backend, backend)(AttentionCall(qkv, kv, spec, norm_rope=norm_rope), batch)
+    [call] = backend.calls
+    if not is_shifted:
+        assert call.norm_rope is norm_rope and call.q is qkv and not kv.k.any()
+        return
+    assert call.norm_rope is None
+    turns = torch.complex(angles.cos(), angles.sin())[positions + 1, None]
+    first, second = qkv.view(2, 6, 8).chunk(2, dim=2)
+    turned = torch.view_as_real(torch.complex(first, second)[:, :4] * turns).transpose(2, 3)
+    turned = turned.flatten(2)
+    torch.testing.assert_close(call.q, turned[:, :2])
+    torch.testing.assert_close(kv.k.flatten(0, 1)[[6, 8]], turned[:, 2:])
 
 
 def test_flashinfer_plans_for_layers_with_different_heads(everything: None) -> None:

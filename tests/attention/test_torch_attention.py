@@ -13,7 +13,7 @@ from support.paged import page_table, spec_of
 from torch import Tensor
 
 from minisgl.attention import torch_backend
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
@@ -70,7 +70,7 @@ def check_decode(
         page_table(cache.pages), torch.tensor(lengths, dtype=torch.int32), max(lengths) + slack
     )
     spec, sinks = features.spec(q, cache.kv), features.some_sinks(q.shape[1])
-    out = TorchAttention().decode(q, cache.kv, rows, spec, sinks)
+    out = TorchAttention().decode(AttentionCall(q, cache.kv, spec, sinks), rows)
     assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
     assert_close(out, [cache.attend(q[i], i, n, spec, sinks) for i, n in enumerate(lengths)])
 
@@ -94,7 +94,7 @@ def check_prefill(
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
     rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
     spec, sinks = features.spec(q, cache.kv), features.some_sinks(q.shape[1])
-    out = TorchAttention().prefill(q, cache.kv, rows, spec, sinks)
+    out = TorchAttention().prefill(AttentionCall(q, cache.kv, spec, sinks), rows)
     assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
     attended = [cache.attend(q[at], i, p + 1, spec, sinks) for at, (i, p) in enumerate(places)]
@@ -157,7 +157,9 @@ def test_sinks_must_be_given_exactly_if_the_layer_has_them() -> None:
     rows = DecodeBatch(page_table(cache.pages), torch.tensor([5], dtype=torch.int32), 5)
     for features, sinks in ((PLAIN, torch.zeros(2)), (Features(sinks=True), None)):
         with pytest.raises(AssertionError):
-            TorchAttention().decode(q, cache.kv, rows, features.spec(q, cache.kv), sinks)
+            TorchAttention().decode(
+                AttentionCall(q, cache.kv, features.spec(q, cache.kv), sinks), rows
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -199,8 +201,10 @@ def test_prefill_without_host_lengths_equals_prefill_with_them() -> None:
     q = torch.randn(30, 4, 64)
     known = PrefillBatch.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
     unknown = replace(known, starts=(), lengths=(), num_rows=30)
-    expected = TorchAttention().prefill(q[:22], cache.kv, known, spec_of(q, cache.kv, 0.3))
-    out = TorchAttention().prefill(q, cache.kv, unknown, spec_of(q, cache.kv, 0.3))
+    expected = TorchAttention().prefill(
+        AttentionCall(q[:22], cache.kv, spec_of(q, cache.kv, 0.3)), known
+    )
+    out = TorchAttention().prefill(AttentionCall(q, cache.kv, spec_of(q, cache.kv, 0.3)), unknown)
     assert torch.equal(out[:22], expected)
 
 

@@ -13,7 +13,7 @@ from support.paged import page_table, spec_of
 from torch import Tensor
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 
@@ -73,11 +73,15 @@ def test_windows_soft_caps_and_sinks_are_those_of_transformers(family: str, name
         parts = []
         for start in range(0, LENGTH, size):
             chunk = PrefillBatch.of(table, (start,), (min(size, LENGTH - start),))
-            parts.append(backend.prefill(q[start : start + size], cache.kv, chunk, spec, sinks))
+            parts.append(
+                backend.prefill(
+                    AttentionCall(q[start : start + size], cache.kv, spec, sinks), chunk
+                )
+            )
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-5)
     lengths = torch.arange(1, LENGTH + 1, dtype=torch.int32)
     rows = DecodeBatch(table.expand(LENGTH, -1), lengths, LENGTH)
-    out = backend.decode(q, cache.kv, rows, spec, sinks)
+    out = backend.decode(AttentionCall(q, cache.kv, spec, sinks), rows)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    unlimited = backend.decode(q, cache.kv, rows, replace(spec, window=None), sinks)
+    unlimited = backend.decode(AttentionCall(q, cache.kv, replace(spec, window=None), sinks), rows)
     assert not torch.allclose(unlimited[WINDOW:], out[WINDOW:], rtol=1e-2, atol=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.drafting.drafter import ChunkEnds, DraftStep
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.slots.slot_state import SlotState
 
@@ -28,9 +30,12 @@ def step_of() -> tuple[DraftStep, torch.Tensor]:
     nothing = torch.zeros(0, dtype=torch.int64)
     row_starts = torch.tensor([0, 4, 6, 6], dtype=torch.int32)
     positions = [5, 6, 7, 9, 10, 0, 0, 0, 0]
+    of_rows = torch.tensor([*positions, 0, 1, 2, 3, 0, 1, 0, 0])
+    rows = Rows.of(torch.zeros_like(of_rows), of_rows)  # the slots are not looked at
     batch = ForwardBatch(
         token_ids=torch.tensor([50, 51, 52, 60, 61, 0, 0, 0, 0, 1, 2, 3, 4, 21, 22, 0, 0]),
-        positions=torch.tensor([*positions, 0, 1, 2, 3, 0, 1, 0, 0]),
+        rows=rows,
+        own=rows,
         slot_mapping=nothing,
         decodes=DecodeBatch(nothing[:, None], torch.zeros(9, dtype=torch.int32), 9, run=3),
         chunks=PrefillBatch(nothing[:, None], row_starts, nothing, 8, (), ()),
@@ -75,10 +80,14 @@ def test_the_slots_of_runs_alone_lie_one_after_the_other() -> None:
     assert runs.ending_slots().tolist() == [3, 5, SCRATCH] and runs.ending_slots().is_contiguous()
 
 
-@pytest.mark.parametrize("name", ["token_ids", "positions", "slots"])
+@pytest.mark.parametrize("name", ["token_ids", "rows", "slots"])
 def test_a_batch_refuses_every_other_number_of_a_longer_tensor(name: str) -> None:
     batch = step_of()[0].batch
     strided = torch.zeros(8, dtype=torch.int64)[::2]
-    given = batch.slots._replace(decodes=strided) if name == "slots" else strided
+    given: dict[str, Any] = {
+        "token_ids": strided,
+        "rows": Rows.of(strided, strided),
+        "slots": batch.slots._replace(decodes=strided),
+    }
     with pytest.raises(AssertionError):
-        replace(batch, **{name: given})
+        replace(batch, **{name: given[name]})

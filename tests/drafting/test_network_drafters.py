@@ -279,7 +279,9 @@ def _position_of_next(monkeypatch: pytest.MonkeyPatch) -> None:
     over = NetworkDrafter._over_step
 
     def shifted(self: NetworkDrafter, step: DraftStep, token_ids: Any) -> Any:
-        batch = dataclasses.replace(step.batch, positions=step.batch.positions + 1)
+        own = step.batch.own
+        own = dataclasses.replace(own, rope=own.rope + 1)
+        batch = dataclasses.replace(step.batch, own=own)
         return over(self, dataclasses.replace(step, batch=batch), token_ids)
 
     monkeypatch.setattr(NetworkDrafter, "_over_step", shifted)

@@ -57,6 +57,7 @@ from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.residual import Residual, joined
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Taps
@@ -167,7 +168,8 @@ def drafted_logits(
             chunks = PrefillBatch.of(pages, (0,), (len(token_ids),))
         mapping = pages[0].long()[positions // 8] * 8 + positions % 8
         slots = BatchSlots(none, Segments(none, none, nothing))
-        return ForwardBatch(torch.tensor(token_ids), positions, mapping, decodes, chunks, slots)
+        rows = Rows.of(torch.zeros_like(positions), positions)
+        return ForwardBatch(torch.tensor(token_ids), rows, rows, mapping, decodes, chunks, slots)
 
     rows = list(token_ids[1:] if network.follows else token_ids)
     found: list[Tensor] = []
@@ -197,9 +199,10 @@ def taps_of(model: CausalLM, layers: tuple[int, ...], token_ids: Sequence[int]) 
     positions = torch.arange(len(token_ids))
     pages = torch.tensor([[5, 2, 7, 1, 6]], dtype=torch.int32)
     nothing, none = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
-    rows = ForwardBatch(
+    rows = Rows.of(torch.zeros_like(positions), positions)
+    batch = ForwardBatch(
         torch.tensor(token_ids),
-        positions,
+        *(rows, rows),
         pages[0].long()[positions // 8] * 8 + positions % 8,
         DecodeBatch(pages[:0], nothing, 0),
         PrefillBatch.of(pages, (0,), (len(token_ids),)),
@@ -207,7 +210,7 @@ def taps_of(model: CausalLM, layers: tuple[int, ...], token_ids: Sequence[int]) 
     )
     taps = Taps(layers, torch.empty(len(token_ids), len(layers) * TARGET.hidden_size))
     with torch.inference_mode():
-        model(rows, states, Attention(TorchAttention(), TorchAttention()), taps=taps)
+        model(batch, states, Attention(TorchAttention(), TorchAttention()), taps=taps)
     return taps.rows
 
 

@@ -27,8 +27,13 @@ from support.parity import (
 from support.tensor_parallel import check_with_aborts, shortened
 from torch import Tensor
 
-from minisgl.attention.base import Attention, AttentionShape, DecodeBatch, PrefillBatch
-from minisgl.attention.state import PagedKV
+from minisgl.attention.base import (
+    Attention,
+    AttentionCall,
+    AttentionShape,
+    DecodeBatch,
+    PrefillBatch,
+)
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
@@ -122,13 +127,13 @@ class Planned(TorchAttention):
     def plan_prefill(self, batch: PrefillBatch) -> None:
         self.chunks = batch
 
-    def decode(self, q: Tensor, kv: PagedKV, batch: DecodeBatch, *args: Any) -> Tensor:
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
         assert batch is self.rows
-        return super().decode(q, kv, batch, *args)
+        return super().decode(call, batch)
 
-    def prefill(self, q: Tensor, kv: PagedKV, batch: PrefillBatch, *args: Any) -> Tensor:
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
         assert batch is self.chunks
-        return super().prefill(q, kv, batch, *args)
+        return super().prefill(call, batch)
 
 
 def test_a_backend_that_plans_on_the_host_plans_each_page_table(

@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.attention.backends import available_backends, make_attention
 from minisgl.attention.base import (
     Attention,
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -25,6 +26,7 @@ from minisgl.attention.base import (
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
+from minisgl.kernels.rows import Rows
 
 # The packages compile a kernel for minutes before its first test.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -83,6 +85,7 @@ class Step:
         starts, num_queries = zip(*chunks, strict=True) if chunks else ((), ())
         rows = PrefillBatch.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
+        none = Rows.of(nothing, nothing)
         return Step(
             kv=PagedKV(caches[0], caches[0][..., : spec.value_dim], v_in_k=True)
             if spec.v_in_k
@@ -97,18 +100,20 @@ class Step:
             q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
                 dtype
             ),
-            inputs=ForwardBatch(*[nothing] * 3, decodes, rows, BatchSlots(nothing, nothing)),
+            inputs=ForwardBatch(
+                *(nothing, none, none, nothing, decodes, rows, BatchSlots(nothing, nothing))
+            ),
         )
 
     def attend(self, attention: Attention, kv: PagedKV, q: Tensor) -> Tensor:
         num_decodes = self.inputs.decodes.num_rows
         parts = []
         if num_decodes:
-            decode = attention.decode_backend.decode
-            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, self.spec))
+            call = AttentionCall(q[:num_decodes], kv, self.spec)
+            parts.append(attention.decode_backend.decode(call, self.inputs.decodes))
         if num_decodes < len(q):
-            prefill = attention.prefill_backend.prefill
-            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, self.spec))
+            call = AttentionCall(q[num_decodes:], kv, self.spec)
+            parts.append(attention.prefill_backend.prefill(call, self.inputs.chunks))
         return torch.cat(parts)
 
     def expected(self) -> Tensor:

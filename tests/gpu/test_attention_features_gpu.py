@@ -104,8 +104,8 @@ def test_captured_steps_are_right_at_any_lengths(shape: Shape) -> None:
 
     def attend() -> list[torch.Tensor]:
         return [
-            backend.decode(q, kv, rows, shape.spec, shape.sinks),
-            backend.prefill(q, kv, chunks, shape.spec, shape.sinks),
+            backend.decode(shape.call(q, kv), rows),
+            backend.prefill(shape.call(q, kv), chunks),
         ]
 
     attend()  # compiles, and makes the workspaces
@@ -120,6 +120,6 @@ def test_captured_steps_are_right_at_any_lengths(shape: Shape) -> None:
         bounds[17:] = lengths
         torch.cuda.synchronize()  # pages and bounds are to be older than the launch before
         graph.replay()
-        expected = TorchAttention().decode(*in_float32(q, kv), rows, shape.spec, shape.sinks)
+        expected = TorchAttention().decode(shape.call(*in_float32(q, kv)), rows)
         assert_close(decoded, expected, shape)
         assert_close(filled, expected, shape)

@@ -101,9 +101,9 @@ def test_decode_is_bitwise_deterministic() -> None:
     kv, table = paged_cache(shape, [3000, 700, 129] * 5)
     lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")
     rows, q, backend = DecodeBatch(table, lengths, 3000), shape.queries(15), TritonAttention()
-    first = backend.decode(q, kv, rows, shape.spec)
+    first = backend.decode(shape.call(q, kv), rows)
     for _ in range(200):
-        assert torch.equal(backend.decode(q, kv, rows, shape.spec), first)
+        assert torch.equal(backend.decode(shape.call(q, kv), rows), first)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
@@ -118,10 +118,10 @@ def test_a_captured_decode_is_right_at_any_lengths(num_rows: int) -> None:
     q = shape.queries(num_rows)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     kv.k[0], kv.v[0] = 0, 0
-    backend.decode(q, kv, rows, shape.spec)  # compiles, and makes the workspace
+    backend.decode(shape.call(q, kv), rows)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode(q, kv, rows, shape.spec)
+        out = backend.decode(shape.call(q, kv), rows)
     for turn in range(6):
         # The longest row first, whole: then everything that it left behind must not matter.
         order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
@@ -132,8 +132,8 @@ def test_a_captured_decode_is_right_at_any_lengths(num_rows: int) -> None:
         q.copy_(torch.randn_like(q))
         out.fill_(torch.nan)
         graph.replay()
-        assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.spec), shape)
-        assert torch.equal(out, backend.decode(q, kv, rows, shape.spec))
+        assert_close(out, TorchAttention().decode(shape.call(*in_float32(q, kv)), rows), shape)
+        assert torch.equal(out, backend.decode(shape.call(q, kv), rows))
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
@@ -148,10 +148,10 @@ def test_a_captured_fused_rope_store_decode_is_right_at_any_lengths(num_rows: in
     lengths = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
     qkv, norm_rope = shape.qkv(num_rows), shape.norm_rope(32768, normed=True)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
-    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)  # compiles, makes the workspace
+    backend.decode(shape.call(qkv, kv, norm_rope), rows)  # compiles, makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+        out = backend.decode(shape.call(qkv, kv, norm_rope), rows)
     full_kv = PagedKV(kv.k.clone(), kv.v.clone())
     for turn in range(6):
         order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
@@ -170,7 +170,7 @@ def test_a_captured_fused_rope_store_decode_is_right_at_any_lengths(num_rows: in
         graph.replay()
         assert_close(out, expected, shape)
         assert_stored(kv, expected_kv, rows)
-        assert torch.equal(out, backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec))
+        assert torch.equal(out, backend.decode(shape.call(qkv, kv, norm_rope), rows))
 
 
 def no_chunks(page_table: Tensor, num_rows: int) -> PrefillBatch:
@@ -202,7 +202,7 @@ def check_chunks(out: Tensor, q: Tensor, kv: PagedKV, known: PrefillBatch, shape
     assert out[known.num_rows :].isnan().all()
     if known.lengths:
         real, real_kv = in_float32(q[: known.num_rows], kv)
-        expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
+        expected = TorchAttention().prefill(shape.call(real, real_kv), known)
         assert_close(out[: known.num_rows], expected, shape)
 
 
@@ -214,10 +214,10 @@ def test_a_captured_prefill_is_right_for_any_chunks(group: int) -> None:
     kv, full_table = paged_cache(shape, [4000] * 12)
     rows = no_chunks(full_table[:8], num_rows)
     q, backend = shape.queries(num_rows), TritonAttention()
-    backend.prefill(q, kv, rows, shape.spec)  # compiles
+    backend.prefill(shape.call(q, kv), rows)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.prefill(q, kv, rows, shape.spec)
+        out = backend.prefill(shape.call(q, kv), rows)
     for lengths in ([600], [1, 64, 63, 0, 129], [1] * 8, [0, 300, 0, 300], [], [7, 500, 3]):
         starts = [draw.randint(0, 4000 - length) for length in lengths]
         order = torch.randperm(12, device="cuda")[: len(lengths)]
@@ -283,7 +283,7 @@ def test_split_prefill_is_bitwise_deterministic() -> None:
 
     def run(order: list[int]) -> list[Tensor]:
         rows = PrefillBatch.of(table[order], *zip(*(chunks[i] for i in order), strict=True))
-        out = backend.prefill(torch.cat([qs[i] for i in order]), kv, rows, shape.spec)
+        out = backend.prefill(shape.call(torch.cat([qs[i] for i in order]), kv), rows)
         return list(out.split([lengths[i] for i in order]))
 
     first = run([0, 1, 2, 3])
@@ -304,10 +304,10 @@ def test_a_captured_split_prefill_is_right_for_any_chunks(num_rows: int) -> None
     kv, full_table = paged_cache(shape, [9000] * 15 + [40000])
     rows = no_chunks(full_table, num_rows)
     q, backend = shape.queries(num_rows), TritonAttention()
-    backend.prefill(q, kv, rows, shape.spec)  # compiles, and makes the workspace
+    backend.prefill(shape.call(q, kv), rows)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [backend.prefill(q, kv, rows, shape.spec) for _ in range(6)]
+        outs = [backend.prefill(shape.call(q, kv), rows) for _ in range(6)]
     for lengths in ([num_rows], [1], [1] * 16, [0, 20, 0, 30], [], [7, 40, 3], [2, 60], [num_rows]):
         order = draw.sample(range(16), len(lengths))
         longest = [40000 if row == 15 else 9000 for row in order]
@@ -337,7 +337,7 @@ def test_a_capture_before_any_step_of_chunks_is_refused() -> None:
         pytest.raises(RuntimeError, match="once before a graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        TritonAttention().prefill(q, kv, rows, shape.spec)
+        TritonAttention().prefill(shape.call(q, kv), rows)
 
 
 def test_overlapping_launches_give_what_separate_ones_do() -> None:
@@ -354,8 +354,8 @@ def test_overlapping_launches_give_what_separate_ones_do() -> None:
     def run(backend: TritonAttention) -> list[torch.Tensor]:
         outs = [q]
         for _ in range(8):
-            outs.append(backend.decode(outs[-1], kv, rows, shape.spec))
-            outs.append(backend.prefill(outs[-1], kv, chunks, shape.spec))
+            outs.append(backend.decode(shape.call(outs[-1], kv), rows))
+            outs.append(backend.prefill(shape.call(outs[-1], kv), chunks))
         return outs
 
     expected = run(TritonAttention(prefill=tiles, pdl=False))
@@ -388,7 +388,7 @@ def test_fused_decode_waits_for_the_projection_that_it_overlaps(num_rows: int) -
     def run(backend: TritonAttention, *, pdl: bool) -> list[Tensor]:
         qkvs = [first]
         for _ in range(12):
-            out = backend.decode_qkv(qkvs[-1], kv, rows, norm_rope, shape.spec)
+            out = backend.decode(shape.call(qkvs[-1], kv, norm_rope), rows)
             qkvs.append(linear(out.flatten(1), weight, None, workspace=workspace, pdl=pdl))
         return qkvs
 
@@ -421,9 +421,12 @@ def test_attention_never_synchronizes_with_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.spec)
-            backend.decode_qkv(qkv, kv, DecodeBatch(table, lengths, 300), norm_rope, shape.spec)
+            backend.decode(shape.call(q, kv), DecodeBatch(table, lengths, 300))
+            backend.decode(
+                shape.call(qkv, kv, norm_rope),
+                DecodeBatch(table, lengths, 300),
+            )
             rows = PrefillBatch.of(table, (260, 20), (40, 20))
-            backend.prefill(chunks, kv, rows, shape.spec)
+            backend.prefill(shape.call(chunks, kv), rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")

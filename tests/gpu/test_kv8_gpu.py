@@ -25,6 +25,7 @@ from support.layer_cases import Heads, check_heads
 
 from minisgl.attention.backends import available_backends, make_attention
 from minisgl.attention.base import (
+    AttentionCall,
     AttentionShape,
     BatchSlots,
     DecodeBatch,
@@ -34,6 +35,7 @@ from minisgl.attention.base import (
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DecodeTiles
 
 pytestmark = pytest.mark.gpu
@@ -90,8 +92,8 @@ def test_queries_in_bfloat16_keep_their_range(power: int) -> None:
     scale = shape.spec.scale * 2.0**-power
     spec = type(shape.spec)(num_heads=16, num_kv_heads=4, head_dim=128, scale=scale)
     for attend, batch in ((backend.decode, rows), (backend.prefill, chunks)):
-        out = attend(q, kv, batch, shape.spec)
-        assert torch.equal(attend(q * 2.0**power, kv, batch, spec), out)
+        out = attend(shape.call(q, kv), batch)
+        assert torch.equal(attend(AttentionCall(q * 2.0**power, kv, spec), batch), out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,10 +113,10 @@ def test_a_captured_graph_turns_and_stores() -> None:
     qkv, norm_rope = shape.qkv(5), shape.norm_rope(32768, normed=True)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     forget_own(kv, rows)
-    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    backend.decode(shape.call(qkv, kv, norm_rope), rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+        out = backend.decode(shape.call(qkv, kv, norm_rope), rows)
     for _ in range(4):
         qkv.copy_(torch.randn_like(qkv))
         forget_own(kv, rows)
@@ -151,17 +153,18 @@ def test_the_other_backends(name: str, group: int, page_size: int) -> None:
     rows = DecodeBatch(table[:3], on_device, 800, lengths_host=lengths)
     chunks = PrefillBatch.of(table[3:], starts, num_queries)
     nothing = torch.empty(0, dtype=torch.int64, device="cuda")
+    none = Rows.of(nothing, nothing)
     attention.prepare(
-        ForwardBatch(nothing, nothing, nothing, rows, chunks, BatchSlots(nothing, nothing))
+        ForwardBatch(nothing, none, none, nothing, rows, chunks, BatchSlots(nothing, nothing))
     )
     reference = TorchAttention()
     q = shape.queries(3).contiguous()
-    out = attention.decode_backend.decode(q, kv, rows, shape.spec)
+    out = attention.decode_backend.decode(shape.call(q, kv), rows)
     if name == "trtllm" and torch.cuda.get_device_capability() == (9, 0):
         q = q.to(torch.float8_e4m3fn).to(q)  # as XQA multiplies it there
-    expected = reference.decode(*in_float32(q, kv), rows, shape.spec)
+    expected = reference.decode(shape.call(*in_float32(q, kv)), rows)
     assert (out.float() - expected).abs().max() <= 0.02 * expected.abs().max()
     q = shape.queries(103).contiguous()
-    out = attention.prefill_backend.prefill(q, kv, chunks, shape.spec)
-    expected = reference.prefill(*in_float32(q, kv), chunks, shape.spec)
+    out = attention.prefill_backend.prefill(shape.call(q, kv), chunks)
+    expected = reference.prefill(shape.call(*in_float32(q, kv)), chunks)
     assert (out.float() - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -74,14 +74,14 @@ def test_a_captured_decode_serves_any_lengths() -> None:
     kv, table = paged_cache(FLASH, kv_lengths, starts=[0] * 4)
     lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=GPU)
     rows, q = DecodeBatch(table, lengths, max(kv_lengths)), FLASH.queries(4)
-    backend.decode(q, kv, rows, FLASH.spec)
+    backend.decode(FLASH.call(q, kv), rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode(q, kv, rows, FLASH.spec)
+        out = backend.decode(FLASH.call(q, kv), rows)
     for changed in ([4000, 3000, 3500, 200], [1, 64, 0, 200], [3999, 1, 1, 1]):
         lengths.copy_(torch.tensor(changed, dtype=torch.int32))
         graph.replay()
-        expected = TorchAttention().decode(*in_float32(q, kv), rows, FLASH.spec)
+        expected = TorchAttention().decode(FLASH.call(*in_float32(q, kv)), rows)
         live = lengths > 0
         difference = (out[live].float() - expected[live]).abs().max()
         assert difference <= 8e-3 * expected[live].abs().max().clamp(min=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from support.checkpoints import TOLERANCE, Case, make_case, relative_error, spec
 from support.paged import PagedModel, PagedSequence
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionBackend, AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.models.config import ModelConfig, RopeConfig
@@ -39,29 +38,15 @@ Change = Callable[[ModelConfig], ModelConfig]
 class WrongHeadMap(TorchAttention):
     """Query head h reads KV head h % num_kv_heads instead of h // group."""
 
-    def decode(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: DecodeBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._unmix(super().decode(self._mix(q, kv), kv, batch, spec, sinks), kv)
+    def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
+        return self._unmix(super().decode(self._mixed(call), batch), call.kv)
 
-    def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._unmix(super().prefill(self._mix(q, kv), kv, batch, spec, sinks), kv)
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        return self._unmix(super().prefill(self._mixed(call), batch), call.kv)
 
-    def _mix(self, q: Tensor, kv: PagedKV) -> Tensor:
-        num_kv_heads = kv.k.shape[2]
-        return torch.unflatten(q, 1, (-1, num_kv_heads)).transpose(1, 2).flatten(1, 2)
+    def _mixed(self, call: AttentionCall) -> AttentionCall:
+        heads = torch.unflatten(call.q, 1, (-1, call.kv.k.shape[2]))
+        return replace(call, q=heads.transpose(1, 2).flatten(1, 2))
 
     def _unmix(self, out: Tensor, kv: PagedKV) -> Tensor:
         num_kv_heads = kv.k.shape[2]

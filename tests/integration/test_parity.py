@@ -194,7 +194,8 @@ def test_mistakes_of_the_runner_are_detected(
             table[[first, second], 0] = table[[second, first], 0]
         inputs, samples = original(self, plan, shape, chunks)
         if mutation == "shift positions" and plan.step > 5:
-            inputs = dataclasses.replace(inputs, positions=inputs.positions + 1)
+            shifted = dataclasses.replace(inputs.own, rope=inputs.own.rope + 1)
+            inputs = dataclasses.replace(inputs, own=shifted)
         return inputs, samples
 
     monkeypatch.setattr(SlotTables, "inputs", mutant)

@@ -16,7 +16,7 @@ from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.models.adopted.modules import MapOf, NormOf, SharedProduct
-from minisgl.models.adopted.rows import ExpertSum, Rows, StreamError
+from minisgl.models.adopted.rows import ExpertSum, LaterRows, StreamError
 from minisgl.shards import whole
 
 SIZE, INNER, NUM_ROWS = 12, 20, 5
@@ -47,7 +47,7 @@ def norm(fuses: bool = True) -> NormOf:
 
 
 def of(rows: Any) -> Tensor:
-    return rows.tensor() if isinstance(rows, Rows) else rows
+    return rows.tensor() if isinstance(rows, LaterRows) else rows
 
 
 class Layer:
@@ -113,7 +113,7 @@ def test_the_stream_is_not_read_after_something_was_added() -> None:
     layer = Layer()
     stream = layer(torch.randn(1, NUM_ROWS, SIZE))
     later = layer.first(stream)  # its norm, which is not computed yet
-    assert isinstance(stream + layer.into(torch.randn(1, NUM_ROWS, SIZE)), Rows)
+    assert isinstance(stream + layer.into(torch.randn(1, NUM_ROWS, SIZE)), LaterRows)
     with pytest.raises(StreamError):
         of(later)
     with pytest.raises(StreamError):
@@ -168,7 +168,7 @@ def test_experts_are_added_to_the_stream() -> None:
     choice = ByRouter(torch.randn(NUM_ROWS, 4), Routing(2, normalize=True))
     assert len(topk_softmax(*choice)[0]) == NUM_ROWS
     wanted = rows + fused_experts(x, experts.product.experts, choice)
-    made = Rows(ExpertSum(experts, x, choice), (NUM_ROWS,))
+    made = LaterRows(ExpertSum(experts, x, choice, None), (NUM_ROWS,))
     torch.testing.assert_close(of(rows + made.reshape(1, NUM_ROWS, SIZE)), wanted)
 
 

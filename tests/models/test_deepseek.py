@@ -253,7 +253,7 @@ def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
     results: list[Tensor] = []
     for joins in (True, False):
         monkeypatch.setattr(grouped_experts, "joins_shared", lambda *_, joins=joins: joins)
-        results.append(joined(block(Residual(x.clone()), norm), norm))
+        results.append(joined(block(Residual(x.clone()), norm, None), norm))
     assert numbers == [1, 0]
     torch.testing.assert_close(*results)
     stack, shared = block.experts.product.weights, block.shared_experts

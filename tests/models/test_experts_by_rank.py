@@ -175,8 +175,8 @@ def test_what_ranks_load_adds_up_to_the_whole(name: str, num_ranks: int, folders
     for layer, whole in enumerate(alone):
         x = torch.randn(9, whole.hidden.whole)
         choice = ByRouter(torch.randn(9, whole.num_experts), ROUTING)
-        wanted = whole.summand(x, choice)
-        total = sum(part[layer].summand(x, choice) for part in parts)
+        wanted = whole.summand(x, choice, None)
+        total = sum(part[layer].summand(x, choice, None) for part in parts)
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-5)
         held = [len(part[layer].held) for part in parts]
         assert sum(held) == whole.num_experts and max(held) - min(held) <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -181,13 +182,14 @@ def test_padding_writes_only_to_the_scratch_slot() -> None:
             else:
                 got, got_samples = inputs, samples
         decodes, rows = len(plan.decode_slots), sum(len(c.token_ids) for c in plan.chunks)
-        for name in ("token_ids", "positions", "slot_mapping"):
-            ours, theirs = getattr(got, name), getattr(expected, name)
+        for name in ("token_ids", "rows.slots", "rows.positions", "own.rope", "slot_mapping"):
+            ours, theirs = attrgetter(name)(got), attrgetter(name)(expected)
             assert torch.equal(ours[:decodes], theirs[:decodes])
             behind = slice(room.num_decodes, room.num_decodes + rows)
             assert torch.equal(ours[behind], theirs[decodes:])
             others = torch.cat((ours[decodes : room.num_decodes], ours[behind.stop :]))
-            assert name == "token_ids" or not others.any()
+            filler = padded.scratch_slot if name == "rows.slots" else 0
+            assert name == "token_ids" or (others == filler).all()
         assert got.decodes.lengths.tolist()[decodes:] == [0] * (room.num_decodes - decodes)
         assert got.chunks.row_starts.tolist()[-1] == rows
         chosen = [

@@ -99,7 +99,7 @@ class Toy:
                 state, count = updated(found[0], found[1], int(batch.token_ids[row]))
                 by_slot.tensors[0][slot] = torch.tensor(state)
                 by_slot.tensors[1][slot] = count
-                length = int(batch.positions[row]) + 1
+                length = int(batch.own.positions[row]) + 1
                 keys = kv.k[table[: -(-length // PAGE_SIZE)].long()].flatten(0, 1)[:length]
                 hidden[row] = next_token(state, count, float(keys[:, 0, 2].sum()))
 

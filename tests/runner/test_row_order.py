@@ -18,6 +18,7 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.device.lanes import Lanes
 from minisgl.drafting.drafter import DraftStep
 from minisgl.drafting.network_drafter import _SlotsOfRanks
+from minisgl.kernels.rows import Rows
 from minisgl.kvcache.manager import TakenSnapshot
 from minisgl.request import SamplingParams
 from minisgl.runner.graphs import CapturedStep, StepGraphs, graph_keys
@@ -167,6 +168,11 @@ def test_rows_of_ranks_are_those_of_one_rank(seed: int) -> None:
             check_slots_of_ranks(step, rank)
 
 
+def columns(rows: Rows) -> tuple[Tensor, ...]:
+    assert rows.rope is rows.positions
+    return rows.slots, rows.positions
+
+
 def check(
     plan: StepPlan,
     tables: SlotTables,
@@ -199,8 +205,14 @@ def check(
     assert torch.equal(batch.token_ids[order], wanted.token_ids)
     rows = torch.tensor(own[rank], dtype=torch.int64)
     here = order[rows] - starts[rank]
-    assert len(batch.positions) == batch.shares[rank]
-    assert torch.equal(batch.positions[here], wanted.positions[rows])
+    for found, all_wanted in zip(columns(batch.rows), columns(wanted.rows), strict=True):
+        assert torch.equal(found[order], all_wanted) and len(found) == len(batch.token_ids)
+    padded = torch.ones(len(batch.token_ids), dtype=torch.bool)
+    padded[order] = False
+    assert (batch.rows.slots[padded] == tables.scratch_slot).all()
+    assert not batch.rows.positions[padded].any()
+    for mine, every in zip(columns(batch.own), columns(batch.rows), strict=True):
+        assert torch.equal(mine, every.split(batch.shares)[rank])
     assert torch.equal(batch.slot_mapping[here], wanted.slot_mapping[rows])
     decodes = rows[rows < num_decodes]
     real = len(decodes)
@@ -299,9 +311,9 @@ def check_slots_of_ranks(step: DraftStep, rank: int) -> None:
     """In the passes that draft ahead, each slot has a row among those of its rank."""
     slots, each = step.ending_slots(), step.state.scratch_slot // len(step.num_runs)
     found = _SlotsOfRanks(step, slots)
-    own, is_own = found.of(rank)
-    first = sum(found.shares[:rank])
-    assert found.places[first : first + found.shares[rank]].tolist() == own.tolist()
+    first, part = sum(found.shares[:rank]), found.own(rank)
+    own, is_own = found.places[part], found.is_own[part]
+    assert len(own) == found.shares[rank]
     assert sum(found.shares) == len(found.places)
     for place, (slot, row) in enumerate(zip(slots.tolist(), found.rows.tolist(), strict=True)):
         assert found.places[row] == place

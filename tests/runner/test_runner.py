@@ -14,10 +14,8 @@ from numpy.typing import ArrayLike
 from support.parity import case_of, check, complete, greedy, load_engine
 from torch import Tensor
 
-from minisgl.attention.base import Attention, DecodeBatch
-from minisgl.attention.state import PagedKV
+from minisgl.attention.base import Attention, AttentionCall, DecodeBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionSpec
 from minisgl.device.lanes import Lanes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError, StepError
@@ -159,16 +157,9 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
         def plan_prefill(self, rows: object) -> None:
             pass
 
-        def decode(
-            self,
-            q: Tensor,
-            kv: PagedKV,
-            batch: DecodeBatch,
-            spec: AttentionSpec,
-            sinks: Tensor | None = None,
-        ) -> Tensor:
+        def decode(self, call: AttentionCall, batch: DecodeBatch) -> Tensor:
             assert self.planned
-            return super().decode(q, kv, batch, spec, sinks)
+            return super().decode(call, batch)
 
     def make(*_: object) -> Attention:
         backend = Planning()

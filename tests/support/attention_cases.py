@@ -16,7 +16,12 @@ from support.layer_cases import EPS, assert_rounded_alike
 from support.paged import UNDEFINED_PAGE
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, PrefillBatch
+from minisgl.attention.base import (
+    AttentionBackend,
+    AttentionCall,
+    DecodeBatch,
+    PrefillBatch,
+)
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import UNSCALED, AttentionSpec, KVScales
@@ -71,6 +76,9 @@ class Shape:
         if not self.has_sinks:
             return None
         return torch.linspace(-5, 15, self.num_kv_heads * self.group, device=self.device)
+
+    def call(self, q: Tensor, kv: PagedKV, norm_rope: NormRope | None = None) -> AttentionCall:
+        return AttentionCall(q, kv, self.spec, self.sinks, norm_rope)
 
     def queries(self, num_rows: int) -> Tensor:
         """A part of a wider tensor, as of one projection to q, k and v."""
@@ -135,8 +143,8 @@ def check_decode(
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
     rows = DecodeBatch(table, on_device, max(lengths))
     q = shape.queries(len(lengths))
-    out = backend.decode(q, kv, rows, shape.spec, shape.sinks)
-    expected = TorchAttention().decode(*in_float32(q, kv), rows, shape.spec, shape.sinks)
+    out = backend.decode(shape.call(q, kv), rows)
+    expected = TorchAttention().decode(shape.call(*in_float32(q, kv)), rows)
     assert_close(out, expected, shape)
     return out
 
@@ -154,18 +162,18 @@ def check_decode_runs(
     on_device, table = lengths.flatten().to(shape.device), table.repeat_interleave(run, dim=0)
     rows = DecodeBatch(table, on_device, int(lengths.max()), run=run)
     q = shape.queries(len(on_device))
-    out = backend.decode(q, kv, rows, shape.spec, shape.sinks)
+    out = backend.decode(shape.call(q, kv), rows)
     live = on_device > 0
     one_by_one = DecodeBatch(table[live], on_device[live], rows.longest)
     arguments = in_float32(q[live], kv)
-    expected = TorchAttention().decode(*arguments, one_by_one, shape.spec, shape.sinks)
+    expected = TorchAttention().decode(shape.call(*arguments), one_by_one)
     assert_close(out[live], expected, shape)
     assert (out[~live] == 0).all()
     return out
 
 
 def check_decode_qkv(
-    backend: FusedDecode, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
+    backend: AttentionBackend, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
 ) -> None:
     """Runs twice, bitwise equal: the second time the rows' own tokens are in the cache already."""
     kv, table = paged_cache(shape, lengths, seed)
@@ -175,10 +183,10 @@ def check_decode_qkv(
     qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
     forget_own(kv, rows)
     expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
-    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
+    out = backend.decode(shape.call(qkv, kv, norm_rope), rows)
     assert_close(out, expected, shape)
     assert_stored(kv, expected_kv, rows, normed_values=shape.norms_v and normed)
-    again = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec, shape.sinks)
+    again = backend.decode(shape.call(qkv, kv, norm_rope), rows)
     assert torch.equal(again, out)
     assert_stored(kv, expected_kv, rows, normed_values=shape.norms_v and normed)
 
@@ -211,7 +219,7 @@ def turned_and_attended(
     )
     live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
     out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
-    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec, shape.sinks)
+    out[live] = TorchAttention().decode(shape.call(*in_float32(q, kv)), live_rows)
     return out, kv
 
 
@@ -239,8 +247,8 @@ def check_prefill(
     kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed, starts)
     rows = PrefillBatch.of(table, starts, lengths)
     q = shape.queries(rows.num_rows)
-    out = backend.prefill(q, kv, rows, shape.spec, shape.sinks)
-    expected = TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec, shape.sinks)
+    out = backend.prefill(shape.call(q, kv), rows)
+    expected = TorchAttention().prefill(shape.call(*in_float32(q, kv)), rows)
     assert_close(out, expected, shape)
     return out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from minisgl.attention.base import (
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
+from minisgl.kernels.rows import Rows
 from minisgl.models.config import ModelConfig
 from minisgl.models.transformer import CausalLM
 
@@ -100,13 +101,20 @@ class PagedModel:
                 sequence.pages.append(self.free_pages.pop())
             for position in range(sequence.length, end):
                 page, offset = divmod(position, self.page_size)
-                positions.append(position + self.position_offset)
+                positions.append(position)
                 slot_mapping.append(sequence.pages[page] * self.page_size + offset)
             sequence.length = end
         lengths = [sequence.length for sequence, _ in decodes]
+        of_all = torch.tensor(positions)
+        # The places of the requests stand for their slots.
+        counts = torch.tensor([len(tokens) for _, tokens in work])
+        rows = Rows.of(torch.arange(len(work)).repeat_interleave(counts), of_all)
+        if self.position_offset:
+            rows = replace(rows, rope=of_all + self.position_offset)
         inputs = ForwardBatch(
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
-            positions=torch.tensor(positions),
+            rows=rows,
+            own=rows,
             slot_mapping=torch.tensor(slot_mapping),
             decodes=DecodeBatch(
                 page_table([sequence.pages for sequence, _ in decodes]),

@@ -13,6 +13,7 @@ from minisgl.kernels.linear.weight_only.weights import (
     int4_words,
     values,
 )
+from minisgl.kernels.rows import Rows
 
 
 def packed_int4(q: Tensor) -> Tensor:
@@ -99,5 +100,5 @@ class GivenWords(WeightOnlyProduct):
         assert dtype == self.dtype
         return self.given
 
-    def reference(self, x: Tensor) -> Tensor:
+    def reference(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         return F.linear(x, values(self.given, self.dtype), self.bias)

@@ -156,20 +156,23 @@ class _Layer(nn.Module):
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Residual:
         normed = self.hidden_norm(Residual(hidden))
         x = torch.cat((self.input_layernorm(Residual(embedded)), normed), dim=1)
-        rows = normed if self._norm_before_residual else hidden
-        added: Residual = self.mlp(self._attend(x, rows, step), self.post_attention_layernorm)
+        stream, norm = (
+            normed if self._norm_before_residual else hidden,
+            self.post_attention_layernorm,
+        )
+        added: Residual = self.mlp(self._attend(x, stream, step), norm, step.batch.rows)
         return added
 
-    def _attend(self, x: Tensor, rows: Tensor, step: Step) -> Residual:
-        """The stream `rows` with the attention over x added."""
+    def _attend(self, x: Tensor, stream: Tensor, step: Step) -> Residual:
+        """The stream with the attention over x added."""
         attention, shares, ranks = self.self_attn, step.batch.shares, self._ranks
         if not shares:
-            return attention.attend(attention.qkv_proj(x), rows, step)
-        x, rows = own_rows(x, step, ranks), own_rows(rows, step, ranks)
-        if len(rows):
-            residual = attention.attend(attention.qkv_proj(x), rows, step)
-            rows = joined(residual, self.post_attention_layernorm)
-        return stream_of_all(rows, shares, ranks)
+            return attention.attend(attention.qkv_proj(x, step.batch.own), stream, step)
+        x, own = own_rows(x, step, ranks), own_rows(stream, step, ranks)
+        if len(own):
+            residual = attention.attend(attention.qkv_proj(x, step.batch.own), own, step)
+            own = joined(residual, self.post_attention_layernorm)
+        return stream_of_all(own, shares, ranks)
 
 
 class Eagle3(nn.Module):

@@ -131,7 +131,7 @@ class Mtp(nn.Module):
         joined = torch.cat((embedded, self.pre_fc_norm_hidden(Residual(hidden))), dim=1)
         step = Step(batch, dict(enumerate(states)), attention, self._rotations.tables)
         (layer,) = self.layers
-        rows = self.norm(layer(Residual(self.fc(joined)), step))
+        rows = self.norm(layer(Residual(self.fc(joined, batch.rows)), step))
         return Drafted(rows, rows)
 
     def logits(self, rows: Tensor) -> Tensor:

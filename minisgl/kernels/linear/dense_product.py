@@ -19,6 +19,7 @@ from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.fusing_product import FusingProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import NormWeights, Residual
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DeviceTuning, tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -53,7 +54,7 @@ class DenseProduct(FusingProduct):
             return {"weight": self.weight}
         return {"weight": self.weight, "bias": self.bias}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         return self.gemm(x) if self.fuses(x.shape[0]) else self.separate(x)
 
     def fuses(self, num_rows: int, *, gated: bool = False, normed: bool = False) -> bool:
@@ -90,9 +91,9 @@ class DenseProduct(FusingProduct):
                 return y
         return F.linear(x, self.weight, self.bias)
 
-    def of_input_norm(self, x: Tensor, weights: NormWeights) -> Tensor:
+    def of_input_norm(self, x: Tensor, weights: NormWeights, rows: Rows | None = None) -> Tensor:
         if not self.sums_squares or not self.fuses(x.shape[0], normed=True):
-            return super().of_input_norm(x, weights)
+            return super().of_input_norm(x, weights, rows)
         return self.gemm(x, norm=FusedNorm(weights.weight, weights.eps, None))
 
     @property
@@ -101,18 +102,18 @@ class DenseProduct(FusingProduct):
         return self.kernels is not None and self.weight.shape[1] <= self.kernels.tuning.summed_k
 
     def of_kept_norm(
-        self, residual: Residual, weights: NormWeights
+        self, residual: Residual, weights: NormWeights, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernels, rows, squares = self.kernels, residual.rows, residual.squares
+        kernels, stream, squares = self.kernels, residual.rows, residual.squares
         if kernels is not None and squares is not None:
             from minisgl.kernels.linear import dense_gemm, dense_tiles
 
-            if dense_tiles.should_keep_norm(kernels.tuning, rows.shape[0], *self.weight.shape):
+            if dense_tiles.should_keep_norm(kernels.tuning, stream.shape[0], *self.weight.shape):
                 fused = FusedNorm(weights.weight, weights.eps, squares)
-                x = torch.empty_like(rows)
-                y = dense_gemm.linear(rows, self.weight, self.bias, norm=fused, normed=x)
-                return x, y, rows
-        return super().of_kept_norm(residual, weights)
+                x = torch.empty_like(stream)
+                y = dense_gemm.linear(stream, self.weight, self.bias, norm=fused, normed=x)
+                return x, y, stream
+        return super().of_kept_norm(residual, weights, rows)
 
 
 def share_kernels(products: Iterable[Product]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl.kernels.linear.epilogue import GATED, PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.rows import Rows
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
@@ -38,35 +39,45 @@ class FusingProduct(Product):
         """y for so many rows that `gemm` does not add it to the stream."""
         return self(x)
 
-    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
-        rows, squares = residual.rows, residual.squares
-        if squares is None or not self.fuses(rows.shape[0], normed=True):
-            return super().of_norm(residual, weights)
-        return self.gemm(rows, norm=FusedNorm(weights.weight, weights.eps, squares)), rows
+    def of_norm(
+        self, residual: Residual, weights: NormWeights, rows: Rows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        stream, squares = residual.rows, residual.squares
+        if squares is None or not self.fuses(stream.shape[0], normed=True):
+            return super().of_norm(residual, weights, rows)
+        return self.gemm(stream, norm=FusedNorm(weights.weight, weights.eps, squares)), stream
 
     def gated_mul_of_norm(
-        self, residual: Residual, weights: NormWeights, after: Product, *, gelu: bool = False
+        self,
+        residual: Residual,
+        weights: NormWeights,
+        after: Product,
+        rows: Rows | None = None,
+        *,
+        gelu: bool = False,
     ) -> tuple[Any, Tensor]:
-        rows, squares = residual.rows, residual.squares
-        if self.bias is not None or not self.fuses(rows.shape[0], gated=True):
-            return super().gated_mul_of_norm(residual, weights, after, gelu=gelu)
-        if squares is not None and self.fuses(rows.shape[0], gated=True, normed=True):
+        stream, squares = residual.rows, residual.squares
+        if self.bias is not None or not self.fuses(stream.shape[0], gated=True):
+            return super().gated_mul_of_norm(residual, weights, after, rows, gelu=gelu)
+        if squares is not None and self.fuses(stream.shape[0], gated=True, normed=True):
             fused = FusedNorm(weights.weight, weights.eps, squares)
-            return self.gemm(rows, GATED._replace(gelu=gelu), norm=fused), rows
-        x, rows = norm(residual, weights)
-        return self.gemm(x, GATED._replace(gelu=gelu)), rows
+            return self.gemm(stream, GATED._replace(gelu=gelu), norm=fused), stream
+        x, stream = norm(residual, weights)
+        return self.gemm(x, GATED._replace(gelu=gelu)), stream
 
-    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+    def gated_mul_of(
+        self, x: Tensor, after: Product, rows: Rows | None = None, *, gelu: bool = False
+    ) -> Any:
         if self.bias is not None or not self.fuses(x.shape[0], gated=True):
-            return super().gated_mul_of(x, after, gelu=gelu)
+            return super().gated_mul_of(x, after, rows, gelu=gelu)
         return self.gemm(x, GATED._replace(gelu=gelu))
 
-    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+    def add_to(self, x: Tensor, stream: Tensor, rows: Rows | None = None) -> Residual:
         if not self.fuses(x.shape[0]):
-            return Residual(rows, delta=self.separate(x))
-        return Residual(rows, squares=self.gemm(x, Epilogue(residual=rows)))
+            return Residual(stream, delta=self.separate(x))
+        return Residual(stream, squares=self.gemm(x, Epilogue(residual=stream)))
 
-    def send(self, x: Tensor, mailbox: Mailbox) -> PendingNorm | None:
+    def send(self, x: Tensor, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
         if not self.fuses(x.shape[0]):
             return None
         from minisgl.kernels.comm import one_shot

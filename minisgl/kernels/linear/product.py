@@ -16,13 +16,17 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import gated_mul, rms_norm
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.rows import Rows
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
 
 
 class Product(ABC):
-    """x: [num_rows, k], of the model's dtype; y: [num_rows, n], the same."""
+    """x: [num_rows, k], of the model's dtype; y: [num_rows, n], the same.
+
+    rows: what the step says of the rows of x; None: they are of none.
+    """
 
     @property
     @abstractmethod
@@ -31,25 +35,27 @@ class Product(ABC):
         ...
 
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """Returns y, a new tensor."""
         ...
 
-    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+    def of_norm(
+        self, residual: Residual, weights: NormWeights, rows: Rows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns y for x the norm of the stream, and the stream as one tensor [num_rows, k]."""
-        x, rows = norm(residual, weights)
-        return self(x), rows
+        x, stream = norm(residual, weights)
+        return self(x, rows), stream
 
-    def of_input_norm(self, x: Tensor, weights: NormWeights) -> Tensor:
+    def of_input_norm(self, x: Tensor, weights: NormWeights, rows: Rows | None = None) -> Tensor:
         """Returns y for the norm of x, which is no stream: its rows may be parts of wider ones."""
-        return self(rms_norm(x.contiguous(), weights.weight, weights.eps))
+        return self(rms_norm(x.contiguous(), weights.weight, weights.eps), rows)
 
     def of_kept_norm(
-        self, residual: Residual, weights: NormWeights
+        self, residual: Residual, weights: NormWeights, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns x, the norm of the stream, with y of it and the stream as one tensor."""
-        x, rows = norm(residual, weights)
-        return x, self(x), rows
+        x, stream = norm(residual, weights)
+        return x, self(x, rows), stream
 
     def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Any:
         """silu(gate) · up, or gelu(gate) · up, as an x of this product: a tensor, or whatever else
@@ -60,22 +66,30 @@ class Product(ABC):
         return gated_mul(gate_up, gelu)
 
     def gated_mul_of_norm(
-        self, residual: Residual, weights: NormWeights, after: Product, *, gelu: bool = False
+        self,
+        residual: Residual,
+        weights: NormWeights,
+        after: Product,
+        rows: Rows | None = None,
+        *,
+        gelu: bool = False,
     ) -> tuple[Any, Tensor]:
         """Returns `gated_mul` by the product `after` of y, whose first half is the gate, for x the
         norm of the stream: [num_rows, n / 2]. And the stream as one tensor."""
-        y, rows = self.of_norm(residual, weights)
-        return after.gated_mul(y, gelu), rows
+        y, stream = self.of_norm(residual, weights, rows)
+        return after.gated_mul(y, gelu), stream
 
-    def gated_mul_of(self, x: Tensor, after: Product, *, gelu: bool = False) -> Any:
+    def gated_mul_of(
+        self, x: Tensor, after: Product, rows: Rows | None = None, *, gelu: bool = False
+    ) -> Any:
         """Returns `gated_mul` by the product `after` of y, whose first half is the gate."""
-        return after.gated_mul(self(x), gelu)
+        return after.gated_mul(self(x, rows), gelu)
 
-    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
-        """The stream rows + y. May overwrite rows: [num_rows, n] contiguous."""
-        return Residual(rows, delta=self(x))
+    def add_to(self, x: Tensor, stream: Tensor, rows: Rows | None = None) -> Residual:
+        """The stream with y added. May overwrite it: [num_rows, n] contiguous."""
+        return Residual(stream, delta=self(x, rows))
 
-    def send(self, x: Tensor, mailbox: Mailbox) -> PendingNorm | None:
+    def send(self, x: Tensor, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
         """Send y to all ranks as this one's summand, if there is a kernel that does; else None.
 
         Returns what adds up the summands of all ranks; no other exchange may come between.

@@ -265,7 +265,7 @@ class QuantizedProduct(Product):
         """What is multiplied in the place of x: float32."""
         return x.float()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
         return F.linear(self.rounded(x), self.weight.dequantized(), bias).to(x.dtype)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, ExpertWeights
+from minisgl.kernels.rows import Rows
 
 
 class DenseExperts(ExpertsProduct):
@@ -38,5 +39,5 @@ class DenseExperts(ExpertsProduct):
         named = {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
         return named if self.experts.biases is None else named | self.experts.biases.named
 
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         return reference.fused_experts(x, self.experts, choice)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.rows import Rows
 
 
 class ExpertsProduct(ABC):
@@ -28,8 +29,8 @@ class ExpertsProduct(ABC):
         ...
 
     @abstractmethod
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
-        """The sum without kernels: a new tensor like x."""
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
+        """The sum without kernels: a new tensor like x. rows: as of Product."""
         ...
 
     def has_kernels(self, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.quantized_experts import QuantizedExperts
 from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, activated
+from minisgl.kernels.rows import Rows
 
 BLOCK = 32  # columns that share a power of two
 EXPONENT_BIAS = 127
@@ -151,7 +152,7 @@ class Mxfp4Experts(QuantizedExperts):
     def weights(self) -> Mapping[str, Tensor]:
         return {**super().weights, **({} if self.biases is None else self.biases.named)}
 
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         up_bias, down_bias = self.biases or (None, None)
 
         def output(expert: int, rows: Tensor) -> Tensor:

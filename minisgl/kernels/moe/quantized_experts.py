@@ -23,6 +23,7 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.rows import Rows
 
 
 class InputScales(NamedTuple):
@@ -62,7 +63,7 @@ class ExpertsOfProducts(QuantizedExperts):
         [num_rows, hidden_size]."""
         ...
 
-    def reference(self, x: Tensor, choice: Choice) -> Tensor:
+    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         def output(expert: int, rows: Tensor) -> Tensor:
             gate_up, down = self.products(expert)
             return down(gated_mul(gate_up(rows), self.gelu))

@@ -11,6 +11,7 @@ from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.reference import Choice, Chosen
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import tuning_of
 from minisgl.shards import Shard
 
@@ -24,19 +25,23 @@ def choose_of(choice: Choice, own: Shard) -> Chosen:
     return reference.choose_of(choice, own)
 
 
-def weighted_sum(experts: ExpertsProduct, x: Tensor, choice: Choice) -> Tensor:
+def weighted_sum(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, rows: Rows | None = None
+) -> Tensor:
     """The sum that ExpertsProduct describes: a new tensor like x."""
     if not experts.has_kernels(x.device):
-        return experts.reference(x, choice)
+        return experts.reference(x, choice, rows)
     return _fused(experts, x, choice)[0]
 
 
-def add_weighted_sum(experts: ExpertsProduct, x: Tensor, choice: Choice, rows: Tensor) -> Residual:
-    """The stream rows + weighted_sum(...). May overwrite rows, which are like x."""
+def add_weighted_sum(
+    experts: ExpertsProduct, x: Tensor, choice: Choice, stream: Tensor, rows: Rows | None = None
+) -> Residual:
+    """The stream with weighted_sum(...) added. May overwrite it: it is like x."""
     if not experts.has_kernels(x.device):
-        return Residual(rows, delta=experts.reference(x, choice))
-    rows, squares = _fused(experts, x, choice, rows)
-    return Residual(rows, squares=squares)
+        return Residual(stream, delta=experts.reference(x, choice, rows))
+    stream, squares = _fused(experts, x, choice, stream)
+    return Residual(stream, squares=squares)
 
 
 def _fused(

@@ -45,11 +45,7 @@ class SlotRows:
     """The rows of a batch, a run for each slot. Rows of the scratch slot have position and length
     0."""
 
-    slots: Tensor  # [num_rows] int64
-    token_ids: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64
-    slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row
-    output_index: Tensor  # [num_rows] int64: of the token that the row samples
+    numbers: Tensor  # [5, num_rows] int64, see below
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
     windows: WindowRows | None = None  # if windowed layers have pages of their own
@@ -60,13 +56,32 @@ class SlotRows:
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
-        slots, token_ids, positions, slot_mapping, output_index = numbers
         windows: WindowRows | None = None
         if window:
-            windows = WindowRows(torch.zeros_like(slot_mapping), torch.zeros_like(page_table))
-        return SlotRows(
-            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table, windows
-        )
+            windows = WindowRows(torch.zeros_like(numbers[0]), torch.zeros_like(page_table))
+        return SlotRows(numbers, lengths, page_table, windows)
+
+    @property
+    def slots(self) -> Tensor:
+        return self.numbers[0]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.numbers[1]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers[2]
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """The KV slot of each row."""
+        return self.numbers[3]
+
+    @property
+    def output_index(self) -> Tensor:
+        """That of the token that the row samples."""
+        return self.numbers[4]
 
     def part(self, rows: slice, width: int | None = None) -> SlotRows:
         """A view of some rows, and of the first `width` columns of their page tables."""
@@ -75,11 +90,7 @@ class SlotRows:
             mapping, table = windows
             windows = WindowRows(mapping[rows], table[rows, :width])
         return SlotRows(
-            slots=self.slots[rows],
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            output_index=self.output_index[rows],
+            numbers=self.numbers[:, rows],
             lengths=self.lengths[rows],
             page_table=self.page_table[rows, :width],
             windows=windows,

@@ -15,15 +15,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from minisgl.attention.base import AttentionCall
 from minisgl.attention.state import PagedKV
 from minisgl.config import AttentionSpec
 from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.elementwise.reference import store
+from minisgl.kernels.rows import Rows
 from minisgl.layers.step import Step
 from minisgl.models.adopted.heads import DeferralError, Heads
+from minisgl.models.adopted.rows import SEAT
 
 ATTENTION, WITH_MASKS = "minisgl", "minisgl_with_masks"
-_SEAT = "minisgl_seat"
 
 # Arguments of a call that say nothing about what is attended to.
 _WITHOUT_EFFECT = frozenset(
@@ -104,7 +106,8 @@ class Seat:
     specs: Mapping[int, AttentionSpec]  # of each layer
     sources: Mapping[int, int]  # of each layer, the one whose KV it reads
     heads: Heads  # what is left to the attention
-    step: Step | None = field(default=None)  # the one that runs
+    step: Step | None = None  # the one that runs
+    rows: Rows | None = None  # of the module that runs
 
     def attend(self, module: nn.Module, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the rows' K and V into the layer's cache, unless it reads another layer's, and
@@ -122,13 +125,12 @@ class Seat:
             if not is_own:
                 raise DeferralError("the layer reads the keys of another")
             qkv, norm_rope = left
-            return step.attention.attend_qkv(qkv, kv, step.batch, norm_rope, spec, sinks).unsqueeze(
-                0
-            )
-        if is_own:
-            _store(k, v, kv, step.batch.of(kv).slot_mapping)
-        rows = q[0].transpose(0, 1).contiguous()
-        return step.attention(rows, kv, step.batch, spec, sinks).unsqueeze(0)
+            asked = AttentionCall(qkv, kv, spec, sinks, norm_rope)
+        else:
+            if is_own:
+                _store(k, v, kv, step.batch.of(kv).slot_mapping)
+            asked = AttentionCall(q[0].transpose(0, 1).contiguous(), kv, spec, sinks)
+        return step.attention(asked, step.batch).unsqueeze(0)
 
 
 def _store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
@@ -139,7 +141,7 @@ def _store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
 def take_seats(model: nn.Module, seat: Attends) -> None:
     """Let `seat` answer the calls of all modules of the model."""
     for module in model.modules():
-        module.__dict__[_SEAT] = seat
+        module.__dict__[SEAT] = seat
 
 
 def register() -> None:
@@ -166,7 +168,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     where = type(module).__name__
     call = Call.of(where, query, key, value, attention_mask, given)
-    seat: Attends = module.__dict__[_SEAT]
+    seat: Attends = module.__dict__[SEAT]
     return seat.attend(module, call, query, key, value), None
 
 

@@ -129,13 +129,14 @@ class AdoptedModel:
         leaves no residual stream in `taps`."""
         assert taps is None, "the code of transformers leaves no residual stream"
         by_number = dict(zip(self._layers, states, strict=True))
-        self._seat.step = Step(batch, by_number, attention, {})
+        seat = self._seat
+        seat.step, seat.rows = Step(batch, by_number, attention, {}), batch.rows
         if self._stages is not None:
             self._stages.begin(received)
         try:
-            found = self._body(**inputs(batch.token_ids, batch.positions))
+            found = self._body(**inputs(batch.token_ids, batch.own.rope))
         finally:
-            self._seat.step = None
+            seat.step = seat.rows = None
         left = None if self._stages is None else self._stages.take()
         return computed(rows_of(found.last_hidden_state)) if left is None else left
 

@@ -15,6 +15,7 @@ from minisgl.kernels import dispatch
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Routing, choose
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.rows import Rows
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.linear import Linear
@@ -23,11 +24,12 @@ from minisgl.models.adopted.rows import (
     Columns,
     ExpertSum,
     Later,
+    LaterRows,
     Norm,
     Output,
-    Rows,
     Stream,
     computed,
+    rows_now,
     rows_of,
 )
 from minisgl.shards import whole
@@ -51,19 +53,19 @@ class SharedProduct:
         self._x: Any = None  # its rows
         self._left: set[int] = set()
 
-    def __call__(self, x: Any, index: int) -> Any:
-        """The outputs of the map with this index for x, [..., inputs]."""
+    def __call__(self, x: Any, index: int, rows: Rows | None = None) -> Any:
+        """The outputs of the map with this index for x, [..., inputs]. rows: as of Call."""
         if len(self._sizes) == 1:
-            made = Rows(Output(self.linear, rows_of(x), self._note), x.shape[:-1])
+            made = LaterRows(Output(self.linear, rows_of(x), rows, self._note), x.shape[:-1])
         else:
-            made = Rows(self._columns(x, index), x.shape[:-1])
+            made = LaterRows(self._columns(x, index, rows), x.shape[:-1])
         return made if self._fuses else made.tensor()
 
-    def _columns(self, x: Any, index: int) -> Columns:
-        same = x.node if isinstance(x, Rows) else x
+    def _columns(self, x: Any, index: int, rows: Rows | None) -> Columns:
+        same = x.node if isinstance(x, LaterRows) else x
         call = self._call
         if call is None or same is not self._x or index not in self._left:
-            call = self._call = Call(self.linear, rows_of(x), self._note)
+            call = self._call = Call(self.linear, rows_of(x), rows, self._note)
             self._x, self._left = same, set(range(len(self._sizes)))
         self._left.discard(index)
         if not self._left:
@@ -84,7 +86,7 @@ class MapOf(nn.Module):
         return self._product.linear.product.weights["weight"]
 
     def forward(self, x: Any) -> Any:
-        return self._product(x, self._index)
+        return self._product(x, self._index, rows_now(self))
 
 
 class Weights(NamedTuple):
@@ -132,7 +134,7 @@ class NormOf(nn.Module):
         stream = rows_of(x)
         if not isinstance(stream, Stream):
             stream = Stream(Residual(computed(stream).contiguous()), is_shared=True)
-        made = Rows(Norm(stream, self.weights_for(x)), x.shape[:-1])
+        made = LaterRows(Norm(stream, self.weights_for(x)), x.shape[:-1])
         return made if self._fuses else made.tensor()
 
 
@@ -157,13 +159,13 @@ class RouterOf(Linear):
         super().__init__(whole(size), {name: whole(num_experts)}, WeightFormat(dtype))
         self.routing, self.fuses = routing, False
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, rows: Rows | None = None) -> Any:
         """Returns the logits, the weights of the chosen experts, and which these are."""
-        rows = rows_of(x)
-        if isinstance(rows, Norm):
-            logits = rows.product(self.product, keeps=True)
+        node, rows = rows_of(x), rows or rows_now(self)
+        if isinstance(node, Norm):
+            logits = node.product(self.product, rows, keeps=True)
         else:
-            logits = self.product(computed(rows))
+            logits = self.product(computed(node), rows)
         choice = ByRouter(logits, self.routing)
         weights, experts = Picked(choice, 1), Picked(choice, 0)
         if self.fuses:
@@ -178,8 +180,9 @@ class ExpertsOf(FusedExperts):
 
     def forward(self, x: Any, experts: Any, weights: Any) -> Any:
         """x: [num_rows, hidden_size]; experts and weights: [num_rows, top_k]."""
-        rows = computed(rows_of(x))
-        made = Rows(ExpertSum(self, rows, _choice(experts, weights, rows)), x.shape[:-1])
+        inputs = computed(rows_of(x))
+        total = ExpertSum(self, inputs, _choice(experts, weights, inputs), rows_now(self))
+        made = LaterRows(total, x.shape[:-1])
         return made if self.fuses else made.tensor()
 
 

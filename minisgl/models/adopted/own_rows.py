@@ -27,10 +27,12 @@ class OwnRows:
     def __call__(self, *args: Any, **given: Any) -> tuple[Tensor, None]:
         """Returns the output, and no weights of attention."""
         hidden, others = (args[0], args[1:]) if args else (given.pop("hidden_states"), ())
-        step = self._seat.step
+        seat, step = self._seat, self._seat.step
         assert step is not None
         own = own_rows(computed(rows_of(hidden)), step, self._ranks)
         if len(own):
+            seat.rows = step.batch.own
             output, *_ = self._forward(own.unsqueeze(0), *others, **given)
             own = computed(rows_of(output))
+            seat.rows = step.batch.rows
         return of_all(own, step.batch.shares, self._ranks).unsqueeze(0), None

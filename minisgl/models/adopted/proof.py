@@ -24,6 +24,7 @@ from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import KVSpec, SharedKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
 from minisgl.errors import UnsupportedModelError, in_one_line
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.layers.formats import WeightFormat
 from minisgl.models.adopted.assembly import assemble, skeleton
@@ -405,10 +406,10 @@ def _batch(
     """The next `counts` tokens of each sequence. One token is a decode row."""
     decodes = [index for index, count in enumerate(counts) if count == 1]
     chunks = [index for index, count in enumerate(counts) if count > 1]
-    rows = _rows(done, counts)
-    which = torch.tensor([index for index, _ in rows], dtype=torch.int64)
-    positions = torch.tensor([position for _, position in rows], dtype=torch.int64)
-    ids = [int(sequences[index][position]) for index, position in rows]
+    places = _rows(done, counts)
+    which, positions = torch.tensor(places, dtype=torch.int64).T.contiguous()
+    rows = Rows.of(which, positions)
+    ids = [int(sequences[index][position]) for index, position in places]
     slots = pages[which, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
     lengths = [done[index] + 1 for index in decodes]
     prefill = PrefillBatch.of(
@@ -417,7 +418,8 @@ def _batch(
     chunk_slots = torch.tensor(chunks, dtype=torch.int64)
     return ForwardBatch(
         token_ids=torch.tensor(ids, dtype=torch.int64),
-        positions=positions,
+        rows=rows,
+        own=rows,
         slot_mapping=slots,
         decodes=DecodeBatch(
             pages[decodes], torch.tensor(lengths, dtype=torch.int32), max(lengths, default=0)

@@ -2,7 +2,7 @@
 
 transformers' modeling code asks for one operation after another: a sum, its norm, a product of the
 norm, an activation. minisgl's kernels do several of these at once. So the modules that minisgl puts
-into a model return `Rows`. They behave like a tensor, and are computed as soon as something is
+into a model return `LaterRows`. They behave like a tensor, and are computed as soon as something is
 asked of them that is not known here. Known are: adding to the residual stream, its norm, products
 of that norm, and the gating of an MLP.
 
@@ -18,18 +18,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.kernels import dispatch
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.reference import Choice
 from minisgl.kernels.residual import NormWeights, Residual, norm
+from minisgl.kernels.rows import Rows
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 
 
 class StreamError(RuntimeError):
     """The residual stream is asked for as it was before something was added to it."""
+
+
+SEAT = "minisgl_seat"  # the attribute of modules with what answers the calls of attention
+
+
+def rows_now(module: nn.Module) -> Rows | None:
+    """What the step says of the rows that pass through a module; None outside of a step."""
+    rows: Rows | None = getattr(module.__dict__.get(SEAT), "rows", None)
+    return rows
 
 
 def _nothing(y: Tensor) -> None:
@@ -69,8 +79,8 @@ class Addend(Node):
         ...
 
     @abstractmethod
-    def add_to(self, rows: Tensor) -> Residual:
-        """The stream rows + these. May overwrite `rows`."""
+    def add_to(self, stream: Tensor) -> Residual:
+        """The stream with these added. May overwrite it."""
         ...
 
 
@@ -138,23 +148,25 @@ class Norm(Node):
         self._stream.is_joined(rows)
         return normed
 
-    def product(self, product: Product, *, keeps: bool = False) -> Tensor:
+    def product(self, product: Product, rows: Rows | None, *, keeps: bool = False) -> Tensor:
         """y for x the norm. keeps: the norm itself is needed, too."""
         if self.is_computed:
-            return product(self.value())
+            return product(self.value(), rows)
+        residual, weights = self._stream.residual, self._weights
         if keeps:
-            self._value, y, rows = product.of_kept_norm(self._stream.residual, self._weights)
+            self._value, y, stream = product.of_kept_norm(residual, weights, rows)
         else:
-            y, rows = product.of_norm(self._stream.residual, self._weights)
-        self._stream.is_joined(rows)
+            y, stream = product.of_norm(residual, weights, rows)
+        self._stream.is_joined(stream)
         return y
 
-    def gated(self, gate_up: Product, after: Product) -> Any:
+    def gated(self, gate_up: Product, after: Product, rows: Rows | None) -> Any:
         """silu(gate) · up for x the norm, as an x of the product `after`."""
         if self.is_computed:
-            return after.gated_mul(gate_up(self.value()))
-        hidden, rows = gate_up.gated_mul_of_norm(self._stream.residual, self._weights, after)
-        self._stream.is_joined(rows)
+            return after.gated_mul(gate_up(self.value(), rows))
+        residual, weights = self._stream.residual, self._weights
+        hidden, stream = gate_up.gated_mul_of_norm(residual, weights, after, rows)
+        self._stream.is_joined(stream)
         return hidden
 
 
@@ -162,23 +174,39 @@ class Call(Node):
     """The product of some rows; several linear maps may have their outputs in its columns."""
 
     def __init__(
-        self, linear: Linear, x: Node | Tensor, note: Callable[[Tensor], None] = _nothing
+        self,
+        linear: Linear,
+        x: Node | Tensor,
+        rows: Rows | None,
+        note: Callable[[Tensor], None] = _nothing,
     ) -> None:
-        """note: called with y when it is computed by itself."""
+        """rows: what the step says of those of x. note: called with y when it is computed by
+        itself."""
         super().__init__(_num_rows(x), linear.num_outputs, _like(x))
-        self.linear, self.x = linear, x
+        self.linear, self.x, self.rows = linear, x, rows
         self._note = note
+        self._input: Any = None  # x as the product takes it
+
+    def begin(self) -> None:
+        if isinstance(self.x, Gated) and not self.x.is_computed:
+            self._input = self.x.call.gated(self.linear.product)
+        else:
+            self._input = computed(self.x)
 
     def compute(self) -> Tensor:
-        product = self.linear.product
-        y = self.x.product(product) if isinstance(self.x, Norm) else product(computed(self.x))
+        product, x = self.linear.product, self.x
+        if isinstance(x, Norm):
+            y = x.product(product, self.rows)
+        else:
+            self.begin()
+            y = product(self._input, self.rows)
         self._note(y)
         return y
 
     def gated(self, after: Product) -> Any:
         """silu(gate) · up, whose gates are the first half of y, as an x of the product `after`."""
         if isinstance(self.x, Norm) and not self.is_computed:
-            return self.x.gated(self.linear.product, after)
+            return self.x.gated(self.linear.product, after, self.rows)
         return after.gated_mul(self.value())
 
 
@@ -215,54 +243,32 @@ class Gated(Node):
         return dispatch.gated_mul(self.call.value())
 
 
-class Output(Addend):
+class Output(Call, Addend):
     """The outputs of one linear map, summed over the ranks."""
 
-    def __init__(
-        self, linear: Linear, x: Node | Tensor, note: Callable[[Tensor], None] = _nothing
-    ) -> None:
-        """note: as of Call."""
-        super().__init__(_num_rows(x), linear.num_outputs, _like(x))
-        self.linear, self.x = linear, x
-        self._note = note
-        self._input: Any = None  # x as the product takes it
-
-    def begin(self) -> None:
-        if isinstance(self.x, Gated) and not self.x.is_computed:
-            self._input = self.x.call.gated(self.linear.product)
-        else:
-            self._input = computed(self.x)
-
     def compute(self) -> Tensor:
-        product, x = self.linear.product, self.x
-        if isinstance(x, Norm):
-            y = x.product(product)
-        else:
-            self.begin()
-            y = product(self._input)
-        self._note(y)
-        return self.linear.summed(y)
+        return self.linear.summed(super().compute())
 
-    def add_to(self, rows: Tensor) -> Residual:
-        return self.linear.add_to(self._input, rows)
+    def add_to(self, stream: Tensor) -> Residual:
+        return self.linear.add_to(self._input, stream, self.rows)
 
 
 class ExpertSum(Addend):
     """The weighted sum over each row's experts."""
 
-    def __init__(self, experts: FusedExperts, x: Tensor, choice: Choice) -> None:
+    def __init__(self, experts: FusedExperts, x: Tensor, choice: Choice, rows: Rows | None) -> None:
         num_rows, size = x.shape
         super().__init__(num_rows, size, x)
-        self._experts, self._x, self._choice = experts, x, choice
+        self._experts, self._x, self._choice, self._rows = experts, x, choice, rows
 
     def begin(self) -> None:
         """Nothing: `x` is computed."""
 
     def compute(self) -> Tensor:
-        return self._experts.summed(self._x, self._choice)
+        return self._experts.summed(self._x, self._choice, self._rows)
 
-    def add_to(self, rows: Tensor) -> Residual:
-        return self._experts.add_to(self._x, self._choice, rows)
+    def add_to(self, stream: Tensor) -> Residual:
+        return self._experts.add_to(self._x, self._choice, stream, self._rows)
 
 
 def computed(x: Node | Tensor) -> Tensor:
@@ -325,7 +331,7 @@ for _name in """add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow n
     setattr(Later, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-class Rows(Later):
+class LaterRows(Later):
     """The rows of a node as a tensor [*lead, size]."""
 
     def __init__(self, node: Node, lead: Sequence[int]) -> None:
@@ -360,26 +366,26 @@ class Rows(Later):
             rest = self.shape.numel() // -torch.Size(wanted).numel()
             wanted = tuple(rest if length == -1 else length for length in wanted)
         if wanted[-1] == self.node.size:
-            return Rows(self.node, wanted[:-1])
+            return LaterRows(self.node, wanted[:-1])
         return self.tensor().view(wanted)
 
     reshape = view
 
-    def contiguous(self) -> Rows:
+    def contiguous(self) -> LaterRows:
         return self
 
     def chunk(self, chunks: int, dim: int = 0) -> Sequence[Any]:
         """The halves of the outputs of a linear map are not computed before they are needed."""
         node = self.node
         if chunks == 2 and dim in (-1, len(self.lead)) and isinstance(node, Output):
-            call, half = Call(node.linear, node.x), node.size // 2
-            return [Rows(Columns(call, first, half), self.lead) for first in (0, half)]
+            call, half = Call(node.linear, node.x, node.rows), node.size // 2
+            return [LaterRows(Columns(call, first, half), self.lead) for first in (0, half)]
         return self.tensor().chunk(chunks, dim)
 
 
 def rows_of(x: Any) -> Node | Tensor:
-    """The rows of a tensor or of Rows: [num_rows, size]."""
-    if isinstance(x, Rows):
+    """The rows of a tensor or of LaterRows: [num_rows, size]."""
+    if isinstance(x, LaterRows):
         return x.node
     tensor: Tensor = _now(x)
     return tensor.reshape(-1, tensor.shape[-1])
@@ -392,38 +398,38 @@ def _now(value: Any) -> Any:
     return value.tensor() if isinstance(value, Later) else value
 
 
-def _added(a: Any, b: Any) -> Rows | None:
+def _added(a: Any, b: Any) -> LaterRows | None:
     """To a stream, or to a tensor, which becomes one."""
     if not (isinstance(a, Later | Tensor) and isinstance(b, Later | Tensor)):
         return None
     if a.shape != b.shape or a.dtype != b.dtype:
         return None
     for one, other in ((a, b), (b, a)):
-        if isinstance(one, Rows) and isinstance(one.node, Stream):
-            return Rows(one.node.add(rows_of(other)), one.lead)
+        if isinstance(one, LaterRows) and isinstance(one.node, Stream):
+            return LaterRows(one.node.add(rows_of(other)), one.lead)
     for one, other in ((a, b), (b, a)):
-        if isinstance(one, Tensor) and isinstance(other, Rows):
+        if isinstance(one, Tensor) and isinstance(other, LaterRows):
             stream = Stream(Residual(one.reshape(-1, one.shape[-1])), is_shared=True)
-            return Rows(stream.add(other.node), other.lead)
+            return LaterRows(stream.add(other.node), other.lead)
     return None
 
 
-def _silu(x: Any) -> Rows | None:
-    node = x.node if isinstance(x, Rows) else None
+def _silu(x: Any) -> LaterRows | None:
+    node = x.node if isinstance(x, LaterRows) else None
     if isinstance(node, Columns) and not node.first and 2 * node.size == node.call.size:
-        return Rows(Gates(node.call), x.lead)
+        return LaterRows(Gates(node.call), x.lead)
     return None
 
 
-def _multiplied(a: Any, b: Any) -> Rows | None:
-    nodes = [x.node for x in (a, b) if isinstance(x, Rows)]
+def _multiplied(a: Any, b: Any) -> LaterRows | None:
+    nodes = [x.node for x in (a, b) if isinstance(x, LaterRows)]
     for gates, ups in (nodes, nodes[::-1]) if len(nodes) == 2 else ():
         if isinstance(gates, Gates) and isinstance(ups, Columns) and ups.call is gates.call:
-            return Rows(Gated(gates.call), a.lead) if ups.first == gates.size else None
+            return LaterRows(Gated(gates.call), a.lead) if ups.first == gates.size else None
     return None
 
 
-_KNOWN: dict[str, Callable[..., Rows | None]] = {
+_KNOWN: dict[str, Callable[..., LaterRows | None]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _added),
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _multiplied),
     "silu": _silu,

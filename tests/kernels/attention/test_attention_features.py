@@ -27,7 +27,7 @@ from support.attention_cases import (
     paged_cache,
 )
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
@@ -122,9 +122,9 @@ def test_captured_chunks_match_the_reference(splits: bool) -> None:
     unknown = replace(known, starts=(), lengths=(), num_rows=known.num_rows + 20)
     q = shape.queries(unknown.num_rows)
     q[known.num_rows :] = torch.nan
-    out = (SPLIT if splits else WHOLE).prefill(q, kv, unknown, shape.spec, shape.sinks)
+    out = (SPLIT if splits else WHOLE).prefill(shape.call(q, kv), unknown)
     q = q[: known.num_rows]
-    expected = TorchAttention().prefill(q, kv, known, shape.spec, shape.sinks)
+    expected = TorchAttention().prefill(shape.call(q, kv), known)
     assert_close(out[: known.num_rows], expected, shape)
 
 
@@ -134,11 +134,11 @@ def attend_alone(shape: Shape, sinks: Sequence[float], q: Tensor, length: int = 
     rows = DecodeBatch(table, torch.tensor([length], dtype=torch.int32, device=DEVICE), length)
     chunk = PrefillBatch.of(table, (length - 1,), (1,))
     given = torch.tensor(sinks, device=DEVICE)
-    expected = TorchAttention().decode(q, kv, rows, shape.spec, given)
+    expected = TorchAttention().decode(AttentionCall(q, kv, shape.spec, given), rows)
     for out in (
-        TritonAttention(TILES).decode(q, kv, rows, shape.spec, given),
-        WHOLE.prefill(q, kv, chunk, shape.spec, given),
-        SPLIT.prefill(q, kv, chunk, shape.spec, given),
+        TritonAttention(TILES).decode(AttentionCall(q, kv, shape.spec, given), rows),
+        WHOLE.prefill(AttentionCall(q, kv, shape.spec, given), chunk),
+        SPLIT.prefill(AttentionCall(q, kv, shape.spec, given), chunk),
     ):
         assert_close(out, expected, shape)
     return expected
@@ -156,7 +156,7 @@ def test_rows_without_keys_give_zeros_with_sinks() -> None:
     shape = shape_of(2, 64, 16, has_sinks=True, window=7)
     kv, table = paged_cache(shape, [40, 0])
     rows = DecodeBatch(table, torch.tensor([40, 0], dtype=torch.int32, device=DEVICE), 40)
-    out = TritonAttention(TILES).decode(shape.queries(2), kv, rows, shape.spec, shape.sinks)
+    out = TritonAttention(TILES).decode(shape.call(shape.queries(2), kv), rows)
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 
@@ -188,6 +188,6 @@ def test_sinks_must_be_given_exactly_if_the_layer_has_them() -> None:
         rows = DecodeBatch(table, torch.tensor([5], dtype=torch.int32, device=DEVICE), 5)
         chunk, q = PrefillBatch.of(table, (4,), (1,)), shape.queries(1)
         with pytest.raises(AssertionError):
-            TritonAttention().decode(q, kv, rows, shape.spec, sinks)
+            TritonAttention().decode(AttentionCall(q, kv, shape.spec, sinks), rows)
         with pytest.raises(AssertionError):
-            TritonAttention().prefill(q, kv, chunk, shape.spec, sinks)
+            TritonAttention().prefill(AttentionCall(q, kv, shape.spec, sinks), chunk)

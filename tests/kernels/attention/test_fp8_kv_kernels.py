@@ -24,7 +24,7 @@ from support.attention_cases import (
 )
 from support.layer_cases import Heads, check_heads
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config import KVScales
@@ -59,11 +59,12 @@ def test_queries_in_bfloat16_keep_their_range(power: int) -> None:
     larger = q.clone()
     larger[:, 1:3] *= 2.0**power
     backend = TritonAttention(TILES)
+    smaller = replace(shape.spec, scale=shape.spec.scale * 2.0**-power)
     for attend, batch in ((backend.decode, rows), (backend.prefill, chunks)):
-        out = attend(q, kv, batch, shape.spec)
-        same = attend(larger, kv, batch, replace(shape.spec, scale=shape.spec.scale * 2.0**-power))
+        out = attend(shape.call(q, kv), batch)
+        same = attend(AttentionCall(larger, kv, smaller), batch)
         assert torch.equal(same[:, 1:3], out[:, 1:3])
-    assert_close(out, TorchAttention().prefill(*in_float32(q, kv), chunks, shape.spec), shape)
+    assert_close(out, TorchAttention().prefill(shape.call(*in_float32(q, kv)), chunks), shape)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
@@ -80,7 +81,7 @@ def test_an_own_token_alone_gives_back_its_rounded_value() -> None:
     kv, table = paged_cache(shape, [1])
     rows = DecodeBatch(table, torch.ones(1, dtype=torch.int32, device=DEVICE), 1)
     qkv, norm_rope = shape.qkv(1), shape.norm_rope(1, normed=False)
-    out = TritonAttention().decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    out = TritonAttention().decode(shape.call(qkv, kv, norm_rope), rows)
     v = qkv[:, -shape.num_kv_heads * shape.head_dim :].view(1, shape.num_kv_heads, -1)
     v = v.repeat_interleave(shape.group, 1)
     stored = (v / 0.5).to(torch.float8_e4m3fn).to(v.dtype) * 0.5

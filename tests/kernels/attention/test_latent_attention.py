@@ -83,7 +83,7 @@ def test_padded_rows_are_zeros() -> None:
     shape = latents(20, 64, 32, 16)
     kv, table = paged_cache(shape, [40, 0])
     rows = DecodeBatch(table, torch.tensor([40, 0], dtype=torch.int32, device=DEVICE), 40)
-    out = TritonAttention(TILES).decode(shape.queries(2), kv, rows, shape.spec)
+    out = TritonAttention(TILES).decode(shape.call(shape.queries(2), kv), rows)
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 

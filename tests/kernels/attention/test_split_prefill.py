@@ -23,7 +23,7 @@ from support.attention_cases import (
     paged_cache,
 )
 
-from minisgl.attention.base import PrefillBatch
+from minisgl.attention.base import AttentionCall, PrefillBatch
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention, prefill_splits
@@ -80,16 +80,11 @@ def attend(
 class Splitting(TorchAttention):
     """A backend that splits chunks over the same number of programs on every device."""
 
-    def prefill(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        batch: PrefillBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        kv = call.kv
         heads = Shape(1, kv.v.shape[3], kv.page_size, kv.k.shape[2])
-        return attend(q, kv, batch, TILES, some_workspace(heads, TILES), spec, sinks)
+        workspace = some_workspace(heads, TILES)
+        return attend(call.q, kv, batch, TILES, workspace, call.spec, call.sinks)
 
 
 def num_used(workspace: SplitWorkspace, tiles: PrefillTiles) -> int:
@@ -132,7 +127,7 @@ def test_a_chunk_is_split_as_often_as_programs_and_keys_allow() -> None:
         q = SHAPE.queries(rows.num_rows)
         out = attend(q, kv, rows, TILES, workspace)
         assert num_used(workspace, TILES) == expected
-        assert_close(out, TorchAttention().prefill(q, kv, rows, SHAPE.spec), SHAPE)
+        assert_close(out, TorchAttention().prefill(SHAPE.call(q, kv), rows), SHAPE)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -150,7 +145,7 @@ def test_random_chunks_without_host_lengths_match_the_reference(seed: int) -> No
     q = SHAPE.queries(known.num_rows + 20)
     q[known.num_rows :] = torch.nan
     out = attend(q, kv, unknown, TILES, workspace)[: known.num_rows]
-    expected = TorchAttention().prefill(q[: known.num_rows], kv, known, SHAPE.spec)
+    expected = TorchAttention().prefill(SHAPE.call(q[: known.num_rows], kv), known)
     assert_close(out, expected, SHAPE)
     assert (workspace.semaphores == 0).all()
     assert torch.equal(attend(q, kv, unknown, TILES, workspace)[: known.num_rows], out)
@@ -175,7 +170,7 @@ def test_splits_stay_within_the_workspace_for_any_chunks() -> None:
         )
         assert_close(
             attend(q, kv, rows, tiles, large),
-            TorchAttention().prefill(q, kv, rows, SHAPE.spec),
+            TorchAttention().prefill(SHAPE.call(q, kv), rows),
             SHAPE,
         )
         for name, end in ends.items():
@@ -191,7 +186,7 @@ def test_splits_of_no_keys_add_nothing() -> None:
     out = attend(q, kv, rows, tiles, workspace)
     assert num_used(workspace, tiles) == 8
     assert (workspace.totals.view(-1, tiles.block_m)[:, 0] == 0).sum() == 7
-    assert_close(out, TorchAttention().prefill(q, kv, rows, SHAPE.spec), SHAPE)
+    assert_close(out, TorchAttention().prefill(SHAPE.call(q, kv), rows), SHAPE)
 
 
 def test_chunks_too_short_to_split_give_the_bits_of_the_kernel_without_splits() -> None:
@@ -202,7 +197,8 @@ def test_chunks_too_short_to_split_give_the_bits_of_the_kernel_without_splits() 
     whole = TritonAttention(prefill=replace(TILES, programs_per_sm=0))
     able = TritonAttention(prefill=replace(TILES, min_split=64))
     assert torch.equal(
-        able.prefill(q, kv, rows, SHAPE.spec), whole.prefill(q, kv, rows, SHAPE.spec)
+        able.prefill(SHAPE.call(q, kv), rows),
+        whole.prefill(SHAPE.call(q, kv), rows),
     )
 
 
@@ -213,10 +209,10 @@ def test_the_result_of_a_chunk_is_independent_of_its_place_in_the_batch() -> Non
     kv, table = paged_cache(SHAPE, [sum(chunk) for chunk in chunks])
     qs = SHAPE.queries(10).split([length for _, length in chunks])
     backend = Splitting()
-    outs = backend.prefill(torch.cat(qs), kv, batch_of(table, chunks), SHAPE.spec)
+    outs = backend.prefill(SHAPE.call(torch.cat(qs), kv), batch_of(table, chunks))
     outs = outs.split([length for _, length in chunks])
     rows = batch_of(table[order], [chunks[i] for i in order])
-    turned = backend.prefill(torch.cat([qs[i] for i in order]), kv, rows, SHAPE.spec)
+    turned = backend.prefill(SHAPE.call(torch.cat([qs[i] for i in order]), kv), rows)
     assert torch.equal(turned, torch.cat([outs[i] for i in order]))
 
 

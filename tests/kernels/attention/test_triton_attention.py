@@ -32,10 +32,17 @@ from support.attention_cases import (
 )
 
 from minisgl.attention.backends import make_attention
-from minisgl.attention.base import Attention, BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.attention.base import (
+    Attention,
+    BatchSlots,
+    DecodeBatch,
+    ForwardBatch,
+    PrefillBatch,
+)
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.kernels import dispatch
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
@@ -102,7 +109,7 @@ def test_fused_decode_is_right_where_all_scores_are_far_below_zero() -> None:
     kv.k.mul_(0.1).add_(stored.k.flatten(0, 1)[own_places(kv, rows)[2]])
     forget_own(kv, rows)
     expected, _ = turned_and_attended(qkv, kv, rows, norm_rope, shape)
-    out = TritonAttention(TILES).decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    out = TritonAttention(TILES).decode(shape.call(qkv, kv, norm_rope), rows)
     assert_close(out, expected, shape)
 
 
@@ -190,9 +197,9 @@ def test_prefill_without_host_lengths_matches_the_reference(
     q = shape.queries(unknown.num_rows)
     q[known.num_rows :] = torch.nan
     tiles = PrefillTiles(block_m, block_n=16, num_warps=4, num_stages=2)
-    out = TritonAttention(prefill=tiles).prefill(q, kv, unknown, shape.spec)
+    out = TritonAttention(prefill=tiles).prefill(shape.call(q, kv), unknown)
     assert out.shape == q.shape
-    expected = TorchAttention().prefill(q[: known.num_rows], kv, known, shape.spec)
+    expected = TorchAttention().prefill(shape.call(q[: known.num_rows], kv), known)
     assert_close(out[: known.num_rows], expected, shape)
 
 
@@ -200,7 +207,7 @@ def test_prefill_of_empty_chunks_leaves_padding_rows() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5, 5])
     rows = replace(PrefillBatch.of(table, (5, 5), (0, 0)), num_rows=7)
-    assert TritonAttention().prefill(shape.queries(7), kv, rows, shape.spec).shape[0] == 7
+    assert TritonAttention().prefill(shape.call(shape.queries(7), kv), rows).shape[0] == 7
 
 
 def test_rows_without_keys_give_zeros() -> None:
@@ -208,7 +215,7 @@ def test_rows_without_keys_give_zeros() -> None:
     kv, table = paged_cache(shape, [100, 5])
     lengths = torch.tensor([100, 0], dtype=torch.int32, device=DEVICE)
     rows = DecodeBatch(table, lengths, 100)
-    out = TritonAttention(TILES).decode(shape.queries(2), kv, rows, shape.spec)
+    out = TritonAttention(TILES).decode(shape.call(shape.queries(2), kv), rows)
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 
@@ -218,19 +225,19 @@ def test_the_result_of_a_row_is_independent_of_its_place_in_the_batch() -> None:
     kv, table = paged_cache(shape, [300, 40, 129])
     q, backend = shape.queries(3), TritonAttention(TILES)
     lengths = torch.tensor([300, 40, 129], dtype=torch.int32, device=DEVICE)
-    together = backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.spec)
+    together = backend.decode(shape.call(q, kv), DecodeBatch(table, lengths, 300))
     order = torch.tensor([2, 0, 1], device=DEVICE)
     rows = DecodeBatch(table[order], lengths[order], 300)
-    assert torch.equal(backend.decode(q[order], kv, rows, shape.spec), together[order])
+    assert torch.equal(backend.decode(shape.call(q[order], kv), rows), together[order])
 
 
 def test_empty_batches_give_empty_results() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5])
     rows = DecodeBatch(table[:0], torch.empty(0, dtype=torch.int32, device=DEVICE), 0)
-    assert TritonAttention().decode(shape.queries(0), kv, rows, shape.spec).shape[0] == 0
+    assert TritonAttention().decode(shape.call(shape.queries(0), kv), rows).shape[0] == 0
     chunks = PrefillBatch.of(table[:0], (), ())
-    assert TritonAttention().prefill(shape.queries(0), kv, chunks, shape.spec).shape[0] == 0
+    assert TritonAttention().prefill(shape.call(shape.queries(0), kv), chunks).shape[0] == 0
 
 
 @pytest.mark.parametrize("num_chunk_rows", [0, 5])
@@ -250,9 +257,12 @@ def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
     chunk = torch.arange(20 - num_chunk_rows, 20, device=DEVICE)
     chunk_slots = table[2].long()[chunk // 16] * 16 + chunk % 16
     chunks = PrefillBatch.of(table[2:], (20 - num_chunk_rows,), (num_chunk_rows,))
+    both = torch.cat((positions, chunk))
+    of_all = Rows.of(torch.zeros_like(both), both)
     inputs = ForwardBatch(
         token_ids=positions,  # not looked at
-        positions=torch.cat((positions, chunk)),
+        rows=of_all,
+        own=of_all,
         slot_mapping=torch.cat((slots, chunk_slots)),
         decodes=rows,
         chunks=chunks if num_chunk_rows else PrefillBatch.of(table[:0], (), ()),
@@ -267,7 +277,7 @@ def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
 
     monkeypatch.setattr(dispatch, "qk_norm_rope_store_kv", recorded)
     attention = Attention(TorchAttention(), TritonAttention())
-    out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.spec)
+    out = attention(shape.call(qkv, kv, norm_rope), inputs)
     assert turned == ([qkv.shape[0]] if num_chunk_rows else [])
     assert_close(out[:2], expected, shape)
     own_keys = kv.k.flatten(0, 1)[slots].cpu()

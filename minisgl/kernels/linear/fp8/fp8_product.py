@@ -14,13 +14,14 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.quantize import quantize, rms_norm_quantize
-from minisgl.kernels.fp8_rows import Fp8Rows, Rows
+from minisgl.kernels.fp8_rows import Fp8Rows, Input
 from minisgl.kernels.linear.fp8 import fp8_gemm, scaled_mm
 from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace, should_use
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights
 from minisgl.kernels.linear.tiles import LinearWorkspace
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DeviceTuning, tuning_of
 
 if TYPE_CHECKING:
@@ -51,22 +52,24 @@ class TensorCoreProduct(Fp8Product):
         self._group = weight.group if activations == Activations.GROUP else None
         self._kernels: Fp8Kernels | None = None  # see share_kernels
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Input, rows: Rows | None = None) -> Tensor:
         return self._multiply(self._rounded(x))
 
-    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
-        rows, scales = residual.rows, (self._group, self.input_scale)
+    def of_norm(
+        self, residual: Residual, weights: NormWeights, rows: Rows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        stream, scales = residual.rows, (self._group, self.input_scale)
         if residual.pending is None:
-            x = rms_norm_quantize(rows, residual.delta, weights.weight, weights.eps, *scales)
+            x = rms_norm_quantize(stream, residual.delta, weights.weight, weights.eps, *scales)
         else:
-            normed, rows = norm(residual, weights)
+            normed, stream = norm(residual, weights)
             x = quantize(normed, *scales)
-        return self._multiply(x), rows
+        return self._multiply(x), stream
 
-    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Rows:
+    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Input:
         return quantize(gate_up, self._group, self.input_scale, gated=True, gelu=gelu)
 
-    def send(self, x: Rows, mailbox: Mailbox) -> PendingNorm | None:
+    def send(self, x: Input, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
         kernels, weight = self._kernels, self.weight
         assert kernels is not None
         if not should_use(kernels.tuning, len(x), weight.group):
@@ -78,7 +81,7 @@ class TensorCoreProduct(Fp8Product):
         )
         return partial(one_shot.received_norm, mailbox=mailbox)
 
-    def _rounded(self, x: Rows) -> Fp8Rows:
+    def _rounded(self, x: Input) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize(x, self._group, self.input_scale)
 
     def _multiply(self, x: Fp8Rows) -> Tensor:

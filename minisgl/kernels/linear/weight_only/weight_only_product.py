@@ -28,6 +28,7 @@ from minisgl.kernels.linear.weight_only.weights import (
     e4m3_words,
     int4_words,
 )
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DeviceTuning, tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -72,12 +73,12 @@ class WeightOnlyProduct(FusingProduct, QuantizedProduct):
         """The weights as the kernels read them, for x of this dtype."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         kernels = self.kernels
         if kernels is None:
-            return super().__call__(x)
+            return super().__call__(x, rows)
         if dense := self._dense_for(x.shape[0]):
-            return dense(x)
+            return dense(x, rows)
         if x.shape[0] <= kernels.tuning.weight_only_rows:
             return self.gemm(x)
         from minisgl.kernels.linear.weight_only import weight_only_gemm
