@@ -23,6 +23,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.hardware import has_fp8_products
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.rows import Rows
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # e4m3 has no infinity
