@@ -327,13 +327,13 @@ def test_a_mistake_of_the_drafter_shows(
 
 
 def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    match_pages = RadixCache.match_pages
+    useful = RadixCache._num_useful
 
     def deepest(self: RadixCache, *args: Any) -> int:
         self._num_spared = 0
-        return match_pages(self, *args)
+        return useful(self, *args)
 
-    monkeypatch.setattr(RadixCache, "match_pages", deepest)
+    monkeypatch.setattr(RadixCache, "_num_useful", deepest)
     found, prompts = found_after_hits(monkeypatch, 8)
     assert found.cached == [0, 32, 32, 32]
     with pytest.raises(AssertionError):

@@ -223,6 +223,15 @@ def test_a_prefix_that_is_used_again_keeps_its_copy_and_the_next_one_is_copied()
     kv.close(lease)
 
 
+def test_a_match_that_splits_what_was_copied_ahead_leaves_its_end_ahead() -> None:
+    kv = make(num_pages=33, offloads_per_plan=10)
+    old, young = fill(kv, [1, 2, 3, 4], list(range(10, 38)))
+    assert offloaded(kv, 3) == old[2:]
+    kv.close(kv.acquire(pack_tokens([1, 2, 3, 0]), 4))
+    kv.audit(3)
+    assert offloaded(kv, 4) == young[-1:]  # in place of the page that was used
+
+
 def test_children_are_copied_before_their_parents_and_are_no_obstacle() -> None:
     kv = make(num_pages=65, offloads_per_plan=3)
     system = [1, 2]
