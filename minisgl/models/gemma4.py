@@ -175,7 +175,9 @@ def _refuse_others(fields: Fields) -> None:
         )
     fields.require("hidden_activation", ("gelu_pytorch_tanh",))
     # That of "vision" is between the tokens of an image.
-    fields.require("use_bidirectional_attention", (None, "vision"))
+    fields.require(
+        "use_bidirectional_attention", (None, "vision"), ": tokens attend to earlier ones"
+    )
 
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:
