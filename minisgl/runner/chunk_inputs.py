@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from minisgl.attention.base import PrefillBatch
+from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
-from minisgl.kernels.slots.slot_state import SlotState
+from minisgl.kernels.slots.slot_state import SlotState, slot_mapping_of
 from minisgl.runner.chunk_tensors import ChunkTensors
 from minisgl.scheduler.plan import Chunk
+
+
+def with_chunk_rows(mapping: Tensor, own: Rows, page_table: Tensor, page_size: int) -> Tensor:
+    """The KV slots of a rank's rows, of which `mapping` are those of decode rows."""
+    chunks = own.part(slice(len(mapping), None))
+    of_chunks = slot_mapping_of(page_table, chunks.slots, chunks.positions, page_size)
+    return torch.cat((mapping, of_chunks))
 
 
 def chunk_inputs(

@@ -8,9 +8,9 @@ from torch import Tensor
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch
 from minisgl.device.lanes import Lanes
 from minisgl.kernels.rows import Rows
-from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
+from minisgl.kernels.slots.slot_state import SlotRows, SlotState
 from minisgl.kernels.slots.slot_updates import read_slots
-from minisgl.runner.chunk_inputs import chunk_inputs
+from minisgl.runner.chunk_inputs import chunk_inputs, with_chunk_rows
 from minisgl.runner.chunk_tensors import ChunkTensors, pack_chunks
 from minisgl.runner.kept_rows import KeptRows
 from minisgl.runner.row_order import RowOrder
@@ -166,11 +166,7 @@ class SlotTables:
         if of_ranks.are_divided:
             own = every.part(of_ranks.rows(order.rank))
         if chunks is not None:
-            of_chunks = own.part(slice(len(slot_mapping), None))
-            mapping = slot_mapping_of(
-                state.page_table, of_chunks.slots, of_chunks.positions, state.page_size
-            )
-            slot_mapping = torch.cat((slot_mapping, mapping))
+            slot_mapping = with_chunk_rows(slot_mapping, own, state.page_table, state.page_size)
         own_chunks = None if plan is None else order.own_chunks(plan)
         num_chunk_rows = of_ranks.chunk_rows[order.rank]
         prefill, segments = chunk_inputs(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from minisgl.attention.base import ForwardBatch
-from minisgl.kernels.slots.slot_state import SlotRows, SlotState, slot_mapping_of
+from minisgl.kernels.slots.slot_state import SlotRows, SlotState
+from minisgl.runner.chunk_inputs import with_chunk_rows
 from minisgl.runner.chunk_tensors import ChunkTensors
 
 
@@ -21,11 +20,8 @@ def with_windows(
     assert rows.windows is not None
     slot_mapping, prefill = rows.windows.slot_mapping, batch.chunks
     if chunks is not None:
-        of_chunks = batch.own.part(slice(len(slot_mapping), None))
-        mapping = slot_mapping_of(
-            state.window_table, of_chunks.slots, of_chunks.positions, state.page_size
-        )
-        slot_mapping = torch.cat((slot_mapping, mapping))
+        table, size = state.window_table, state.page_size
+        slot_mapping = with_chunk_rows(slot_mapping, batch.own, table, size)
         width = prefill.page_table.shape[1]
         prefill = replace(prefill, page_table=state.window_table[chunks.own_slots, :width])
     windowed = replace(

@@ -356,7 +356,7 @@ def _as_minisgl(
         batch = _batch(sequences, pages, done, counts)
         if rank is not None:  # the rows are in the order of the sequences, and of the ranks
             own = _batch([sequences[rank]], pages[rank, None], [done[rank]], [counts[rank]])
-            batch = replace(own, token_ids=batch.token_ids, shares=counts)
+            batch = replace(own, token_ids=batch.token_ids, rows=batch.rows, shares=counts)
         rows: Tensor | None = None
         for stage, its_states in zip(stages, states, strict=True):
             rows = stage(batch, its_states, attention, rows)
@@ -407,7 +407,8 @@ def _batch(
     decodes = [index for index, count in enumerate(counts) if count == 1]
     chunks = [index for index, count in enumerate(counts) if count > 1]
     places = _rows(done, counts)
-    which, positions = torch.tensor(places, dtype=torch.int64).T.contiguous()
+    which = torch.tensor([index for index, _ in places], dtype=torch.int64)
+    positions = torch.tensor([position for _, position in places], dtype=torch.int64)
     rows = Rows.of(which, positions)
     ids = [int(sequences[index][position]) for index, position in places]
     slots = pages[which, positions // _PAGE_SIZE].long() * _PAGE_SIZE + positions % _PAGE_SIZE
