@@ -15,20 +15,21 @@ class StepPart:
     """What one step does for a part, on one rank; each hook does nothing unless the part has
     something to do.
 
-    The first four are called in the order in which they stand here, on the compute lane; the others
-    block until the device is done, on threads of their own.
+    The first four are called on the compute lane, `change_sampling` after `end` if the sampling
+    follows later (`StepPlan.deferred`); the others block until the device is done, on threads of
+    their own.
     """
 
     def begin(self) -> None:
         """Queue what comes before the rows of the step, which may have none."""
 
     def read_rows(self, hidden: Tensor, first_rows: Sequence[int]) -> None:
-        """Queue what is computed of the hidden states of all rows: on the last stage of a step
-        whose plan says `reads_rows`. first_rows: of each chunk."""
+        """Queue what is computed of the hidden states of all rows: on the last stage, of a step in
+        which the plan of some part says `reads_rows`. first_rows: of each chunk."""
 
     def change_sampling(self, masks: MaskRows) -> None:
-        """Queue what must be there before the step samples: if its plan says `changes_sampling`.
-        masks: of `Runner.new_masks`, filled."""
+        """Queue what must be there before the step samples, where it has masks. masks: of
+        `Runner.new_masks`, filled."""
 
     def end(self) -> None:
         """Queue what follows the step."""

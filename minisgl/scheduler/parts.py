@@ -1,9 +1,8 @@
 """What the scheduler asks of a part: a feature that takes part in the steps of some requests.
 
-A part has a host half, here, and a device half (parts/device_part.py), and nothing of it stands
-anywhere else on a step's way. Its host half says what a step does for it; that travels among
-`StepPlan.parts` to its device half, whose outcome comes back at the same place of
-`StepResult.parts`.
+A part has a host half, here, and a device half (parts/device_part.py). Its host half says what a
+step does for it; that travels among `StepPlan.parts` to its device half, whose outcome comes back
+at the same place of `StepResult.parts`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from minisgl.scheduler.state import StepWork
 class Part:
     """The host half of a part; each hook does nothing unless a part has something to do.
 
-    They are called in the order in which they stand here, on the event loop, and only while a
-    request that runs is concerned, or always.
+    All are called on the event loop. A part plans only while a request that runs is concerned, or
+    always; the last steps that it planned may be settled after that.
     """
 
     always = False  # concerned in every step, not by requests
 
     def concerns(self, request: Request) -> bool:
-        """Whether a request that joins has to do with it, until it leaves."""
+        """Whether a request has to do with it, from its join until it leaves: ends or is retracted.
+        The answer must stay the same."""
         return False
 
     def plan(self, work: StepWork) -> PartPlan | None:
@@ -33,7 +33,7 @@ class Part:
 
     def settle(self, work: StepWork, outcome: object) -> None:
         """Take the outcome of a step that did something for it, whose tokens are not settled yet.
-        Some of the step's requests may have ended."""
+        Some of the step's requests may have ended, or been retracted: these are not `active`."""
 
     def retracted(self, request: Request) -> None:
         """Forget what steps have computed of a request, which begins anew."""

@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of plans launched and not yet settled."""
+        """Number of plans made, which the caller launches at once, and not yet settled."""
         return len(self._launched)
 
     @property
@@ -218,6 +218,7 @@ class Scheduler:
         work.decoding = group.rows
         max_run = 1 if self.speculation is None else self.speculation.max_run(work)
         longest = self._rows.advance(group, work.step, max_run)
+        # Rows are counted as scheduled by now, chunks are not: that tells which rows lack a token.
         parts, planned = self._plan_parts(work)
         plan = StepPlan(
             step=work.step,

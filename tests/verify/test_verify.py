@@ -22,7 +22,7 @@ from support.quantized import FORMATS, quantize
 from torch import Tensor
 from typer.testing import CliRunner
 
-from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.base import AttentionCall, DecodeBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -116,11 +116,11 @@ def wrong_page_of_decode(patch: pytest.MonkeyPatch) -> None:
     """A row reads its second page in place of its third."""
     decode = TorchAttention.decode
 
-    def changed(self: Any, q: Tensor, kv: Any, batch: DecodeBatch, *others: Any) -> Tensor:
+    def changed(self: Any, call: AttentionCall, batch: DecodeBatch) -> Tensor:
         table = batch.page_table.clone()
         if table.shape[1] > 3:
             table[:, 2] = table[:, 1]
-        return decode(self, q, kv, replace(batch, page_table=table), *others)
+        return decode(self, call, replace(batch, page_table=table))
 
     patch.setattr(TorchAttention, "decode", changed)
 
@@ -129,12 +129,12 @@ def wrong_pages_of_prefix(patch: pytest.MonkeyPatch) -> None:
     """A chunk reads, for each whole page of what comes before it, the page before that one."""
     prefill = TorchAttention.prefill
 
-    def changed(self: Any, q: Tensor, kv: Any, batch: PrefillBatch, *others: Any) -> Tensor:
+    def changed(self: Any, call: AttentionCall, batch: PrefillBatch) -> Tensor:
         table = batch.page_table.clone()
         for chunk, start in enumerate(batch.starts):
-            last = start // kv.k.shape[1]
+            last = start // call.kv.k.shape[1]
             table[chunk, 1:last] = batch.page_table[chunk, : max(0, last - 1)]
-        return prefill(self, q, kv, replace(batch, page_table=table), *others)
+        return prefill(self, call, replace(batch, page_table=table))
 
     patch.setattr(TorchAttention, "prefill", changed)
 
