@@ -71,7 +71,7 @@ class Running:
     takes_drafts: bool = True  # its runs may have several tokens
     last_step: int = 0  # the step that sampled its last token before it joins a group
     group: DecodeGroup | None = None  # of decode rows, the last that it joined
-    # False once retracted or ended. What steps in flight sample is still settled if it was retracted.
+    # False once retracted or ended. Of one retracted, tokens of steps in flight are settled still.
     active: bool = True
     decoding: bool = False  # in the decode rows of the next plan, or of the next of its group
     loading: bool = False  # pages of its prefix are on their way to the device: it has no rows
