@@ -44,7 +44,7 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
     async def run() -> None:
         loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
         async with AsyncEngine(loaded) as engine:
-            assert offloads_per_plan in (None, engine._scheduler.kv._offloads_per_plan)
+            assert offloads_per_plan in (None, engine._scheduler.kv.tiers.host.offloads_per_plan)
             for _ in range(2):
                 params = [greedy(NUM_TOKENS)] * len(case.prompts)
                 outputs = await batch(engine, case.prompts, params)

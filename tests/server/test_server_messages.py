@@ -934,9 +934,12 @@ def test_the_client_creates_streams_and_counts(
     assert client.messages.count_tokens(**request).input_tokens == found.usage.input_tokens
 
 
-def test_tokens_are_counted_for_requests_that_may_be_sent(http: httpx.Client) -> None:
-    response = http.post(COUNT, json=asked(max_tokens=..., temperature=-5.0))
-    assert response.status_code == 400 and "temperature" in response.json()["error"]["message"]
+@pytest.mark.parametrize(("field", "wrong"), [("temperature", -5.0), ("structural_tag", 0)])
+def test_tokens_are_counted_for_requests_that_may_be_sent(
+    http: httpx.Client, field: str, wrong: float
+) -> None:
+    response = http.post(COUNT, json=asked(max_tokens=..., **{field: wrong}))
+    assert response.status_code == 400 and field in response.json()["error"]["message"]
 
 
 def test_the_client_parses_a_structured_answer(

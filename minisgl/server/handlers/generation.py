@@ -37,6 +37,7 @@ from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.request_ids import reply_id
+from minisgl.server.requests.constraints import constraint_of
 from minisgl.server.requests.request_types import (
     ChatRequest,
     CompletionRequest,
@@ -152,7 +153,8 @@ async def messages(service: Service, asked: Asked[MessagesRequest]) -> ASGIApp:
 async def count_tokens(service: Service, asked: Asked[CountTokensRequest]) -> Response:
     chat = await _translated(service, asked, asked.body)
     with chat.fields_named():
-        chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be
+        chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be,
+        constraint_of(chat.body)  # and so does this
         conversation = await conversation_of(
             asked.engine, chat.body, service.reading, any_length=True
         )
