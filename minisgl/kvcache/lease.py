@@ -40,7 +40,7 @@ class Lease:
     num_to_load: int  # at the end of the match, in host memory only: `reserve` loads them
     loads: dict[int, int]  # that write committed pages, and how many of these each
     rank: int = 0  # which has the pages, of several that divide the requests
-    start_snapshot: int | None = None  # at the end of the match; None: it has no pages
+    start_snapshot: int | None = None  # at the end of the match; None: there is no state
     # By the numbers of pages after which a snapshot is to be taken: those that were, and are not in
     # the cache yet.
     snapshots: dict[int, int | None] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def _shared(features: SamplingFeatures) -> SamplingFeatures:
 
 class Sampler:
     """Owns the sampling tables of `num_slots` slots and of the scratch slot of padded rows, which
-    is greedy and never joined. All calls come from one thread and one stream.
+    is greedy and never joined. All calls come from one thread at a time, and one stream.
 
     `join` assigns a slot to a request and overwrites the state of the previous one; `sample` draws
     a token for each row of a step and adds it to the history of the slot.
@@ -188,7 +188,7 @@ class Sampler:
         the one to draw. features: at least those of the batch.
 
         May be captured. The graph then serves any batch with these features; with Triton, any batch
-        for which `features.full` and `features.masked` are the same.
+        for which `features.full`, `features.masked` and the presence of top_p are the same.
         """
         assert slots.is_contiguous() and output_index.is_contiguous(), "kernels take no strides"
         if self._ranks.size > 1:

@@ -118,7 +118,7 @@ class SlotTables:
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
 
-        Must be called exactly once for every plan, because it advances the counts.
+        Must be called exactly once for every plan with rows: it advances the counts.
         """
         lengths = self._lengths_host
         for slot in plan.decode_slots:
