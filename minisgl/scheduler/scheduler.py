@@ -332,7 +332,7 @@ class Scheduler:
         work = launched.work
         assert work.step == result.step, "steps are settled in the order of their launch"
         self.kv.settled(work.step)
-        rows = work.sampled if work.sampling else work.decoding
+        rows = work.sampled
         run_lengths = result.run_lengths
         if run_lengths is not None:  # one entry per token instead of per row
             rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]

@@ -126,9 +126,9 @@ class StepWork:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
-    def sampled(self) -> tuple[Running, ...]:
+    def sampled(self) -> Sequence[Running]:
         """The requests of the sampled rows, in their order."""
-        return (*self.decoding, *self.sampling)
+        return (*self.decoding, *self.sampling) if self.sampling else self.decoding
 
     @property
     def owned_chunks(self) -> Iterator[tuple[Chunk, Running]]:
