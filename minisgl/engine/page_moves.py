@@ -47,8 +47,10 @@ class PageMoves:
 
     def launched(self, plan: StepPlan, handle: Any) -> None:
         """Follow the loads of a launched plan."""
+        if self._landings is None:
+            return
         planned = plan.part(CopyPlan)
-        if self._landings is not None and planned is not None and planned.copies.loads:
+        if planned is not None and planned.copies.loads:
             self._landings.add(handle)
 
     def _wait_for(self, handle: Any) -> None:
