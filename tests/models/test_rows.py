@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import adopted_checkpoints, gemma_checkpoints
 from support.checkpoints import TOLERANCE, make_checkpoint, relative_error, spec_named
+from support.native_models import load_in_float32
 from support.paged import PagedModel, PagedSequence
 from support.parity import batch, case_of, greedy, load_engine
 from torch import Tensor
@@ -22,7 +23,6 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.rows import Rows
 from minisgl.layers.latent_attention import linears_in
 from minisgl.layers.linear import Linear
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 ADOPTED = ("Gemma2ForCausalLM", "Qwen3MoeForCausalLM")
@@ -57,14 +57,7 @@ def folder_of(name: str, folder: Path) -> Path:
 def load(name: str, folder: Path) -> tuple[Any, Any, list[tuple[Linear, Tensor]]]:
     """A model, its config, and its linear maps with what two adapters add to each."""
     config = read_model_config(folder, model_impl="adopted" if name in ADOPTED else "auto")
-    model = load_model(
-        config,
-        folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=256,
-    )
+    model = load_in_float32(config, folder)
     generator, found = torch.Generator().manual_seed(1), []
     for linear in linears_in(model._body if name in ADOPTED else model.layers):
         n, k = linear.product.weights["weight"].shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from support.checkpoints import Case, relative_error
@@ -23,7 +23,14 @@ Model = TypeVar("Model", bound=CausalLM)
 def load_native(
     kind: type[Model], config: ModelConfig, folder: Path, *, max_seq_len: int = 256
 ) -> Model:
-    model = load_model(
+    model = load_in_float32(config, folder, max_seq_len=max_seq_len)
+    assert isinstance(model, kind)
+    return model
+
+
+def load_in_float32(config: ModelConfig, folder: Path, *, max_seq_len: int = 256) -> Any:
+    """A model of any kind, on the CPU."""
+    return load_model(
         config,
         folder,
         dtype=torch.float32,
@@ -31,8 +38,6 @@ def load_native(
         load_format="safetensors",
         max_seq_len=max_seq_len,
     )
-    assert isinstance(model, kind)
-    return model
 
 
 def logits_error(
