@@ -25,7 +25,7 @@ async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     """An engine behind the routes of the server, without a socket. Raises MinisglError."""
     import httpx
 
-    from minisgl.engine.vectors import check_task
+    from minisgl.parts.vectors.host import check_task
     from minisgl.server.app import create_app
     from minisgl.server.config import ServerConfig
     from minisgl.server.engine_state import EngineState

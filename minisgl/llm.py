@@ -28,6 +28,7 @@ from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, 
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.parameters import check_names
+from minisgl.parts.scores.host import scores_of
 from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
@@ -489,7 +490,7 @@ class LLM:
             prompt = _ReadPrompt(prompt, AnswerPlan(grammar=grammar))
         plan = prompt.plan
         return self.engine.submit(
-            prompt.token_ids, params, cache_salt=salt, matcher=plan.matcher(), parser=plan.parser()
+            prompt.token_ids, params, cache_salt=salt, extras=plan.extras(), parser=plan.parser()
         )
 
     async def _run(
@@ -553,7 +554,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     request = stream.request
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if request.params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *request.prompt_logprobs]
+        prompt_logprobs = [None, *scores_of(request)]
     text = "".join(stream.text)
     events: Sequence[Event] = ()
     if isinstance(stream.detokenizer, ParsingDetokenizer):

@@ -8,20 +8,14 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, ClassVar, TypeVar
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
 from minisgl.parameters import Role, check_number, checks_names, number, parameters_of
 from minisgl.printable import counted
 
-if TYPE_CHECKING:  # imports numpy, which takes a while
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from minisgl.matcher import Matcher
-
-Vector: TypeAlias = "NDArray[np.float32]"
+E = TypeVar("E", bound="Extra")
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -307,26 +301,28 @@ def check_token_ids(
     )
 
 
-class PooledRows(enum.StrEnum):
-    """Which tokens of a prompt a vector is made of."""
+class Extra:
+    """What a request asks of a part (scheduler/parts.py), and what steps have found for it.
 
-    LAST = "last"
-    FIRST = "first"
-    MEAN = "mean"
+    Each part has a class of its own. Here is what the scheduler must know of any."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """What is computed of a prompt instead of the tokens that follow it: one vector."""
-
-    rows: PooledRows
-    num_skipped: int = 0  # first tokens that a mean leaves out
-    token_ids: tuple[int, ...] = ()  # their logits make the vector; none: the hidden state does
+    samples: ClassVar[bool] = True  # tokens are to follow the prompt
+    masks: ClassVar[bool] = False  # every token is sampled under a mask
 
     @property
-    def needs_all_rows(self) -> bool:
-        """Whether rows of cached tokens, which no step computes again, would be missing."""
-        return self.rows is not PooledRows.LAST
+    def computes_all_tokens(self) -> bool:
+        """Whether cached tokens do not help: rows of the whole prompt are needed."""
+        return False
+
+    def num_shared(self, num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
+        have."""
+        return num_tokens
+
+    def retracted(self) -> None:
+        """Forget what steps have found: the request begins anew."""
 
 
 class RequestStatus(enum.Enum):
@@ -366,10 +362,8 @@ class Request:
     eos_token_ids: InitVar[Iterable[int]] = ()
     tenant: Tenant = EVERYONE
     cache_salt: InitVar[str | None] = None
-    matcher: Matcher | None = None  # masks the tokens
-    pooling: Pooling | None = None  # what is computed if no token is to follow, with max_tokens 0
+    extras: Sequence[Extra] = ()  # at most one of a kind
     namespace: bytes = field(init=False)  # of the prefix cache
-    pooled: list[Vector] = field(init=False, default_factory=list)  # of chunks with pooled rows
     num_prompt_tokens: int = field(init=False)
     max_len: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -383,7 +377,6 @@ class Request:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens 1, ...
     submitted_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -410,38 +403,35 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def extra(self, kind: type[E]) -> E | None:
+        """What it asks of the part of this kind; None: nothing."""
+        for extra in self.extras:
+            if isinstance(extra, kind):
+                return extra
+        return None
+
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True while prompt logprobs remain to be computed."""
-        return (
-            self.params.prompt_logprobs is not None
-            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
-        )
+    def masked(self) -> bool:
+        return any(extra.masks for extra in self.extras)
 
     @property
     def takes_drafts(self) -> bool:
         """Whether a step may sample several of its tokens: none of them may change, by a mask or a
         penalty, what is sampled after it."""
         penalties = (spec for spec in SAMPLED if spec.role is Role.PENALTY)
-        return self.matcher is None and all(
+        return not self.masked and all(
             getattr(self.params, spec.name) == spec.default for spec in penalties
         )
 
     @property
     def computes_all_tokens(self) -> bool:
         """True if cached tokens do not help: rows of the whole prompt are asked for."""
-        return self.wants_prompt_logprobs or (
-            self.pooling is not None and self.pooling.needs_all_rows
-        )
+        return any(extra.computes_all_tokens for extra in self.extras)
 
     def num_shared(self, num_tokens: int) -> int:
         """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
-        have. The last one of a prompt is computed each time."""
-        if self.pooling is None:
-            return num_tokens
-        if self.pooling.needs_all_rows:
-            return 0
-        return min(num_tokens, self.num_prompt_tokens - 1)
+        have."""
+        return min((extra.num_shared(num_tokens) for extra in self.extras), default=num_tokens)
 
     def drop(self, num_tokens: int) -> None:
         """Drop the last output tokens, all of one run, which keeps its first token."""

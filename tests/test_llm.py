@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
+from support.fake_matcher import held_to
 from support.serving import demo_engine, served
 
 from minisgl import LLM, MinisglError, RequestOutput, SamplingParams, StructuredOutput
@@ -504,7 +505,7 @@ def hold_to(llm: LLM, text: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         llm.engine,
         "submit",
-        lambda *args, **options: submit(*args, **{**options, "matcher": matcher.matcher()}),
+        lambda *args, **options: submit(*args, **{**options, "extras": held_to(matcher.matcher())}),
     )
 
 

@@ -110,7 +110,7 @@ class EngineModel:
         # The text of messages has headers, which only a parser removes.
         if rules != TEXT or has_messages(self._tokenizer.chat_template_text):
             plan = await plan_reply(self._engine, prompt, rules)
-            ruled = {"parser": plan.parser(), "matcher": plan.matcher()}
+            ruled = {"parser": plan.parser(), "extras": plan.extras()}
         if rules.schema is not None:
             params = replace(params, structured=structured(rules.schema))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):

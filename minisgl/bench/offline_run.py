@@ -15,8 +15,8 @@ from minisgl.bench.workload.requests import ScheduledRequest
 from minisgl.bench.workload.structured import STRUCTURED
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
-from minisgl.matcher import Matcher
-from minisgl.request import SamplingParams
+from minisgl.parts.masks.host import Constraint
+from minisgl.request import Extra, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +144,10 @@ async def _generate(
 ) -> RunRecord:
 
     async def answered(
-        job: ScheduledRequest, params: SamplingParams, matcher: Matcher | None, started: float
+        job: ScheduledRequest, params: SamplingParams, extras: Sequence[Extra], started: float
     ) -> RequestRecord:
         submitted = time.perf_counter()
-        stream = engine.submit(job.prompt, params, matcher=matcher)
+        stream = engine.submit(job.prompt, params, extras=extras)
         try:
             first, last = await consume(stream)
         finally:
@@ -168,7 +168,7 @@ async def _generate(
         )
 
     asks = [
-        partial(answered, job, job.params(temperature), await _matcher(engine, job)) for job in jobs
+        partial(answered, job, job.params(temperature), await _extras(engine, job)) for job in jobs
     ]
     return await _run(engine, asks, max_concurrency)
 
@@ -202,8 +202,8 @@ async def _run(engine: AsyncEngine, asks: Sequence[Ask], max_concurrency: int | 
     )
 
 
-async def _matcher(engine: AsyncEngine, job: ScheduledRequest) -> Matcher | None:
-    return (await engine.compile(STRUCTURED)).matcher() if job.structured else None
+async def _extras(engine: AsyncEngine, job: ScheduledRequest) -> tuple[Extra, ...]:
+    return (Constraint((await engine.compile(STRUCTURED)).matcher()),) if job.structured else ()
 
 
 async def _wait(stream: OutputStream) -> tuple[float, float]:

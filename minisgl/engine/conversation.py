@@ -16,6 +16,7 @@ from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
 from minisgl.grammar.tool_grammars import calls_or, headed
 from minisgl.grammar.tool_use import ToolUse
 from minisgl.matcher import Matcher
+from minisgl.parts.masks.host import Constraint
 from minisgl.request import StructuredOutput
 from minisgl.text.history import Message
 from minisgl.text.parsing.answer import AnswerParser
@@ -97,9 +98,9 @@ class AnswerPlan:
     def ignored_keywords(self) -> tuple[str, ...]:
         return () if self.grammar is None else self.grammar.ignored_keywords
 
-    def matcher(self) -> Matcher | None:
-        """A matcher for one answer."""
-        return None if self.grammar is None else self.grammar.matcher(self.gate)
+    def extras(self) -> tuple[Constraint, ...]:
+        """What one answer asks of parts: a matcher of its own."""
+        return () if self.grammar is None else (Constraint(self.grammar.matcher(self.gate)),)
 
 
 FREE = AnswerPlan()

@@ -41,7 +41,7 @@ class Delivery:
     ) -> OutputStream:
         """Queue a request; returns the stream of its output. Raises as `Scheduler.submit` does."""
         detokenizer = None
-        if self._tokenizer is not None and request.pooling is None:
+        if self._tokenizer is not None and request.max_tokens:
             params = request.params
             make = Detokenizer if parser is None else partial(ParsingDetokenizer, parser=parser)
             detokenizer = make(

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.config import EngineConfig
+from minisgl.engine.conversation import AnswerPlan
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
@@ -23,11 +24,10 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
-from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
+    Extra,
     OutputDelta,
-    Pooling,
     Request,
     SamplingParams,
     StructuredOutput,
@@ -58,7 +58,7 @@ class AsyncEngine:
         self._process_id = os.getpid()
         self._meter = Meter()
         self._scheduler = scheduler_of(loaded)
-        self._intake = Intake(loaded, self._meter)
+        self._intake = Intake(loaded, self._scheduler.parts, self._meter)
         self._delivery = Delivery(self.tokenizer, self._scheduler, self._meter)
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
         self.vectors = Vectors(loaded, self.encode, self.submit)
@@ -156,14 +156,13 @@ class AsyncEngine:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
-        matcher: Matcher | None = None,
-        pooling: Pooling | None = None,
+        extras: Sequence[Extra] = (),
     ) -> OutputStream:
-        """Queue a request, whose output `matcher` constrains; `pooling` is for `self.vectors`.
+        """Queue a request. extras: what it asks of parts besides, each of another class.
 
         Cached prefixes are shared only between requests of the same client and `cache_salt`.
-        `params.structured` needs a `matcher`, from `compile`. With a `parser`, which serves this
-        answer alone, deltas have events and stop strings match content only.
+        `params.structured` needs a `Constraint`, with a matcher from `compile`. With a `parser`,
+        which serves this answer alone, deltas have events and stop strings match content only.
 
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
@@ -171,9 +170,7 @@ class AsyncEngine:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._delivery.streams:
             raise InvalidRequestError("request_id", f"{request_id} is running already.")
-        request = intake.request(
-            request_id, prompt_token_ids, params, matcher, tenant, cache_salt, pooling
-        )
+        request = intake.request(request_id, prompt_token_ids, params, tenant, cache_salt, extras)
         stream = self._delivery.submit(request, parser, self._abort)
         self._steps.wake()
         return stream
@@ -250,9 +247,9 @@ class AsyncEngine:
 
         `params.structured` is compiled first; raises as `compile` does.
         """
-        matcher: Matcher | None = None
+        extras: Sequence[Extra] = ()
         if params.structured is not None:
-            matcher = (await self.compile(params.structured)).matcher()
+            extras = AnswerPlan(grammar=await self.compile(params.structured)).extras()
         stream = self.submit(
             prompt_token_ids,
             params,
@@ -260,7 +257,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             tenant=tenant,
             parser=parser,
-            matcher=matcher,
+            extras=extras,
         )
         try:
             async for delta in stream:

@@ -6,38 +6,36 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import Meter
 from minisgl.engine.texts import Texts
-from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
-from minisgl.engine.vectors import check_task
 from minisgl.errors import ContextLengthError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled, Grammars
-from minisgl.matcher import Matcher
 from minisgl.request import (
     MAX_EDITS,
-    NOT_BESIDE_A_CONSTRAINT,
-    Pooling,
+    Extra,
     Request,
     SamplingParams,
     StructuredOutput,
     Tenant,
     check_token_ids,
 )
+from minisgl.scheduler.parts import Part
 
 
 class Intake:
     """Tokenizes, compiles and checks, and makes requests. Used on the engine's loop."""
 
-    def __init__(self, loaded: Loaded[Any], meter: Meter) -> None:
+    def __init__(self, loaded: Loaded[Any], parts: Sequence[Part], meter: Meter) -> None:
+        """parts: that requests may ask for."""
         self._config = loaded.config
         self._tokenizer = loaded.tokenizer
         self._vocab_size = loaded.model.vocab_size
         self._eos_token_ids = loaded.defaults.eos_token_ids
         self._max_seq_len = loaded.capacity.max_seq_len
+        self._parts = parts
         self._meter = meter
         self._texts: Texts | None = None
         if self._tokenizer is not None:
@@ -47,9 +45,6 @@ class Intake:
                 num_places=self._config.max_running_requests + self._config.max_queued_requests,
             )
         self._grammars: Grammars | None = None  # made when first needed
-        # The choices that one HTTP request asks for have the same rules, which are made once.
-        self._word_token_ids = lru_cache(16)(self._tokenize_words)
-        self._mask_of = lru_cache(16)(partial(mask_of, self._vocab_size))
 
     @property
     def texts(self) -> Texts:
@@ -93,22 +88,22 @@ class Intake:
         request_id: str,
         prompt: Sequence[int],
         params: SamplingParams,
-        matcher: Matcher | None,
         tenant: Tenant,
         cache_salt: str | None,
-        pooling: Pooling | None,
+        extras: Sequence[Extra],
     ) -> Request:
-        """Make a request, whose output `matcher` constrains, or with `pooling` one without output.
+        """Make a request. extras: what it asks of parts beside its parameters.
 
         Raises InvalidRequestError or ContextLengthError.
         """
-        if params.structured is not None and matcher is None:
-            raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
-        if pooling is None:
-            check_task(self._config.task, "generate")
         check_token_ids("prompt", prompt, self._vocab_size)
         self.check(params)
-        max_tokens = params.max_tokens if pooling is None else 0
+        given = {type(extra): extra for extra in extras}
+        asked = [
+            part.extra(params, prompt, given.get(part.kind)) for part in self._parts if part.kind
+        ]
+        extras = tuple(extra for extra in asked if extra is not None)
+        max_tokens = params.max_tokens if all(extra.samples for extra in extras) else 0
         if max_tokens is None:
             max_tokens = self._max_seq_len - len(prompt)
             if max_tokens < 1:
@@ -122,27 +117,13 @@ class Intake:
             eos_token_ids=self._eos_token_ids,
             tenant=tenant,
             cache_salt=cache_salt,
-            matcher=self._with_token_rules(params, matcher),
-            pooling=pooling,
+            extras=extras,
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(
                 "logit_bias", f"with stop tokens and EOS at most {MAX_EDITS} entries are allowed."
             )
         return request
-
-    def _with_token_rules(self, params: SamplingParams, matcher: Matcher | None) -> Matcher | None:
-        """The matcher of a request, with what else limits its tokens."""
-        if params.allowed_token_ids is None and not params.bad_words:
-            return matcher
-        if params.allowed_token_ids is not None and matcher is not None:
-            raise InvalidRequestError("allowed_token_ids", NOT_BESIDE_A_CONSTRAINT)
-        words = self._word_token_ids(tuple(params.bad_words))
-        allowed = params.allowed_token_ids
-        return TokenRules(self._mask_of(allowed and tuple(allowed)), words, matcher)
-
-    def _tokenize_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return () if self._tokenizer is None else word_token_ids(self._tokenizer, words)
 
     async def drain(self, timeout_s: float, reason: MinisglError) -> None:
         """Wait for the callers whose texts are being tokenized, since they may still submit

@@ -11,7 +11,7 @@ from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import Meter
 from minisgl.matcher import MaskRows
 from minisgl.parts.masks.filling import FailedRequests, MaskFiller
-from minisgl.parts.masks.host import MaskPlan, masked_rows
+from minisgl.parts.masks.host import MaskPlan, masked_rows, matcher_of
 from minisgl.scheduler.launched import Launched
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
@@ -38,8 +38,7 @@ class MaskedSteps:
         masked = [running.request for running in masked_rows(settled.work)]
         self._end(self._masks.accept(masked))
         for request in masked:
-            complete = request.matcher is not None and request.matcher.finished
-            if complete and not request.finished:
+            if matcher_of(request).finished and not request.finished:
                 self._scheduler.finish(request, request.num_output_tokens)
 
     def filled(self, plan: StepPlan) -> MaskRows | None:

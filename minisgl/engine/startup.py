@@ -117,7 +117,12 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         speculation=loaded.speculation(),
         num_stages=config.pp,
         look_ahead=config.overlap,
-        parts=host_parts(kv.tiers if config.num_host_pages else None),
+        parts=host_parts(
+            kv.tiers if config.num_host_pages else None,
+            loaded.model.vocab_size,
+            loaded.tokenizer,
+            config.task,
+        ),
     )
 
 

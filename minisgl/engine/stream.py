@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.events import Event, joined
+from minisgl.parts.scores.host import scores_of
 from minisgl.request import FinishReason, OutputDelta, Request
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
@@ -76,7 +77,8 @@ class OutputStream:
         first, first_prompt = self._num_taken, self._num_prompt_taken
         token_ids = request.token_ids[request.num_prompt_tokens + first :]
         self._num_taken += len(token_ids)
-        self._num_prompt_taken = len(request.prompt_logprobs)
+        prompt_logprobs = scores_of(request)
+        self._num_prompt_taken = len(prompt_logprobs)
         text, self.text = "".join(self.text), []
         stopped_by: str | None = None
         events: Sequence[Event] = ()
@@ -98,7 +100,7 @@ class OutputStream:
             num_host_tokens=request.num_host_tokens,
             num_disk_tokens=request.num_disk_tokens,
             logprobs=request.logprobs[first:],
-            prompt_logprobs=request.prompt_logprobs[first_prompt:],
+            prompt_logprobs=prompt_logprobs[first_prompt:],
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
             events=events,

@@ -14,15 +14,9 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.turns import Turn
 from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
 from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError, TextTooLongError
-from minisgl.request import (
-    EVERYONE,
-    PooledRows,
-    Pooling,
-    Request,
-    SamplingParams,
-    Tenant,
-    check_token_ids,
-)
+from minisgl.parts.vectors.host import PromptVector, check_task
+from minisgl.pooling import PooledRows, Pooling
+from minisgl.request import EVERYONE, Extra, Request, SamplingParams, Tenant, check_token_ids
 from minisgl.text.tokenizer import Tokenizer
 
 # Of the card of Qwen3-Reranker.
@@ -58,20 +52,12 @@ class Submit(Protocol):
         *,
         cache_salt: str | None,
         tenant: Tenant,
-        pooling: Pooling,
+        extras: Sequence[Extra],
     ) -> OutputStream: ...
 
 
 NO_OPTIONS = EmbedOptions()
 AS_THE_CARD = RerankOptions()
-
-
-def check_task(loaded: str, needed: str) -> None:
-    """Raise InvalidRequestError if the model was loaded for another task."""
-    if loaded != needed:
-        raise InvalidRequestError(
-            "task", f"the model was loaded with --task {loaded}; this needs {needed}."
-        )
 
 
 class Vectors:
@@ -155,7 +141,7 @@ class Vectors:
         pooling = Pooling(PooledRows.LAST, token_ids=self._answers)
 
         def score(request: Request) -> Score:
-            no, yes = map(float, request.pooled[-1])
+            no, yes = map(float, _wanted(request).vector)
             probability = 1 / (1 + math.exp(min(no - yes, 700.0)))  # P(yes) / (P(yes) + P(no))
             return Score(probability, request.num_prompt_tokens, request.num_cached_tokens)
 
@@ -193,9 +179,10 @@ class Vectors:
                 if len(open_streams) == self._most_open or (first_alone and len(open_streams) == 1):
                     await take()
                     first_alone = False
+                extras = (PromptVector(pooling, len(prompt)),)
                 open_streams.append(
                     self._submit(
-                        prompt, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, pooling=pooling
+                        prompt, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, extras=extras
                     )
                 )
                 await turn.share()
@@ -324,15 +311,17 @@ class Vectors:
 
     def _vector(self, request: Request, dimensions: int | None) -> list[float]:
         """The vector of a request that has ended: cut first, and then normalised."""
-        assert request.pooling is not None
-        vector = np.sum(np.array(request.pooled, dtype=np.float64), axis=0)
-        if request.pooling.rows is PooledRows.MEAN:
-            vector = vector / max(1, request.num_prompt_tokens - request.pooling.num_skipped)
-        vector = vector[:dimensions]
+        vector = _wanted(request).vector[:dimensions]
         if self._rules.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         floats: list[float] = vector.astype(np.float32).tolist()
         return floats
+
+
+def _wanted(request: Request) -> PromptVector:
+    wanted = request.extra(PromptVector)
+    assert wanted is not None
+    return wanted
 
 
 def _answers(tokenizer: Tokenizer) -> tuple[int, ...]:

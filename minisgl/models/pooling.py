@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
-from minisgl.request import PooledRows
+from minisgl.pooling import PooledRows
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"

@@ -7,7 +7,10 @@ at the same place of `StepResult.parts`.
 
 from __future__ import annotations
 
-from minisgl.request import Request
+from collections.abc import Sequence
+from typing import ClassVar
+
+from minisgl.request import Extra, Request, SamplingParams
 from minisgl.scheduler.plan import PartPlan
 from minisgl.scheduler.state import StepWork
 
@@ -19,12 +22,19 @@ class Part:
     always; the last steps that it planned may be settled after that.
     """
 
-    always = False  # concerned in every step, not by requests
+    # Of what requests ask of it. Those that ask concern it from their join until they leave, which
+    # is when they end or are retracted. None: it is concerned in every step, not by requests.
+    kind: ClassVar[type[Extra] | None] = None
+
+    def extra(
+        self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
+    ) -> Extra | None:
+        """What a new request asks of it, by its parameters and by what its caller gave besides.
+        Raises InvalidRequestError."""
+        return given
 
     def concerns(self, request: Request) -> bool:
-        """Whether a request has to do with it, from its join until it leaves: ends or is retracted.
-        The answer must stay the same."""
-        return False
+        return self.kind is not None and request.extra(self.kind) is not None
 
     def plan(self, work: StepWork) -> PartPlan | None:
         """What a step does for it, of which all else is planned; None: nothing. May make the
@@ -34,6 +44,3 @@ class Part:
     def settle(self, work: StepWork, outcome: object) -> None:
         """Take the outcome of a step that did something for it, whose tokens are not settled yet.
         Some of the step's requests may have ended, or been retracted: these are not `active`."""
-
-    def retracted(self, request: Request) -> None:
-        """Forget what steps have computed of a request, which begins anew."""

@@ -65,6 +65,7 @@ class Scheduler:
         which they plan.
         """
         self.kv = kv
+        self.parts = parts
         self.counters = SchedulerCounters()
         self._max_seq_len = max_seq_len
         self._max_prefill_length = max_prefill_length
@@ -287,9 +288,8 @@ class Scheduler:
         self.counters.num_retractions += 1
         self._admission.ratio.retracted(other.request for other in self._slots.running)
         request = running.request
-        for part in self._slots.parts:
-            if part.concerns(request):
-                part.retracted(request)
+        for extra in request.extras:
+            extra.retracted()
         self._leave(running, keep=True)
         request.status = RequestStatus.WAITING
         sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_to_prefill

@@ -146,7 +146,7 @@ class StepWork:
                 stop_token_ids=request.stop_token_ids,
                 prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
                 output_token_ids=request.output_token_ids,
-                masked=request.matcher is not None,
+                masked=request.masked,
                 takes_drafts=running.takes_drafts,
                 snapshot=running.lease.start_snapshot,
             )

@@ -9,8 +9,7 @@ from minisgl.config import Capacity
 from minisgl.engine.conversation import CompiledGrammar, TemplatedEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
-from minisgl.matcher import Matcher
-from minisgl.request import EVERYONE, OutputDelta, SamplingParams, StructuredOutput, Tenant
+from minisgl.request import EVERYONE, Extra, OutputDelta, SamplingParams, StructuredOutput, Tenant
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.selection import Vocabulary
 
@@ -85,7 +84,7 @@ class ServedEngine(TemplatedEngine, Protocol):
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
-        matcher: Matcher | None = None,
+        extras: Sequence[Extra] = (),
     ) -> ServedStream: ...
     def stats(self) -> EngineStats: ...
     def warm(self) -> None: ...

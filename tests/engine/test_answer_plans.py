@@ -61,8 +61,10 @@ async def answered(
     """The events of this answer; None where it may not be written."""
     conversation = await chats.read([{"role": "user", "content": "Hi."}], tools, {})
     plan = await chats.plan(conversation, SamplingParams(structured=wanted))
-    matcher, parser, token_ids = plan.matcher(), plan.parser(), tokenizer.encode(answer)
-    assert matcher is not None and parser is not None
+    parser, token_ids = plan.parser(), tokenizer.encode(answer)
+    [constraint] = plan.extras()
+    matcher = constraint.matcher
+    assert parser is not None
     matcher.accept(token_ids)
     if matcher.error or not matcher.may_end:
         return None

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 from support.engine_loop import ScriptedRunner, engine_on, params
+from support.fake_matcher import held_to
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.parts.masks.host import matcher_of
 from minisgl.request import SamplingParams, StructuredOutput
 
 CHOICE = StructuredOutput(choice=["a", "b"])
@@ -23,8 +25,8 @@ async def test_a_constraint_is_compiled_for_the_requests_that_use_it() -> None:
         compiled = await engine.compile(CHOICE)
         assert await engine.compile(CHOICE) is compiled
         matcher = compiled.matcher()
-        stream = engine.submit([1], params(4, structured=CHOICE), matcher=matcher)
-        assert stream.request.matcher is matcher
+        stream = engine.submit([1], params(4, structured=CHOICE), extras=held_to(matcher))
+        assert matcher_of(stream.request) is matcher
         stream.abort()
         totals = engine.stats().totals
         assert (totals.compile_s.count, totals.num_cached_grammars) == (1, 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
-from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
+from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_after, without
 from support.fake_runner import expected_output
 from support.waiting import until
 
@@ -45,7 +45,7 @@ async def test_masked_and_other_requests_each_get_their_own_tokens(overlap: bool
         rules = [None, RULE, ending_at(5, RULE), tokens_after(VOCAB)]
         jobs = [([i % 50, *range(i % 13)], rules[i % 4]) for i in range(64)]
         streams = [
-            engine.submit(prompt, params(12), matcher=rule and FakeMatcher(rule))
+            engine.submit(prompt, params(12), extras=held_to(rule and FakeMatcher(rule)))
             for prompt, rule in jobs
         ]
         got = await asyncio.gather(*map(tokens_of, streams))
@@ -57,7 +57,9 @@ async def test_the_forward_pass_of_a_blind_step_is_launched_while_the_last_one_r
     runner = ScriptedRunner(4)
     async with engine_on(runner) as engine:
         runner.may_collect.clear()
-        stream = engine.submit([1, 2, 3], params(ignore_eos=True), matcher=FakeMatcher(RULE))
+        stream = engine.submit(
+            [1, 2, 3], params(ignore_eos=True), extras=held_to(FakeMatcher(RULE))
+        )
         await until(runner.is_collecting.is_set)
         assert [plan.deferred for plan in runner.launched] == [False, True]
         runner.may_collect.set()
@@ -67,7 +69,7 @@ async def test_the_forward_pass_of_a_blind_step_is_launched_while_the_last_one_r
 async def test_a_step_without_masked_rows_is_planned_as_if_there_were_no_masks() -> None:
     runner = ScriptedRunner(4)
     async with engine_on(runner) as engine:
-        await tokens_of(engine.submit([1, 2, 3], params(4), matcher=FakeMatcher(RULE)))
+        await tokens_of(engine.submit([1, 2, 3], params(4), extras=held_to(FakeMatcher(RULE))))
         count = len(runner.launched)
         await tokens_of(engine.submit([1, 2, 3], params(9, ignore_eos=True)))
     assert not any(plan.parts or plan.deferred for plan in runner.launched[count:])
@@ -78,7 +80,9 @@ async def test_a_finished_matcher_ends_its_request_without_a_stop_token() -> Non
         rule = ending_at(3, RULE)
         for ignore_eos in (False, True):
             sampling = params(20, ignore_eos=ignore_eos)
-            deltas = await deltas_of(engine.submit([5], sampling, matcher=FakeMatcher(rule)))
+            deltas = await deltas_of(
+                engine.submit([5], sampling, extras=held_to(FakeMatcher(rule)))
+            )
             tokens = [token for delta in deltas for token in delta.token_ids]
             assert tokens == expect([5], 20, rule) and len(tokens) == 3
             assert deltas[-1].finish_reason is FinishReason.STOP
@@ -89,7 +93,7 @@ async def test_a_finished_matcher_ends_its_request_without_a_stop_token() -> Non
 
 async def test_max_tokens_inside_a_grammar_ends_with_length() -> None:
     async with engine_on(ScriptedRunner(4)) as engine:
-        deltas = await deltas_of(engine.submit([5], params(4), matcher=FakeMatcher(RULE)))
+        deltas = await deltas_of(engine.submit([5], params(4), extras=held_to(FakeMatcher(RULE))))
         assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -97,7 +101,9 @@ async def test_filled_masks_are_counted_and_timed() -> None:
     async with engine_on(ScriptedRunner(4), overlap=False) as engine:
         await deltas_of(engine.submit([5], params(4)))
         assert engine.stats().totals.num_masked_rows == 0
-        await deltas_of(engine.submit([5], params(4, ignore_eos=True), matcher=FakeMatcher(RULE)))
+        await deltas_of(
+            engine.submit([5], params(4, ignore_eos=True), extras=held_to(FakeMatcher(RULE)))
+        )
         totals = engine.stats().totals
         assert totals.num_masked_rows == totals.mask_s.count == 4
         assert totals.mask_s.sum > 0
@@ -115,8 +121,8 @@ async def test_a_matcher_that_fails_ends_its_own_request_only(
         else FakeMatcher(RULE, **{fault: when})  # type: ignore[arg-type]
     )
     async with engine_on(ScriptedRunner(4), overlap=overlap) as engine:
-        bad = engine.submit([1], params(20), matcher=broken)
-        good = engine.submit([2], params(20), matcher=FakeMatcher(RULE))
+        bad = engine.submit([1], params(20), extras=held_to(broken))
+        good = engine.submit([2], params(20), extras=held_to(FakeMatcher(RULE)))
         plain = engine.submit([3], params(20))
         with pytest.raises(GrammarError) as caught:
             await deltas_of(bad)
@@ -138,7 +144,7 @@ async def test_aborts_while_sampling_is_deferred_do_not_affect_others() -> None:
     runner = ScriptedRunner(4)
     async with engine_on(runner, max_running_requests=4, num_pages=60) as engine:
         streams = [
-            engine.submit([i, 1], params(30), matcher=FakeMatcher(RULE) if i % 2 else None)
+            engine.submit([i, 1], params(30), extras=held_to(FakeMatcher(RULE) if i % 2 else None))
             for i in range(30)
         ]
 
@@ -172,12 +178,12 @@ async def test_a_failed_step_takes_its_deferred_successor_with_it(where: str) ->
     elif where == "collect":
         runner.collect_errors[3] = RuntimeError("collecting failed")
     async with engine_on(runner) as engine:
-        stream = engine.submit([1, 2], params(20), matcher=FakeMatcher(RULE))
+        stream = engine.submit([1, 2], params(20), extras=held_to(FakeMatcher(RULE)))
         if where == "sample":
             runner.sample = fail  # type: ignore[assignment, method-assign]
         with pytest.raises(StepError):
             await deltas_of(stream)
-        again = engine.submit([1, 2], params(20), matcher=FakeMatcher(RULE))
+        again = engine.submit([1, 2], params(20), extras=held_to(FakeMatcher(RULE)))
         assert await tokens_of(again) == expect([1, 2], 20, RULE)
         assert len(failed) == (where == "sample")
         assert not engine._steps.failures.watch.in_flight
@@ -190,7 +196,7 @@ async def test_a_step_of_a_pipeline_that_fails_spoils_no_mask_of_others(step: in
     runner.fail_at = frozenset({step})
     async with engine_on(runner, pp=2) as engine:
         prompts = [[5, 6, index] for index in range(4)]
-        streams = [engine.submit(p, params(), matcher=FakeMatcher(RULE)) for p in prompts]
+        streams = [engine.submit(p, params(), extras=held_to(FakeMatcher(RULE))) for p in prompts]
         got = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
     failed = [tokens for tokens in got if isinstance(tokens, BaseException)]
     assert 0 < len(failed) < 4 and all(isinstance(each, StepError) for each in failed)
@@ -202,7 +208,7 @@ async def test_an_engine_closes_while_sampling_is_deferred() -> None:
     runner = ScriptedRunner(4)
     async with engine_on(runner) as engine:
         runner.may_collect.clear()
-        stream = engine.submit([1, 2], params(20), matcher=FakeMatcher(RULE))
+        stream = engine.submit([1, 2], params(20), extras=held_to(FakeMatcher(RULE)))
         await until(runner.is_collecting.is_set)
         assert runner.launched[-1].deferred
         asyncio.get_running_loop().call_later(0.05, runner.may_collect.set)
@@ -225,7 +231,9 @@ class Clock:
 
 def request(matcher: FakeMatcher | None, num_outputs: int = 0, **fields: object) -> Request:
     sampling = SamplingParams(**fields)  # type: ignore[arg-type]
-    made = Request("id", [1], sampling, max_tokens=9, seed=0, eos_token_ids=[3], matcher=matcher)
+    made = Request(
+        "id", [1], sampling, max_tokens=9, seed=0, eos_token_ids=[3], extras=held_to(matcher)
+    )
     made.token_ids += [9] * num_outputs
     return made
 

@@ -15,6 +15,7 @@ from support.parity import load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.kernels.tuning import H200
+from minisgl.parts.scores.host import scores_of
 from minisgl.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_tokens_of_large_batches_score_as_they_do_alone(
                 alone = engine.submit(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
                 async for _ in alone:
                     pass
-                scores = alone.request.prompt_logprobs[len(prompt) - 1 :]
+                scores = scores_of(alone.request)[len(prompt) - 1 :]
                 found = [entry.logprob for entry in request.logprobs]
                 expected = [entry.logprob for entry in scores]
                 assert found == pytest.approx(expected, abs=0.03)

@@ -11,6 +11,7 @@ from support.checkpoints import SPECS, load_reference, reference_logits
 from support.parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
 
 from minisgl.engine import AsyncEngine
+from minisgl.parts.scores.host import scores_of
 from minisgl.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +89,7 @@ def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(spec: str) -> 
             stream = engine.submit(tokens, params)
             async for _ in stream:
                 pass
-            return torch.tensor([entry.logprob for entry in stream.request.prompt_logprobs])
+            return torch.tensor([entry.logprob for entry in scores_of(stream.request)])
 
     ours = asyncio.run(run())
     assert ours.shape == exact.shape

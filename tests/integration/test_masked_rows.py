@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import load_reference, reference_logits
-from support.fake_matcher import FakeMatcher
+from support.fake_matcher import FakeMatcher, held_to
 from support.masked_rows import CASE, outputs, rows
 from support.parity import FEW_PAGES, NOISE, case_of, load_engine
 
@@ -70,7 +70,7 @@ def test_a_mask_comes_after_bias_and_penalties_and_logprobs_stay_raw() -> None:
 
     async def run(matcher: FakeMatcher | None) -> Request:
         async with AsyncEngine(load_engine(case.folder)) as engine:
-            stream = engine.submit(case.prompts[0], params, matcher=matcher)
+            stream = engine.submit(case.prompts[0], params, extras=held_to(matcher))
             await stream.wait_finished()
             return stream.request
 

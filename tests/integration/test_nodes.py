@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch.distributed as dist
-from support.fake_matcher import FakeMatcher, ending_at, tokens_after
+from support.fake_matcher import FakeMatcher, ending_at, held_to, tokens_after
 from support.http_server import HELLO, wait_for_health
 from support.nodes import TOKEN, Network, Node, network, node, program
 from support.ports import free_port
@@ -74,7 +74,7 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
         engine.submit(
             [index + 5, *range(20, 20 + 4 * index)],
             SamplingParams(max_tokens=12, temperature=index % 2, seed=index),
-            matcher=None if rule is None else FakeMatcher(rule),
+            extras=held_to(None if rule is None else FakeMatcher(rule)),
         )
         for index, rule in enumerate(rules)
     ]

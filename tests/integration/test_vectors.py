@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from minisgl import LLM
 from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError
 from minisgl.models.pooling import EmbeddingRules
-from minisgl.request import PooledRows
+from minisgl.pooling import PooledRows
 
 TOLERANCE = 1e-5
 MODES = ("lasttoken", "mean_tokens", "cls_token")

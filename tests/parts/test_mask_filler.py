@@ -8,13 +8,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.fake_matcher import FakeMatcher
+from support.fake_matcher import FakeMatcher, held_to
 from support.grammars import GrammarBench, open_bench
 
 from minisgl.grammar.matching import GrammarMatcher, GrammarPool
 from minisgl.grammar.reasoning import ReasoningGate
 from minisgl.matcher import MASK_LIMIT_S, MaskRows, Matcher, mask_words
 from minisgl.parts.masks.filling import POOL_ROWS, MaskFiller
+from minisgl.parts.masks.host import matcher_of
 from minisgl.request import Request, SamplingParams, StructuredOutput
 
 SHAPE = StructuredOutput(
@@ -35,7 +36,7 @@ def bench() -> Iterator[GrammarBench]:
 
 def request(matcher: Matcher, index: int) -> Request:
     params = SamplingParams(ignore_eos=index % 5 == 0, min_tokens=3 * (index % 3 == 0))
-    return Request(str(index), [1], params, max_tokens=99, seed=0, matcher=matcher)
+    return Request(str(index), [1], params, max_tokens=99, seed=0, extras=held_to(matcher))
 
 
 def stopped() -> float:
@@ -202,7 +203,7 @@ def test_an_answer_that_breaks_a_grammar_breaks_it_for_no_other(
             for each in left:
                 each.token_ids.append(token_id)
             assert filler.accept(left) == []
-        assert all(each.matcher is not None and each.matcher.finished for each in left)
+        assert all(matcher_of(each).finished for each in left)
 
         later = fresh.compile(BREAKABLE).matcher()
         later.accept(fresh.encode('{"k":1'))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.draft_policies import speculation_of
-from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
+from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_after, without
 from support.fake_runner import (
     FakeDisk,
     FakeRunner,
@@ -37,10 +37,12 @@ from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
-from minisgl.parts.masks.host import masked_rows
+from minisgl.parts.masks.host import masked_rows, matcher_of
+from minisgl.parts.scores.host import PromptScores, scores_of
 from minisgl.request import (
     EVERYONE,
     MAX_SALT_CHARS,
+    Extra,
     FinishReason,
     Request,
     SamplingParams,
@@ -68,16 +70,20 @@ def make_request(
     rule: Rule | None = None,
     **params: object,
 ) -> Request:
+    extras: list[Extra] = [*held_to(None if rule is None else FakeMatcher(rule))]
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    if sampling.prompt_logprobs is not None:
+        extras.append(PromptScores(sampling.prompt_logprobs, len(prompt) - 1))
     return Request(
         id,
         prompt,
-        SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        sampling,
         max_tokens=max_tokens,
         seed=seed,
         eos_token_ids=(EOS,),
         tenant=tenant,
         cache_salt=cache_salt,
-        matcher=None if rule is None else FakeMatcher(rule),
+        extras=extras,
     )
 
 
@@ -163,7 +169,7 @@ class Harness:
             speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
-            parts=host_parts(kv.tiers if self.num_host_pages else None),
+            parts=host_parts(kv.tiers if self.num_host_pages else None, 50),
         )
         self.num_granted = 0  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then
@@ -298,7 +304,7 @@ class Harness:
             masked = masked_requests(settled.launched.work)
         assert not self.masks.accept(masked)
         for request in masked:
-            if not request.finished and request.matcher is not None and request.matcher.finished:
+            if request.masked and not request.finished and matcher_of(request).finished:
                 self.scheduler.finish(request, request.num_output_tokens)
                 self.ended([request])
         deferred = self.deferred
@@ -361,7 +367,7 @@ def client_of(running: Running) -> str:
 
 def output_of(request: Request) -> list[int]:
     """The output under every correct schedule."""
-    matcher = request.matcher
+    matcher = matcher_of(request) if request.masked else None
     return expected_output(
         request.token_ids[: request.num_prompt_tokens],
         seed=request.seed,
@@ -573,7 +579,7 @@ def test_max_tokens_zero_scores_the_prompt_and_ends() -> None:
     harness.run(request)
     assert request.finish_reason is FinishReason.LENGTH and request.num_output_tokens == 0
     assert request.num_cached_tokens == 0  # a hit would leave tokens without a score
-    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+    assert [score.token_id for score in scores_of(request)] == list(range(1, 13))
     assert harness.endings["score"] == 1
 
 
@@ -582,7 +588,7 @@ def test_a_request_that_ends_at_its_first_token_gets_prompt_logprobs() -> None:
     request = make_request("short", list(range(13)), 1, prompt_logprobs=0)
     harness.run(request)
     assert request.num_output_tokens == 1
-    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+    assert [score.token_id for score in scores_of(request)] == list(range(1, 13))
 
 
 def test_prompt_logprobs_survive_retraction() -> None:
@@ -595,7 +601,7 @@ def test_prompt_logprobs_survive_retraction() -> None:
     assert harness.scheduler.counters.num_retractions > 0
     for request in requests:
         check_output(request)
-        scored = [score.token_id for score in request.prompt_logprobs]
+        scored = [score.token_id for score in scores_of(request)]
         assert scored == request.token_ids[1 : request.num_prompt_tokens]
 
 

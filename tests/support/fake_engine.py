@@ -29,9 +29,9 @@ from minisgl.errors import (
     QueueFullError,
 )
 from minisgl.grammar.compiler import Compiled
-from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
+    Extra,
     FinishReason,
     OutputDelta,
     SamplingParams,
@@ -286,7 +286,7 @@ class FakeEngine:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
-        matcher: Matcher | None = None,
+        extras: Sequence[Extra] = (),
     ) -> FakeStream:
         if self.failure is not None or self.draining:
             raise EngineStoppedError("The engine takes no more work.")

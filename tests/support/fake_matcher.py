@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from minisgl.matcher import MaskRows
+from minisgl.matcher import MaskRows, Matcher
+from minisgl.parts.masks.host import Constraint
 
 Rule = Callable[[Sequence[int]], Collection[int]]
 
@@ -55,6 +56,11 @@ class FakeMatcher:
     @property
     def finished(self) -> bool:
         return not self.rule(self.output)
+
+
+def held_to(matcher: Matcher | None) -> tuple[Constraint, ...]:
+    """What a request asks whose output this matcher constrains; None: nothing."""
+    return () if matcher is None else (Constraint(matcher),)
 
 
 def tokens_after(vocab_size: int, num_allowed: int = 5) -> Rule:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after
+from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_after
 from support.parity import SAMPLED, case_of, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
@@ -43,7 +43,7 @@ def rows(count: int) -> list[Row]:
 async def tokens_of(engine: AsyncEngine, row: Row) -> list[int]:
     prompt, params, rule = row
     matcher = None if rule is None else FakeMatcher(rule)
-    stream = engine.submit(prompt, params, matcher=matcher)
+    stream = engine.submit(prompt, params, extras=held_to(matcher))
     async for _ in stream:
         engine.audit()
     request: Request = stream.request

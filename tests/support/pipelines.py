@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from support.fake_matcher import FakeMatcher
+from support.fake_matcher import FakeMatcher, held_to
 from support.masked_rows import rule_of
 from support.parity import SAMPLED, Case, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
+from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request, SamplingParams
 
 NUM_TOKENS = 14
@@ -44,7 +45,7 @@ def mixed_outcomes(case: Case, **options: Any) -> list[Outcome]:
             rule = None
         prompt = [*case.prompts[index % len(case.prompts)], index % 50]
         matcher = None if rule is None else FakeMatcher(rule)
-        stream = engine.submit(prompt, chosen, matcher=matcher)
+        stream = engine.submit(prompt, chosen, extras=held_to(matcher))
         await _follow(engine, stream)
         return _outcome(stream.request)
 
@@ -72,6 +73,6 @@ def _outcome(request: Request) -> Outcome:
     """Of logprobs the tokens: the numbers differ in their last bits, as batches are others."""
     shown = [
         [[entry.token_id, *(token for token, _ in entry.top)] for entry in entries]
-        for entries in (request.logprobs, request.prompt_logprobs)
+        for entries in (request.logprobs, scores_of(request))
     ]
     return request.output_token_ids, shown[0], shown[1]

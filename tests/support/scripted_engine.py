@@ -18,9 +18,11 @@ from support.toy_tokenizers import with_tokens
 from minisgl.errors import GrammarError, InvalidRequestError
 from minisgl.events import Event, joined
 from minisgl.grammar.compiler import Compiled, Grammars
-from minisgl.matcher import WORD_BITS, Matcher, mask_words
+from minisgl.matcher import WORD_BITS, mask_words
+from minisgl.parts.masks.host import Constraint
 from minisgl.request import (
     EVERYONE,
+    Extra,
     FinishReason,
     OutputDelta,
     SamplingParams,
@@ -89,12 +91,13 @@ class ScriptedStream:
         prompt: Sequence[int],
         params: SamplingParams,
         parser: AnswerParser | None,
-        matcher: Matcher | None,
+        extras: Sequence[Extra],
     ) -> None:
         self.prompt = prompt
         self.params = params
         self.parser = parser
-        self.matcher = matcher
+        constraints = [extra.matcher for extra in extras if isinstance(extra, Constraint)]
+        self.matcher = constraints[0] if constraints else None
         self.aborted = False
         self._engine = engine
         self._answer = answer
@@ -249,10 +252,10 @@ class ScriptedEngine(FakeEngine):
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
-        matcher: Matcher | None = None,
+        extras: Sequence[Extra] = (),
     ) -> Any:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        stream = ScriptedStream(self, answer, prompt_token_ids, params, parser, matcher)
+        stream = ScriptedStream(self, answer, prompt_token_ids, params, parser, extras)
         self.streams.append(stream)
         return stream
 

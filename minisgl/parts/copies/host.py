@@ -17,8 +17,6 @@ class CopyPlan(PartPlan):
 
 
 class PageCopies(Part):
-    always = True
-
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 

@@ -13,6 +13,7 @@ from minisgl.errors import GrammarError
 from minisgl.grammar.matching import GrammarMatcher, GrammarPool
 from minisgl.grammar.reasoning import sole_grammar
 from minisgl.matcher import MASK_LIMIT_S, WORD_BITS, MaskRows, Matcher
+from minisgl.parts.masks.host import matcher_of
 from minisgl.request import Request
 
 # From this many rows on, grammars are driven together by several threads.
@@ -61,7 +62,7 @@ class MaskFiller:
 
     def accept(self, requests: Sequence[Request]) -> FailedRequests:
         """Tell each matcher the last token of its request, which was just settled."""
-        following = [r for r in requests if r.matcher is not None and not r.finished]
+        following = [request for request in requests if not request.finished]
         grammars = {} if self._accept_alone else self._together(following)
         self._accept_alone = False
         if grammars:
@@ -111,7 +112,7 @@ class MaskFiller:
         if len(requests) < POOL_ROWS:
             return {}
         found = {
-            index: sole_grammar(request.matcher)
+            index: sole_grammar(matcher_of(request))
             for index, request in enumerate(requests)
             if not request.finished
         }
@@ -130,14 +131,12 @@ class MaskFiller:
 
     def _accept(self, request: Request) -> str | None:
         """Returns why the request has to end; None if it need not."""
-        matcher = request.matcher
-        assert matcher is not None
+        matcher = matcher_of(request)
         reason = self._drive(matcher, lambda: matcher.accept(request.token_ids[-1:]))
         return None if reason == _BROKEN and matcher.heal() else reason
 
     def _fill(self, request: Request, words: MaskRows) -> str | None:
-        matcher = request.matcher
-        assert matcher is not None
+        matcher = matcher_of(request)
         reason = self._drive(matcher, lambda: matcher.fill(words))
         if reason == _BROKEN and matcher.heal():
             return self._drive(matcher, lambda: matcher.fill(words))

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from minisgl.request import Request, TokenLogprobs
+from minisgl.request import Extra, Request, SamplingParams, TokenLogprobs
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.scheduler.state import StepWork
+
+
+@dataclass(slots=True)
+class PromptScores(Extra):
+    """The logprobs of a prompt's tokens but the first."""
+
+    num_top: int  # top logprobs that are reported for each
+    num_tokens: int
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def computes_all_tokens(self) -> bool:
+        return len(self.found) < self.num_tokens
+
+    def retracted(self) -> None:
+        if self.computes_all_tokens:
+            self.found.clear()
+
+
+def scores_of(request: Request) -> list[TokenLogprobs]:
+    """The logprobs of the prompt so far; none where the request did not ask."""
+    scores = request.extra(PromptScores)
+    return [] if scores is None else scores.found
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +52,29 @@ class ScorePlan(PartPlan):
 
 
 class Scores(Part):
-    def concerns(self, request: Request) -> bool:
-        return request.params.prompt_logprobs is not None
+    kind = PromptScores
+
+    def extra(
+        self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
+    ) -> PromptScores | None:
+        num_top = params.prompt_logprobs
+        return None if num_top is None else PromptScores(num_top, len(prompt) - 1)
 
     def plan(self, work: StepWork) -> ScorePlan | None:
         scored: list[ScoredChunk] = []
         for index, (chunk, running) in enumerate(work.owned_chunks):
-            request = running.request
-            if request.wants_prompt_logprobs:
+            request, scores = running.request, running.request.extra(PromptScores)
+            if scores is not None and scores.computes_all_tokens:
                 end = min(chunk.end + 1, request.num_prompt_tokens)
                 token_ids = request.token_ids[chunk.start + 1 : end]
                 if token_ids:
-                    num_top = request.params.prompt_logprobs or 0
-                    scored.append(ScoredChunk(index, token_ids, num_top))
+                    scored.append(ScoredChunk(index, token_ids, scores.num_top))
         return ScorePlan(tuple(scored)) if scored else None
 
     def settle(self, work: StepWork, outcome: object) -> None:
         assert isinstance(outcome, dict)
-        scores: dict[int, list[TokenLogprobs]] = outcome
-        for index, found in scores.items():
+        for index, found in outcome.items():
             running = work.chunk_owners[index]
-            if running.active:
-                running.request.prompt_logprobs += found
-
-    def retracted(self, request: Request) -> None:
-        if request.wants_prompt_logprobs:
-            request.prompt_logprobs.clear()
+            scores = running.request.extra(PromptScores)
+            if running.active and scores is not None:
+                scores.found += found

@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl.device.lanes import HostCopy, Lanes
 from minisgl.parts.device_part import StepPart
 from minisgl.parts.vectors.host import PooledChunk, VectorPlan
-from minisgl.request import PooledRows, Pooling
+from minisgl.pooling import PooledRows, Pooling
 
 
 class VectorStep(StepPart):

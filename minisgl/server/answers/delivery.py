@@ -56,7 +56,7 @@ class ReplyResponse(ABC):
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
                     parser=job.parser,
-                    matcher=job.matcher,
+                    extras=job.extras,
                 )
                 streams.append(stream)
                 await turn.share()

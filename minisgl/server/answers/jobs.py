@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from minisgl.engine.conversation import AnswerPlan
 from minisgl.errors import InvalidRequestError
-from minisgl.matcher import Matcher
-from minisgl.request import EVERYONE, MAX_INTEGER, SamplingParams, Tenant
+from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
 from minisgl.server.served_engine import ServedEngine
@@ -32,7 +31,7 @@ class GenerationJob:
     prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
     cache_salt: str | None = None
     tenant: Tenant = EVERYONE
-    matcher: Matcher | None = None  # of this answer alone, as is the parser
+    extras: Sequence[Extra] = ()  # of this answer alone, as is the parser
     parser: AnswerParser | None = None
     style: AnswerStyle | None = None  # of an answer that is parsed
 
@@ -109,7 +108,7 @@ def jobs_of(
             return_token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
-            matcher=plan.matcher(),
+            extras=plan.extras(),
             parser=plan.parser(),
             style=style,
         )

@@ -13,8 +13,9 @@ from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.host import ScoredChunk, ScorePlan
 from minisgl.parts.vectors.host import PooledChunk, VectorPlan
+from minisgl.pooling import PooledRows, Pooling
 from minisgl.ranks.processes.plan_codec import AGAIN, PlanDecoder, PlanEncoder
-from minisgl.request import PooledRows, Pooling, SamplingParams
+from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageGrant, PartPlan, SlotJoin, StepPlan
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)

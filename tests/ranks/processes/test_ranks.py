@@ -25,7 +25,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
-from support.fake_matcher import FakeMatcher, tokens_after
+from support.fake_matcher import FakeMatcher, held_to, tokens_after
 from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
@@ -193,7 +193,7 @@ async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
     async with await demo_engine(pp=2) as engine:
         [process] = multiprocessing.active_children()
         rule = tokens_after(engine.vocab_size)
-        stream = engine.submit([1, 2, 3], ENDLESS, matcher=FakeMatcher(rule))
+        stream = engine.submit([1, 2, 3], ENDLESS, extras=held_to(FakeMatcher(rule)))
         plain = engine.submit([1, 2, 4], ENDLESS)
         for _ in range(5):
             await anext(stream)

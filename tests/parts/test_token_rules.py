@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
-from support.fake_matcher import FakeMatcher, tokens_after
+from support.fake_matcher import FakeMatcher, held_to, tokens_after
 from support.fake_runner import expected_output
 
-from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
 from minisgl.errors import InvalidRequestError
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.parts.masks.token_rules import TokenRules, mask_of, word_token_ids
 from minisgl.request import SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 
@@ -116,7 +116,7 @@ async def test_what_the_rules_cannot_mean_is_refused() -> None:
     async with engine_on(ScriptedRunner(4)) as engine:
         matcher = FakeMatcher(tokens_after(VOCAB))
         with pytest.raises(InvalidRequestError, match="allowed_token_ids: is not allowed beside"):
-            engine.submit([1], params(allowed_token_ids=[1]), matcher=matcher)
+            engine.submit([1], params(allowed_token_ids=[1]), extras=held_to(matcher))
         with pytest.raises(InvalidRequestError, match="allowed_token_ids: the token id 50 "):
             engine.submit([1], params(allowed_token_ids=[1, VOCAB]))
         with pytest.raises(InvalidRequestError, match="bad_words: the model has no tokenizer"):
