@@ -16,8 +16,8 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "printable", "events", "matcher", "parameters", "request", "sampling_options"),
-        *("shards", "config", "paths", "keys", "progress", "subprocesses"),
+        *("errors", "printable", "events", "matcher", "parameters", "pooling", "request"),
+        *("sampling_options", "shards", "config", "paths", "keys", "progress", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "parts", "client"),
