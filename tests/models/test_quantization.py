@@ -134,9 +134,7 @@ def test_experts_without_kernels_are_refused_on_a_gpu(
     kind().experts("experts", held, torch.float32)
     monkeypatch.setattr(fp8, "runs_triton", lambda device: True)
     kind(activations=GROUP).experts("experts", held, torch.float32)
-    with pytest.raises(
-        UnsupportedModelError, match=r"no kernels for experts in (MX)?FP8"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"no kernels for experts in (MX)?FP8"):
         kind().experts("experts", held, torch.float32)
 
 
