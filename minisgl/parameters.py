@@ -86,7 +86,8 @@ def check_names(
 def checks_names(
     reason: str, elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass raise InvalidRequestError for keywords that are none of its fields.
+    """Let a dataclass raise InvalidRequestError for keywords that are none of its fields, and for
+    values without a keyword.
 
     elsewhere: what else to say of keywords that belong to another place.
     """
@@ -97,11 +98,14 @@ def checks_names(
 
         @functools.wraps(init)
         def checked(self: T, *args: Any, **named: Any) -> None:
+            if args:
+                example = f"{names[0]}={args[0]!r}"
+                raise InvalidRequestError(cls.__name__, f"takes its fields by name: {example}.")
             for name, place in (elsewhere or {}).items():
                 if name in named:
                     raise InvalidRequestError(name, f"{reason}; {place}.")
             check_names(named, names, reason)
-            init(self, *args, **named)
+            init(self, **named)
 
         cls.__init__ = checked  # type: ignore[assignment, method-assign]
         return cls

@@ -107,6 +107,22 @@ CONSTRAINTS: Mapping[str, tuple[Any, str]] = {
 }
 
 
+# The fields of SamplingParams that hold several values. Callers may give None for none.
+COLLECTIONS: Mapping[str, type[tuple[Any, ...]] | type[dict[Any, Any]]] = {
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "allowed_token_ids"), tuple),
+    "logit_bias": dict,
+}
+
+
+def _collected(name: str, given: Any, kind: type[Any]) -> Any:
+    """The values of a field of COLLECTIONS; a text is one value."""
+    try:
+        return kind((given,) if isinstance(given, str) else given)
+    except (TypeError, ValueError) as error:
+        wanted = "a list" if kind is tuple else "an object with the bias of each token id"
+        raise InvalidRequestError(name, f"must be {wanted}, not {given!r}.") from error
+
+
 @checks_names(NO_PARAMETER, {"n": "LLM.generate and LLM.chat take it beside sampling_params"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -163,13 +179,12 @@ class SamplingParams:
     structured: StructuredOutput | None = None  # the tokens that would violate it are masked
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            if not isinstance(values := getattr(self, name), Iterable):
-                raise InvalidRequestError(name, f"must be a list, not {values!r}.")
-            object.__setattr__(self, name, tuple(values))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, kind in COLLECTIONS.items():
+            given = getattr(self, name)
+            if given is None and name != "allowed_token_ids":  # where None is not the same as none
+                given = ()
+            if given is not None:
+                object.__setattr__(self, name, _collected(name, given, kind))
         self._check_rules()
         for name, parameter in PARAMETERS.items():
             parameter.check(getattr(self, name))
@@ -199,10 +214,8 @@ class SamplingParams:
             check_number("logit_bias", bias, float, -100, 100, f"the bias of token {token_id} ")
 
     def _check_rules(self) -> None:
-        """Check allowed_token_ids and bad_words, and make them tuples."""
-        if self.allowed_token_ids is not None:
-            ids = tuple(self.allowed_token_ids)
-            object.__setattr__(self, "allowed_token_ids", ids)
+        """Check allowed_token_ids and bad_words."""
+        if (ids := self.allowed_token_ids) is not None:
             if len(ids) > MAX_ALLOWED_IDS:
                 raise InvalidRequestError(
                     "allowed_token_ids", f"at most {MAX_ALLOWED_IDS} entries are allowed."
@@ -213,8 +226,7 @@ class SamplingParams:
                 )
             if self.structured is not None:
                 raise InvalidRequestError("allowed_token_ids", NOT_BESIDE_A_CONSTRAINT)
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
-        object.__setattr__(self, "bad_words", words)
+        words = self.bad_words
         if len(words) > MAX_BAD_WORDS:
             raise InvalidRequestError("bad_words", f"at most {MAX_BAD_WORDS} words are allowed.")
         for word in words:

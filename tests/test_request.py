@@ -58,7 +58,13 @@ from minisgl.request import (
         ("stop", ("",)),
         ("stop", ("x",) * 17),
         ("stop", (7,)),
+        ("stop", 5),
+        ("bad_words", 5),
+        ("allowed_token_ids", 5),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", "12"),
+        ("logit_bias", 5),
+        ("logit_bias", [1]),
         ("logit_bias", {3: 101.0}),
         ("logit_bias", {-3: 1.0}),
         ("logit_bias", {3: math.nan}),
@@ -98,6 +104,18 @@ def test_a_keyword_that_is_no_field_is_refused_by_name(
     with pytest.raises(InvalidRequestError) as refused:
         make(**named)
     assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, StructuredOutput])
+def test_values_without_a_keyword_are_refused(kind: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"takes its fields by name: \w+=0\.5\.$"):
+        kind(0.5, 0.9)
+
+
+def test_none_stands_for_no_values() -> None:
+    fields = dict.fromkeys(("stop", "stop_token_ids", "logit_bias", "bad_words"))
+    params: Any = SamplingParams
+    assert params(**fields, allowed_token_ids=None) == SamplingParams()
 
 
 def test_sampling_params_are_a_dataclass_like_any_other() -> None:

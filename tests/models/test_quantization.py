@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dummy_config import MODELS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,12 +17,15 @@ from support.quantized import AWQ, FORMATS, FP8_BLOCK, GPTQ
 
 from minisgl.config import Activations, EngineConfig
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
+from minisgl.layers.formats import HeldExperts
 from minisgl.models.config_reader import Fields
-from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat
+from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat, fp8
 from minisgl.models.formats.fp8 import Fp8, Fp8Blocks
 from minisgl.models.formats.int4 import Awq, CompressedInt4, Gptq, GptqV2
+from minisgl.models.formats.mxfp8 import Mxfp8
 from minisgl.models.quantization import read_quantization
 from minisgl.models.registry import read_model_config
+from minisgl.shards import whole
 
 TOKEN, GROUP = Activations.TOKEN, Activations.GROUP
 STATIC = Fp8(of_rows=False, activations=Activations.STATIC, scales_inputs=True)
@@ -118,6 +123,19 @@ def test_weights_alone_in_fp8(tmp_path: Path) -> None:
     config = changed(CHANNEL, g_input_activations=None)
     scheme = read(tmp_path, config)
     assert scheme is not None and scheme.activations == Activations.NONE
+
+
+@pytest.mark.parametrize("kind", [Fp8, partial(Fp8, of_rows=False), Fp8Blocks, Mxfp8])
+def test_experts_without_kernels_are_refused_on_a_gpu(
+    kind: Callable[..., Fp8], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference, which looks at the experts of each row, is in no CUDA graph."""
+    held = HeldExperts(whole=2, number=2, hidden_size=256, inner=whole(128))
+    kind().experts("experts", held, torch.float32)
+    monkeypatch.setattr(fp8, "runs_triton", lambda device: True)
+    kind(activations=GROUP).experts("experts", held, torch.float32)
+    with pytest.raises(UnsupportedModelError, match=r"no kernels for experts in (MX)?FP8"):
+        kind().experts("experts", held, torch.float32)
 
 
 @pytest.mark.parametrize(

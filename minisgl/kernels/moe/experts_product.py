@@ -6,10 +6,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.moe.reference import Choice
 from minisgl.kernels.rows import Rows
 
@@ -32,7 +30,3 @@ class ExpertsProduct(ABC):
     def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         """The sum without kernels: a new tensor like x. rows: as of Product."""
         ...
-
-    def has_kernels(self, device: torch.device) -> bool:
-        """Whether kernels compute the sum on this device."""
-        return runs_triton(device)

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from minisgl.config import Activations
@@ -90,9 +89,6 @@ class Fp8Experts(ExpertsOfProducts):
         self.activations = activations
         self.input_scales = input_scales
         self.gelu = gelu
-
-    def has_kernels(self, device: torch.device) -> bool:
-        return self.activations != Activations.NONE and super().has_kernels(device)
 
     def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
         def product(weights: Fp8Weights, scales: Tensor | None) -> Fp8Product:

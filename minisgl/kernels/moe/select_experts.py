@@ -29,7 +29,7 @@ def weighted_sum(
     experts: ExpertsProduct, x: Tensor, choice: Choice, rows: Rows | None = None
 ) -> Tensor:
     """The sum that ExpertsProduct describes: a new tensor like x."""
-    if not experts.has_kernels(x.device):
+    if not runs_triton(x.device):
         return experts.reference(x, choice, rows)
     return _fused(experts, x, choice)[0]
 
@@ -38,7 +38,7 @@ def add_weighted_sum(
     experts: ExpertsProduct, x: Tensor, choice: Choice, stream: Tensor, rows: Rows | None = None
 ) -> Residual:
     """The stream with weighted_sum(...) added. May overwrite it: it is like x."""
-    if not experts.has_kernels(x.device):
+    if not runs_triton(x.device):
         return Residual(stream, delta=experts.reference(x, choice, rows))
     stream, squares = _fused(experts, x, choice, stream)
     return Residual(stream, squares=squares)

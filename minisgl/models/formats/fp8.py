@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.errors import CheckpointError
+from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import Fp8Weights, multiplies_fp8
 from minisgl.kernels.linear.select_product import fp8_product
@@ -93,6 +94,12 @@ class Fp8(MatrixFormat[Fp8Weights]):
         return fp8_product(weights, bias, activations=self.activations, input_scale=scale)
 
     def experts(self, path: str, held: HeldExperts, dtype: torch.dtype) -> ExpertsProduct:
+        if self.activations == Activations.NONE and runs_triton(torch.get_default_device()):
+            raise UnsupportedModelError(
+                f"{path}: a GPU has no kernels for experts in {self.described} whose inputs are "
+                "not rounded; use a checkpoint that rounds them on a GPU with FP8 products, or one "
+                "in bfloat16."
+            )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, held.number, dtype=torch.float32)
         return Fp8Experts(

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.errors import UnsupportedModelError
-from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.layers.formats import HeldExperts
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.formats.fp8 import Fp8Blocks, read_groups, require_e4m3
 from minisgl.models.formats.quantized_format import Held, Reader
@@ -42,14 +38,6 @@ class Mxfp8(Fp8Blocks):
             "modelopt MXFP8": lambda _: Mxfp8(activations=Activations.GROUP),
             "compressed-tensors mxfp8-quantized": _read_compressed,
         }
-
-    def experts(self, path: str, held: HeldExperts, dtype: torch.dtype) -> ExpertsProduct:
-        if self.activations == Activations.NONE and runs_triton(torch.get_default_device()):
-            raise UnsupportedModelError(
-                f"{path}: a GPU has no kernels for experts in MXFP8 whose inputs are not rounded; "
-                "use a checkpoint that rounds them on a GPU with FP8 products, or one in bfloat16."
-            )
-        return Fp8Blocks.experts(self, path, held, dtype)
 
     @property
     def described(self) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import minisgl
+from minisgl.models.config_reader import CONFIG_FILE
 from minisgl.models.hub import safetensors_files
 from minisgl.runner.setup import Setup
 
@@ -33,7 +34,7 @@ TAIL_BYTES = 4096
 
 def facts_of(setup: Setup) -> dict[str, str]:
     """What must agree, by a name for people. Raises CheckpointError if weights are missing."""
-    config, model = setup.config, setup.model
+    config, model, drafter = setup.config, setup.model, setup.network
     facts = {
         "the version of minisgl": minisgl.__version__,
         "that of PyTorch": str(torch.__version__),
@@ -44,8 +45,13 @@ def facts_of(setup: Setup) -> dict[str, str]:
     for spec in fields(model):
         if spec.name != "notes":
             facts[f"the model's {spec.name}"] = _short(getattr(model, spec.name))
-    if config.load_format != "dummy":
+    has_weights = config.load_format != "dummy"
+    if has_weights:
         facts["the weights"] = _digest(_tails(setup.folder))
+    if drafter is not None and drafter.folder != setup.folder:
+        facts["speculative"] = drafter.kind  # like the model, it may have another place on each
+        tails = _tails(drafter.folder) if has_weights else b""
+        facts["the drafter"] = _digest((drafter.folder / CONFIG_FILE).read_bytes() + tails)
     return facts
 
 

@@ -17,7 +17,6 @@ from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe import experts_product
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
@@ -57,17 +56,6 @@ def test_experts_with_gelu_and_scales_match_the_reference() -> None:
 def test_a_nan_row_harms_no_other_row(kind: str) -> None:
     _, _, blocks, activations = KINDS[kind]
     check_nan(blocks, activations, device=DEVICE, pdl=False)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_kernels_are_selected_where_they_run(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts_product, "runs_triton", lambda device: on_gpu)
-    made = random_experts(4, 64, 32, None, TOKEN, DEVICE)
-    assert made.has_kernels(DEVICE) == on_gpu
-    as_it_is = Fp8Experts(made.gate_up, made.down, activations=Activations.NONE)
-    assert not as_it_is.has_kernels(DEVICE)
 
 
 def test_no_rows() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 from support.int4_expert_cases import check, random_experts
 
-from minisgl.kernels.moe import experts_product, select_experts
+from minisgl.kernels.moe import select_experts
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
@@ -50,7 +50,7 @@ def test_the_kernels_are_selected_where_they_run(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, and added to the stream."""
-    monkeypatch.setattr(experts_product, "runs_triton", lambda device: on_gpu)
+    monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
     monkeypatch.setattr(select_experts, "_fused", lambda experts, x, choice, rows=None: (x, rows))
     experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
     x, logits = torch.randn(2, 64, device=DEVICE), torch.randn(2, 4, device=DEVICE)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import multiprocessing
+import shutil
 import socket
 import threading
 import time
@@ -23,9 +25,10 @@ from support.waiting import wait_until
 from minisgl.config import EngineConfig, ResolvedConfig, resolve
 from minisgl.distributed.interfaces import LOOPBACK, interface_of
 from minisgl.distributed.layout import RankLayout
+from minisgl.drafting.networks.loading import read_network
 from minisgl.errors import CheckpointError, ConfigError, EngineStoppedError
 from minisgl.models.config import ModelConfig
-from minisgl.models.hub import locate_model
+from minisgl.models.hub import DEMO_FOLDER, locate_model
 from minisgl.models.registry import read_model_config
 from minisgl.ranks.nodes import gathering, worker_node
 from minisgl.ranks.nodes.agreement import difference, facts_of
@@ -285,6 +288,31 @@ def test_weights_are_compared_by_their_files_and_by_their_ends(tmp_path: Path) -
     found = difference(facts_of(Setup(dummy, MODEL, tmp_path)), ours)
     assert found is not None and "load_format (dummy, on node 0 safetensors)" in found
     assert "the weights (none, on node 0 sha256:" in found
+
+
+def test_drafters_are_compared_by_what_they_are_and_not_by_their_place(tmp_path: Path) -> None:
+    def found(node: int, change: Callable[[Path], object] = lambda folder: None) -> dict[str, str]:
+        folder = tmp_path / f"drafter-{node}"
+        shutil.copytree(DEMO_FOLDER, folder, dirs_exist_ok=True)
+        change(folder)
+        network = read_network(folder, MODEL)
+        config = dataclasses.replace(config_of(node, 1000), speculative=str(folder))
+        return facts_of(Setup(config, MODEL, FOLDER, network))
+
+    def write_other_weights(folder: Path) -> None:
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"x")
+
+    def write_other_config(folder: Path) -> None:
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
+
+    ours = found(0)
+    assert difference(found(1), ours) is None
+    for change in (write_other_weights, write_other_config):
+        said = difference(found(1, change), ours)
+        assert said is not None and said.startswith("the drafter (sha256:")
 
 
 def test_the_interface_of_an_address_is_found() -> None:
