@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import cached_property
 from importlib import metadata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
@@ -17,8 +17,10 @@ from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.answers.reply import Reply
 from minisgl.server.config import ServerConfig
 from minisgl.server.history import History
-from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 # The application for a request, given its scope, its reply and what answers it.
 Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
@@ -53,7 +55,7 @@ class EngineState:
     def __init__(
         self,
         config: ServerConfig,
-        engine: ServedEngine | None = None,
+        engine: AsyncEngine | None = None,
         options: EngineConfig | None = None,
     ) -> None:
         """options: of the engine; None: the defaults."""
@@ -75,7 +77,7 @@ class EngineState:
         """
         self._loading = Loading(phase, fraction)
 
-    def start(self, engine: ServedEngine) -> None:
+    def start(self, engine: AsyncEngine) -> None:
         self._engine = engine
         if engine.vectors.task == "generate":
             logger.info("Parsing answers: %s", self.answer_format())
@@ -83,7 +85,7 @@ class EngineState:
     def drain(self) -> None:
         self._draining = True
 
-    def engine(self) -> ServedEngine:
+    def engine(self) -> AsyncEngine:
         """The engine, if it accepts requests; raises NotReadyError."""
         if self._engine is None:
             raise NotReadyError("loading", f"The model is still loading{self._loading}.")

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
+from minisgl.models.generation import GenerationDefaults
 from minisgl.parameters import Parameter
 from minisgl.request import (
     EVERYONE,
@@ -42,7 +43,6 @@ from minisgl.server.requests.chat_messages import (
 from minisgl.server.requests.constraint_types import ResponseFormat, Schema, StructuredFields
 from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only, unsupported
 from minisgl.server.requests.tools import OfferedTools, ToolChoice
-from minisgl.server.served_engine import SamplingDefaults
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
@@ -442,7 +442,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         same_role = last.role == "assistant" or self.add_generation_prompt is False
         return last.text if same_role or self.continue_final_message else None
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+    def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         return defaults.sampling(
             **self.sampling_fields(),
             max_tokens=self.asked_max_tokens,
@@ -488,7 +488,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
         return found
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+    def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # A request for no tokens must ask for something: the logprobs of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)

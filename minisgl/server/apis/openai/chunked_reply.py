@@ -30,7 +30,7 @@ from minisgl.server.apis.openai.answer_types import (
 )
 from minisgl.server.http.encoding import DONE, encode, event
 from minisgl.server.http.error_bodies import error_body
-from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 LogprobsT = TypeVar("LogprobsT", bound=Struct)
 StructT = TypeVar("StructT", bound=Struct)
@@ -77,7 +77,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
     def __init__(
         self,
         job: GenerationJob,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         envelope: Envelope,
         *,
         continuous_usage: bool = False,
@@ -247,7 +247,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
         jobs: Sequence[GenerationJob],
         *,
         model: str,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         include_usage: bool,
         continuous_usage: bool = False,
         id: str | None = None,
