@@ -21,7 +21,6 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
-from minisgl.text.longest_token import longest_token, steps_of
 from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
@@ -86,7 +85,6 @@ class Tokenizer:
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
-        self._longest_token = longest_token(self._backend)
         control = {
             token_id: text for token_id, text in self.control_tokens().items() if separable(text)
         }
@@ -186,10 +184,6 @@ class Tokenizer:
     def num_chars(self, text: str) -> int:
         """The number of characters of a text, or of a rendered conversation."""
         return len(text) - text.count(self._spellings.sign) * len(self._spellings.sign)
-
-    def fewest_tokens(self, num_chars: int) -> int:
-        """A lower bound on the tokens of any text of `num_chars` characters; 0 if there is none."""
-        return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def chat(
         self,
@@ -447,8 +441,15 @@ class _PlainSpelling:
         return token.encode()
 
 
-def _spelling_of(decoder: tokenizers.decoders.Decoder | None, model_name: str) -> _Spelling:
-    steps = steps_of(decoder, "decoders")
+def _steps_of(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """The components of a decoder, given the JSON that is its pickled state."""
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for inner in step["decoders"] for each in _steps_of(inner)]
+
+
+def _spelling_of(decoder: Any, model_name: str) -> _Spelling:
+    steps = [] if decoder is None else _steps_of(json.loads(decoder.__getstate__()))
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _ByteLevelSpelling()
     if not steps:
