@@ -24,7 +24,7 @@ from minisgl.server.apis.messages.reply import MessageReply
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
 from minisgl.server.apis.messages.translation import translated
 from minisgl.server.apis.openai import answer_types
-from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
+from minisgl.server.apis.openai.chat_reply import ChatReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
@@ -57,8 +57,7 @@ Put = TypeVar("Put")
 
 async def chat_completions(service: Service, asked: Asked[ChatRequest]) -> ASGIApp:
     plan, jobs = await _chat_jobs(service, asked, asked.body)
-    kind = ChatReply if plan.form is None else ParsedReply
-    return _answer(service, asked, kind, jobs, plan)
+    return _answer(service, asked, ChatReply, jobs, plan)
 
 
 async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGIApp:
