@@ -14,7 +14,7 @@ from minisgl.errors import InvalidRequestError
 from minisgl.events import ContentText, Event, ReasoningText
 from minisgl.grammar.compiler import Compiled
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.grammar.tool_grammars import calls_or, headed
+from minisgl.grammar.tool_grammars import headed
 from minisgl.grammar.tool_use import ToolUse
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
@@ -160,6 +160,6 @@ def _constraint(
         return None
     header = form.messages.text if form.messages is not None and not in_text else ""
     calls = None if tools is None else tools.grammar(form, only_calls=True)
-    if calls is not None:
-        return calls_or(calls, wanted, header, form.marker_ids)
-    return headed(wanted, header, form.marker_ids) if header else wanted
+    if calls is None and not header:
+        return wanted
+    return headed(wanted, header, form.marker_ids, calls)
