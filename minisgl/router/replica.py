@@ -34,9 +34,6 @@ class RouterConnection(ServerConnection):
         opened = transport.get_extra_info("socket")
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSENT_BYTES)
 
-    def _count_unsent(self) -> None:
-        pass
-
 
 class ReplicaProcess(ServerProcess):
     """A server whose address nobody needs to know."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 import tokenizers
@@ -383,7 +383,10 @@ class _TokenBytes(dict[int, bytes]):
     """A cache of the bytes of token ids, filled lazily. Threads may race: they compute the same."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, spelling: _Spelling, hidden: Iterable[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        spelling: _ByteLevelSpelling | _PlainSpelling,
+        hidden: Iterable[int] = (),
     ) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
         self._backend = backend
@@ -397,18 +400,10 @@ class _TokenBytes(dict[int, bytes]):
         return self.setdefault(token_id, self._spelling.to_bytes(token))
 
 
-class _Spelling(Protocol):
-    """Maps tokens to bytes, in place of the library's `Decoder`."""
-
-    drops_first_space: bool  # encoding adds a space before the first word, decoding removes it
-
-    def to_bytes(self, token: str) -> bytes: ...
-
-
 class _ByteLevelSpelling:
     """Every byte is one printable character (GPT-2, Llama 3, Qwen)."""
 
-    drops_first_space = False
+    drops_first_space = False  # encoding adds a space before the first word, decoding removes it
 
     def __init__(self) -> None:
         # Printable Latin-1 bytes map to themselves, the others to U+0100 onwards, in order.
@@ -439,6 +434,9 @@ class _PlainSpelling:
         for spelled, text in self.replacements:
             token = token.replace(spelled, text)
         return token.encode()
+
+
+_Spelling: TypeAlias = _ByteLevelSpelling | _PlainSpelling
 
 
 def _steps_of(step: dict[str, Any]) -> list[dict[str, Any]]:
