@@ -57,7 +57,6 @@ def tool_calls(
     *,
     required: bool,
     parallel: bool = True,
-    field: str = "tools",
 ) -> StructuredOutput:
     """A constraint for answers that call `tools`.
 
@@ -66,7 +65,7 @@ def tool_calls(
     Raises InvalidRequestError for a tool that the format cannot be held to.
     """
     if not tools:
-        raise InvalidRequestError(field, "there is no tool to call.")
+        raise InvalidRequestError("tools", "there is no tool to call.")
     grammar = Grammar(marker_ids)
     names = [json.dumps(tool.name, ensure_ascii=False)[1:-1] for tool in tools]
     ends = [  # of each call, from its arguments on
@@ -105,7 +104,7 @@ def tool_calls(
         any_text = spelling.text.replace("\n", "\\n") or f"[^{re.escape(beginning[0])}]"
         _optional_bare_calls(grammar, calls, f"{any_text}(.|\\n)*", beginnings, ends, after)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
-    return StructuredOutput(tool_calls=text, field=field)
+    return StructuredOutput(tool_calls=text, field="tools")
 
 
 def headed(
