@@ -14,7 +14,7 @@ from minisgl.server.requests.constraint_types import (
     Schema,
     TextFormat,
 )
-from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, unsupported
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, takes, unsupported
 from minisgl.server.requests.request_types import NumLogprobs, Off, PositiveCount, check_off
 from minisgl.server.requests.tools import MAX_TOOLS, TextInput
 from minisgl.server.requests.translation import TranslatedFields
@@ -221,6 +221,10 @@ class ReasoningOptions(Struct):
     generate_summary: Ignored = NOT_GIVEN
 
 
+@takes(Unsupported, "moderation", "messages", "max_tokens")
+@takes(Ignored, "client_metadata", "context_management", "max_tool_calls", "prompt_cache_key")
+@takes(Ignored, "prompt_cache_options", "prompt_cache_retention", "safety_identifier")
+@takes(Ignored, "service_tier", "stream_options")
 class ResponsesRequest(TranslatedFields, kw_only=True):
     """POST /v1/responses"""
 
@@ -258,21 +262,6 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     conversation: Annotated[None, NO_CONVERSATIONS] = None
     prompt: Annotated[None, NO_PROMPTS] = None
     background: Off = None
-    moderation: Unsupported = None
-
-    # Of chats.
-    messages: Unsupported = None
-    max_tokens: Unsupported = None
-
-    client_metadata: Ignored = NOT_GIVEN
-    context_management: Ignored = NOT_GIVEN
-    max_tool_calls: Ignored = NOT_GIVEN  # of tools that the server runs
-    prompt_cache_key: Ignored = NOT_GIVEN
-    prompt_cache_options: Ignored = NOT_GIVEN
-    prompt_cache_retention: Ignored = NOT_GIVEN
-    safety_identifier: Ignored = NOT_GIVEN
-    service_tier: Ignored = NOT_GIVEN
-    stream_options: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()
