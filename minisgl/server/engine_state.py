@@ -27,7 +27,6 @@ Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 
 logger = logging.getLogger(__name__)
 
-UNPARSED = AnswerFormat(None, None)
 # The options of the engine that change the rounding of its answers.
 SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
 
@@ -64,7 +63,6 @@ class EngineState:
         self._engine = engine
         self._draining = False
         self._loading = Loading("", 0.0)
-        self._answer_format: AnswerFormat | None = None
         self.replica = ""  # its name among several, in the ids of responses that it keeps
         self.history = History(self.stats)
         # See answers/handover.py; None: the engine does whole requests.
@@ -80,7 +78,7 @@ class EngineState:
     def start(self, engine: AsyncEngine) -> None:
         self._engine = engine
         if engine.vectors.task == "generate":
-            logger.info("Parsing answers: %s", self.answer_format())
+            logger.info("Parsing answers: %s", self.answer_format)
 
     def drain(self) -> None:
         self._draining = True
@@ -95,18 +93,17 @@ class EngineState:
             raise NotReadyError("draining", "The server is shutting down.")
         return self._engine
 
+    @cached_property
     def answer_format(self) -> AnswerFormat:
         """How the model writes reasoning and calls; raises NotReadyError."""
-        if self._answer_format is None:
-            tokenizer = self.engine().tokenizer
-            self._answer_format = UNPARSED
-            if tokenizer is not None:
-                self._answer_format = choose_format(
-                    tokenizer,
-                    tool_parser=self.config.tool_parser,
-                    reasoning_parser=self.config.reasoning_parser,
-                )
-        return self._answer_format
+        tokenizer, config = self.engine().tokenizer, self.config
+        if tokenizer is None:
+            return AnswerFormat(None, None)
+        return choose_format(
+            tokenizer,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
 
     @cached_property
     def fingerprint(self) -> str:

@@ -40,7 +40,7 @@ class Service:
         return Reading(
             control_tokens_in_text=config.control_tokens_in_text,
             images=cast("Images", config.images),  # which checks it
-            form=self.state.answer_format().messages,
+            form=self.state.answer_format.messages,
         )
 
 

@@ -196,7 +196,7 @@ async def _translated(service: Service, asked: Asked[Any], body: Prompt) -> Tran
         body,
         system_anywhere=body.has_late_system
         and (await asked.engine.template_facts()).system_anywhere,
-        can_think=service.state.answer_format().reasoning is not None,
+        can_think=service.state.answer_format.reasoning is not None,
         images=body.images or service.reading.images,
     )
     if chat.left_out:
@@ -229,7 +229,7 @@ async def _chat_jobs(
         conversation,
         partial(engine.compile, client=asked.client),
         config.tool_parser,
-        service.state.answer_format(),
+        service.state.answer_format,
     )
     style = style_of(plan, body, conversation, config, service.metrics.count_tool_call)
     prompts = [conversation.prompt_token_ids]
@@ -240,7 +240,7 @@ async def _chat_jobs(
 def _answer(
     service: Service,
     asked: Asked[ChatRequest] | Asked[CompletionRequest],
-    kind: type[ChunkedReply[Any]],
+    kind: type[ChunkedReply],
     jobs: Sequence[GenerationJob],
     plan: AnswerPlan,
 ) -> ASGIApp:

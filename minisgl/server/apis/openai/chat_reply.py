@@ -209,7 +209,7 @@ def _whole_call(call: Call) -> answers.FunctionCall | answers.CustomCall:
     return answers.FunctionCall(id=call.id, function=answers.NamedArguments(call.name, call.text))
 
 
-class ChatReply(ChunkedReply[ChatChoice]):
+class ChatReply(ChunkedReply):
     """The answer to a conversation, whose prompt all choices share."""
 
     id_prefix = "chatcmpl"

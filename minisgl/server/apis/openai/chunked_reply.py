@@ -12,7 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -33,7 +33,6 @@ from minisgl.server.http.error_bodies import error_body
 from minisgl.text.tokenizer import Tokenizer
 
 StructT = TypeVar("StructT", bound=Struct)
-ChoiceT = TypeVar("ChoiceT", bound="ChunkedChoice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +182,11 @@ class ChunkedChoice(ReplyChoice):
         }
 
 
-class ChunkedReply(Reply, Generic[ChoiceT]):
+class ChunkedReply(Reply):
     """The answer to one HTTP request, in chunks. A subclass has the schema of an endpoint."""
 
     id_prefix: ClassVar[str]
-    choice_type: type[ChoiceT]
+    choice_type: ClassVar[type[ChunkedChoice]]
     whole_type: ClassVar[type[Struct]]
     chunk_type: ClassVar[type[Struct]]
 
@@ -214,7 +213,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
             no_usage=None if include_usage else UNSET,
             fingerprint=fingerprint,
         )
-        self.choices: Sequence[ChoiceT] = [
+        self.choices: Sequence[ChunkedChoice] = [
             self.choice_type(job, tokenizer, self._envelope, continuous_usage=continuous_usage)
             for job in jobs
         ]

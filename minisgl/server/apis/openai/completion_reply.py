@@ -134,7 +134,7 @@ def _spelled(data: bytes) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class CompletionReply(ChunkedReply[CompletionChoice]):
+class CompletionReply(ChunkedReply):
     """The continuations of one or more prompts, each with its choices."""
 
     id_prefix = "cmpl"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
@@ -43,6 +43,22 @@ HOSTED = frozenset(
         *("web_search", "web_search_preview"),
     )
 )
+# Types of items of the tools that OpenAI runs, or that its models know. They are left out.
+LEFT_OUT_ITEMS = (
+    *("additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
+    *("compaction", "compaction_trigger", "computer_call", "computer_call_output"),
+    *("configuration_update", "file_search_call", "image_generation_call", "local_shell_call"),
+    *("local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+    *("mcp_list_tools", "program", "program_output", "shell_call", "shell_call_output"),
+    *("tool_search_call", "tool_search_output", "web_search_call"),
+)
+if TYPE_CHECKING:
+    ItemType: TypeAlias = str
+else:
+    ItemType = Literal[
+        *("message", "reasoning", "function_call", "function_call_output"),
+        *("custom_tool_call", "custom_tool_call_output", REFERENCE, *LEFT_OUT_ITEMS),
+    ]
 # Types of tools that the client runs, and that of several of these under a name of their own.
 CALLABLE = frozenset(("function", "custom"))
 NAMESPACE = "namespace"
@@ -94,43 +110,7 @@ Parts: TypeAlias = str | list[Part]
 class InputItem(Struct, kw_only=True, omit_defaults=True):
     """An item of the conversation. Which fields it has depends on its type."""
 
-    type: (
-        Literal[
-            "message",
-            "reasoning",
-            "function_call",
-            "function_call_output",
-            "custom_tool_call",
-            "custom_tool_call_output",
-            "item_reference",
-            # Of tools that OpenAI runs, or that its models know. They are left out.
-            "additional_tools",
-            "apply_patch_call",
-            "apply_patch_call_output",
-            "code_interpreter_call",
-            "compaction",
-            "compaction_trigger",
-            "computer_call",
-            "computer_call_output",
-            "configuration_update",
-            "file_search_call",
-            "image_generation_call",
-            "local_shell_call",
-            "local_shell_call_output",
-            "mcp_approval_request",
-            "mcp_approval_response",
-            "mcp_call",
-            "mcp_list_tools",
-            "program",
-            "program_output",
-            "shell_call",
-            "shell_call_output",
-            "tool_search_call",
-            "tool_search_output",
-            "web_search_call",
-        ]
-        | None
-    ) = None  # a message, or a reference
+    type: ItemType | None = None  # None: a message, or a reference
     id: str | None = None  # of an item of an earlier answer
     role: Literal["user", "assistant", "system", "developer"] | None = None  # of a message
     content: Parts | None = None  # of a message, or of reasoning
