@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minisgl.client.keys import find_key
 from minisgl.client.remote import RemoteConfig
 from minisgl.config import EngineConfig, check_at_least, option, refuse_engine_options
 from minisgl.errors import ConfigError
@@ -141,7 +140,7 @@ async def _opened(batch: BatchConfig, engine: EngineConfig) -> AsyncIterator[Pos
     from .batch_post import own_application, server_at
 
     if batch.url:
-        yield server_at(batch.url, find_key(batch), batch.request_timeout)
+        yield server_at(batch.url, batch.find_key(), batch.request_timeout)
         return
     async with own_application(engine) as post:
         yield post

@@ -41,6 +41,16 @@ class Matcher(Protocol):
         """Whether the output is complete: nothing but EOS may follow."""
 
 
+def allow(words: MaskRows, token_id: int) -> None:
+    """Allow a token in the mask that one row is."""
+    words[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
+
+
+def forbid(words: MaskRows, token_id: int) -> None:
+    """Forbid a token in the mask that one row is."""
+    words[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
+
+
 def mask_words(vocab_size: int) -> int:
     """Words of a packed token mask."""
     return -(-vocab_size // WORD_BITS)

@@ -94,12 +94,11 @@ async def _talk(
 
 @asynccontextmanager
 async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
-    from minisgl.client.keys import find_key
 
     from .server_model import ServerModel
 
     with ui.busy("Connecting"):
-        key = find_key(chat)
+        key = chat.find_key()
         model = await ServerModel.connect(chat.url, key, engine.model, chat.request_timeout)
     yield model
 

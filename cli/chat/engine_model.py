@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.engine.chats import Chats
 from minisgl.errors import ContextLengthError, UnsupportedModelError
-from minisgl.events import has_broken_call
+from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.printable import counted
-from minisgl.request import SamplingParams
+from minisgl.request import SamplingParams, StructuredOutput
 from minisgl.runner.facts import device_name
-from minisgl.text.history import fitted_history, needs_facts
 from minisgl.text.parsing.selection import has_messages
 from minisgl.text.thinking import OPEN
 from minisgl.text.tokenizer import Tokenizer
 
-from .engine_rules import (
-    call_pieces,
-    check_rules,
-    plan_reply,
-    structured,
-    thinking,
+from .model import (
+    TEXT,
+    AnswerRules,
+    CallPiece,
+    ContextFullError,
+    Message,
+    ReplyDelta,
+    check_can_chat,
 )
-from .model import TEXT, AnswerRules, ContextFullError, Message, ReplyDelta, check_can_chat
-from .prompt_reuse import keep_seen
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
 
@@ -37,10 +36,9 @@ async def start_chat_engine(
 ) -> AsyncEngine:
     """Starts an engine that has a tokenizer. Raises MinisglError."""
     engine = await AsyncEngine.start(config, progress)
-    if engine.tokenizer is None:
-        await engine.close()
-        raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
     try:
+        if engine.tokenizer is None:
+            raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
         check_can_chat(engine.model_name, engine.vectors.task)
     except UnsupportedModelError:
         await engine.close()
@@ -49,15 +47,12 @@ async def start_chat_engine(
 
 
 class EngineModel:
-    """An engine as a `ChatModel`.
-
-    Reuses the tokens of the last answer in the next prompt, so that the prefix cache finds them.
-    """
+    """An engine as a `ChatModel`."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._seen: list[int] = []  # the last prompt and its answer, token for token
+        self._chats = Chats(engine)
 
     @property
     def name(self) -> str:
@@ -87,7 +82,15 @@ class EngineModel:
         self._engine.check(self._engine.defaults.sampling(**sampling))
 
     async def check_rules(self, rules: AnswerRules) -> None:
-        await check_rules(self._engine, rules)
+        if rules.schema is not None:
+            await self._engine.compile(structured(rules.schema))
+        if rules.tools:
+            facts = await self._engine.template_facts()
+            if self._chats.form.calls is None or not facts.offers_tools:
+                raise UnsupportedModelError(
+                    f"{self.name} cannot be offered tools: its chat template has no place for "
+                    "them, or none of the known formats of calls."
+                )
 
     def status(self) -> Sequence[tuple[str, str]]:
         stats = self._engine.stats()
@@ -101,18 +104,16 @@ class EngineModel:
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
-        if any(needs_facts(each["role"], each.get("tool_calls")) for each in messages):
-            messages = fitted_history(messages, await self._engine.template_facts())
-        offer = {"tools": rules.tools} if rules.tools else {}
-        prompt = await self.prompt(messages, **offer)
+        conversation = await self._chats.read(messages, rules.tools, {}, any_length=True)
+        prompt = conversation.prompt_token_ids
         params = self._engine.defaults.sampling(**sampling)
+        if rules.schema is not None:
+            params = replace(params, structured=structured(rules.schema))
         ruled: dict[str, Any] = {}
         # The text of messages has headers, which only a parser removes.
         if rules != TEXT or has_messages(self._tokenizer.chat_template_text):
-            plan = await plan_reply(self._engine, prompt, rules)
+            plan = await self._chats.plan(conversation, params)
             ruled = {"parser": plan.parser(), "extras": plan.extras()}
-        if rules.schema is not None:
-            params = replace(params, structured=structured(rules.schema))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
             params = replace(params, max_tokens=None)  # the room that there is
         try:
@@ -124,11 +125,11 @@ class EngineModel:
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.
         opening = f"{OPEN}\n" if not ruled and self._opens_thinking(prompt) else ""
-        token_ids: list[int] = []
+        num_tokens = 0
         is_broken = False  # whether a call cannot be read
         try:
             async for delta in stream:
-                token_ids += delta.token_ids
+                num_tokens += len(delta.token_ids)
                 is_broken = is_broken or has_broken_call(delta.events)
                 reason = delta.finish_reason
                 if reason is not None and is_broken:
@@ -137,7 +138,7 @@ class EngineModel:
                     text=opening + delta.text,
                     thinking=thinking(delta.events),
                     calls=call_pieces(delta.events),
-                    num_tokens=len(token_ids),
+                    num_tokens=num_tokens,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=delta.num_cached_tokens,
                     num_drafted_tokens=delta.num_drafted_tokens,
@@ -147,17 +148,26 @@ class EngineModel:
                 opening = ""
         finally:
             stream.abort()
-            if token_ids:  # without a token, the last answer may be kept, and its tokens too
-                self._seen = prompt + token_ids
-
-    async def prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The prompt as token ids. Raises MinisglError if the template rejects the messages."""
-        templated = await self._engine.encode_chat(messages, True, **template_options)
-        # A long conversation takes a while; in a thread, Ctrl-C still works.
-        return await asyncio.to_thread(
-            keep_seen, self._seen, templated, self._tokenizer.token_bytes
-        )
 
     def _opens_thinking(self, prompt: Sequence[int]) -> bool:
         end = b"".join(map(self._tokenizer.token_bytes, prompt[-NUM_OPENING_TOKENS:]))
         return end.rstrip().endswith(OPEN.encode())
+
+
+def structured(schema: Mapping[str, Any]) -> StructuredOutput:
+    return StructuredOutput(json_schema=schema, field="schema")
+
+
+def thinking(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ReasoningText))
+
+
+def call_pieces(events: Iterable[Event]) -> list[CallPiece]:
+    pieces = []
+    for event in events:
+        match event:
+            case CallStart(index, name):
+                pieces.append(CallPiece(index, name=name))
+            case CallArguments(index, text):
+                pieces.append(CallPiece(index, arguments=text))
+    return pieces

@@ -40,7 +40,6 @@ from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
-from minisgl.client.keys import find_key
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError
 from minisgl.printable import counted
@@ -179,7 +178,7 @@ async def _server_under_test(
     target = replace(
         target,
         url=api_base(load.url),
-        api_key=find_key(load),
+        api_key=load.find_key(),
         document_s=min(DOCUMENT_S, load.request_timeout),
     )
     model = await served_model(target, options.engine.model)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from minisgl.client.address import check_address
-from minisgl.client.keys import check_key_options
 from minisgl.config import check_types, option, refuse
+from minisgl.errors import ConfigError
+from minisgl.keys import FILE_OPTION, check_key, keys_of_environment, keys_of_file
 
 remote_option = partial(option, group="Another server")
 
@@ -33,6 +34,19 @@ class RemoteConfig:
         check_types(self)
         if self.url:
             check_address(self.url)
-        check_key_options(self)
+        if self.api_key:
+            check_key("--api-key", self.api_key)
+            if self.api_key_file:
+                allowed = "--api-key gives the key already; allowed: one of the two"
+                raise ConfigError(FILE_OPTION, self.api_key_file, allowed)
         if not self.request_timeout > 0:
             refuse(self, "request_timeout", "allowed: a number above 0")
+
+    def find_key(self) -> str:
+        """The key that the options give, else the environment's, else "". Raises ConfigError.
+
+        The first one if there are several, as a server may have them there.
+        """
+        if self.api_key or not self.api_key_file:
+            return self.api_key or next(iter(keys_of_environment()), "")
+        return keys_of_file(self.api_key_file)[0]

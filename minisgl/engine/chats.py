@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from minisgl.engine.conversation import AnswerPlan, Conversation, plan_answers, read_conversation
@@ -38,10 +38,17 @@ class Chats:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        tokenizer = engine.tokenizer
-        template = tokenizer.chat_template_text if tokenizer is not None else ""
-        self._variables = template_names(template)
-        self._form = choose_format(tokenizer) if tokenizer is not None else AnswerFormat(None, None)
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        tokenizer = self._engine.tokenizer
+        return template_names(tokenizer.chat_template_text if tokenizer is not None else "")
+
+    @cached_property
+    def form(self) -> AnswerFormat:
+        """How the model writes its answers."""
+        tokenizer = self._engine.tokenizer
+        return choose_format(tokenizer) if tokenizer is not None else AnswerFormat(None, None)
 
     def check_options(self, names: Iterable[str], others: Iterable[str]) -> None:
         """Raise InvalidRequestError for the first name that would have no effect.
@@ -55,7 +62,12 @@ class Chats:
                 raise InvalidRequestError(name, reason + did_you_mean(name, allowed))
 
     async def read(
-        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        options: Mapping[str, Any],
+        *,
+        any_length: bool = False,
     ) -> Conversation:
         """The conversation as a prompt; raises InvalidRequestError, and as `encode_chat`."""
         _check_messages(messages)
@@ -65,6 +77,7 @@ class Chats:
             takes_facts=any(needs_facts(each["role"], each.get("tool_calls")) for each in messages),
             tools=offered([*map(_described, tools)]),
             options=options,
+            any_length=any_length,
         )
 
     async def plan(self, conversation: Conversation, params: SamplingParams) -> AnswerPlan:
@@ -72,7 +85,7 @@ class Chats:
         return await plan_answers(
             self._engine,
             conversation,
-            self._form,
+            self.form,
             self._engine.compile,
             params.structured,
             skip_special_tokens=params.skip_special_tokens,

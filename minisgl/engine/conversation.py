@@ -8,38 +8,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import ContentText, Event, ReasoningText
+from minisgl.grammar.compiler import Compiled
 from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
-from minisgl.grammar.tool_grammars import calls_or, headed
+from minisgl.grammar.tool_grammars import headed
 from minisgl.grammar.tool_use import ToolUse
-from minisgl.matcher import Matcher
 from minisgl.parts.masks.host import Constraint
 from minisgl.request import StructuredOutput
 from minisgl.text.history import Message
 from minisgl.text.parsing.answer import AnswerParser
-from minisgl.text.parsing.selection import AnswerFormat, Vocabulary
+from minisgl.text.parsing.selection import AnswerFormat
 from minisgl.text.template_facts import TemplateFacts
 
-
-class CompiledGrammar(Protocol):
-    @property
-    def ignored_keywords(self) -> tuple[str, ...]: ...
-    def matcher(self, reasoning: ReasoningGate | None = None) -> Matcher: ...
-
-
-class TemplatedEngine(Protocol):
-    """What of `AsyncEngine` has to do with conversations."""
-
-    @property
-    def tokenizer(self) -> Vocabulary | None: ...
-    async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
-    async def encode_chat(
-        self, messages: Sequence[Message], any_length: bool = False, /, **template_options: Any
-    ) -> list[int]: ...
-    async def template_facts(self) -> TemplateFacts: ...
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +37,7 @@ class Conversation:
 
 
 async def read_conversation(
-    engine: TemplatedEngine,
+    engine: AsyncEngine,
     fit: Callable[[TemplateFacts], Sequence[Message]],
     *,
     takes_facts: bool,
@@ -88,7 +73,7 @@ def _no_parser() -> None:
 class AnswerPlan:
     """What the answers of one request have in common. Each gets a parser and a matcher."""
 
-    grammar: CompiledGrammar | None = None
+    grammar: Compiled | None = None
     gate: ReasoningGate | None = None  # lets reasoning come before what the grammar applies to
     form: AnswerFormat | None = None  # in which they are parsed; None: they are not
     parser: Callable[[], AnswerParser | None] = _no_parser  # a new one for each answer
@@ -107,10 +92,10 @@ FREE = AnswerPlan()
 
 
 async def plan_answers(
-    engine: TemplatedEngine,
+    engine: AsyncEngine,
     conversation: Conversation,
     form: AnswerFormat,
-    compile: Callable[[StructuredOutput | None], Awaitable[CompiledGrammar]],
+    compile: Callable[[StructuredOutput | None], Awaitable[Compiled]],
     wanted: StructuredOutput | None,
     *,
     budget: int | None = None,
@@ -175,6 +160,6 @@ def _constraint(
         return None
     header = form.messages.text if form.messages is not None and not in_text else ""
     calls = None if tools is None else tools.grammar(form, only_calls=True)
-    if calls is not None:
-        return calls_or(calls, wanted, header, form.marker_ids)
-    return headed(wanted, header, form.marker_ids) if header else wanted
+    if calls is None and not header:
+        return wanted
+    return headed(wanted, header, form.marker_ids, calls)

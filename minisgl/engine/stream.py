@@ -32,10 +32,6 @@ class OutputStream:
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
 
-    @property
-    def request_id(self) -> str:
-        return self.request.id
-
     def abort(self) -> None:
         """End the request unless it has ended. Idempotent."""
         self._abort(self.request)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from minisgl.engine.waiting_thread import WaitingThread
 from minisgl.errors import (
-    ContextLengthError,
     EngineStoppedError,
     MinisglError,
     QueueFullError,
@@ -275,13 +274,7 @@ class Texts:
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool
     ) -> list[int]:
-        # Known without reading the text.
-        num_chars = self._tokenizer.num_chars(text)
-        fewest = self._tokenizer.fewest_tokens(num_chars)
-        if fewest > self._max_seq_len and not any_length:
-            raise ContextLengthError(
-                fewest, None, self._max_seq_len, at_least=True, prompt_field=param
-            )
+        num_chars = self._tokenizer.num_chars(text)  # known without reading the text
         if num_chars > self._max_chars:
             raise TextTooLongError(
                 param,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOp
 from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError, TextTooLongError
 from minisgl.parts.vectors.host import PromptVector, check_task
 from minisgl.pooling import PooledRows, Pooling
-from minisgl.request import EVERYONE, Extra, Request, SamplingParams, Tenant, check_token_ids
+from minisgl.request import EVERYONE, Request, SamplingParams, Tenant, check_token_ids
 from minisgl.text.tokenizer import Tokenizer
 
 # Of the card of Qwen3-Reranker.
@@ -34,28 +34,6 @@ _NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
 Made = TypeVar("Made")
 
 
-class Encode(Protocol):
-    """`AsyncEngine.encode`."""
-
-    def __call__(
-        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
-    ) -> Awaitable[list[int]]: ...
-
-
-class Submit(Protocol):
-    """`AsyncEngine.submit`, for a request of which no token is sampled."""
-
-    def __call__(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None,
-        tenant: Tenant,
-        extras: Sequence[Extra],
-    ) -> OutputStream: ...
-
-
 NO_OPTIONS = EmbedOptions()
 AS_THE_CARD = RerankOptions()
 
@@ -64,8 +42,15 @@ class Vectors:
     """Makes prompts of inputs, and vectors of what is computed of them. Used on the engine's
     loop."""
 
-    def __init__(self, loaded: Loaded[Any], encode: Encode, submit: Submit) -> None:
-        """Raises ConfigError for a reranker without the tokens of its answers."""
+    def __init__(
+        self,
+        loaded: Loaded[Any],
+        encode: Callable[..., Awaitable[list[int]]],
+        submit: Callable[..., OutputStream],
+    ) -> None:
+        """encode, submit: `AsyncEngine.encode` and `submit`. Raises ConfigError for a reranker
+        without the tokens of its answers.
+        """
         self._encode = encode
         self._submit = submit
         self.task = loaded.config.task

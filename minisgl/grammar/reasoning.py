@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from minisgl.grammar.matching import REFUSED, GrammarMatcher
 from minisgl.grammar.vocabulary import Vocabulary
-from minisgl.matcher import WORD_BITS, MaskRows, Matcher
+from minisgl.matcher import MaskRows, Matcher, allow, forbid
 from minisgl.text.parsing.selection import AnswerFormat
 
 MAX_LINE_BREAKS = 2  # between the end of the reasoning and the beginning of the answer
@@ -210,7 +210,7 @@ class GatedMatcher:
             self._fill_reasoning(words)
         elif self._stage is _Stage.FOLLOWING:
             words.fill(0)
-            _allow(words, self._gate.following_ids[self._num_followed])
+            allow(words, self._gate.following_ids[self._num_followed])
         else:
             self._fill_answer(words)
 
@@ -223,26 +223,27 @@ class GatedMatcher:
         else:
             inner.fill(words)
         if self._stage is _Stage.BEFORE and self._gate.budget != 0:
-            _allow(words, self._next_opening)
+            if (token_id := self._next_opening) is not None:
+                allow(words, token_id)
         elif self._stage is _Stage.BETWEEN and inner is not None:
             for token_id in self._vocabulary.line_breaks:
                 if self._is_line_break(token_id):
-                    _allow(words, token_id)
+                    allow(words, token_id)
 
     def _fill_reasoning(self, words: MaskRows) -> None:
         if self._is_forced:
             words.fill(0)
-            _allow(words, self._gate.closing_ids[self._num_forced])
+            allow(words, self._gate.closing_ids[self._num_forced])
             return
         if self._inner is None:
             words.fill(0xFFFFFFFF)
         else:
             words[:] = self._vocabulary.unfinished  # an answer must follow
         for token_id in self._gate.barred_ids:
-            _forbid(words, token_id)
+            forbid(words, token_id)
         if len(self._gate.closing_ids) > 1 and (begun := self._begun()):
             for token_id in self._vocabulary.crossing(self._closing[begun:]):
-                _forbid(words, int(token_id))
+                forbid(words, int(token_id))
 
     def heal(self) -> bool:
         return self._error is None and self._inner is not None and self._inner.heal()
@@ -251,15 +252,6 @@ class GatedMatcher:
         """How much of the closing marker the reasoning ends with."""
         lengths = range(len(self._closing) - 1, 0, -1)
         return next((n for n in lengths if self._tail.endswith(self._closing[:n])), 0)
-
-
-def _allow(words: MaskRows, token_id: int | None) -> None:
-    if token_id is not None:
-        words[token_id // WORD_BITS] |= 1 << token_id % WORD_BITS
-
-
-def _forbid(words: MaskRows, token_id: int) -> None:
-    words[token_id // WORD_BITS] &= ~(1 << token_id % WORD_BITS) & 0xFFFFFFFF
 
 
 def sole_grammar(matcher: Matcher | None) -> GrammarMatcher | None:

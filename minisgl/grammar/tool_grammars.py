@@ -57,7 +57,6 @@ def tool_calls(
     *,
     required: bool,
     parallel: bool = True,
-    field: str = "tools",
 ) -> StructuredOutput:
     """A constraint for answers that call `tools`.
 
@@ -66,7 +65,7 @@ def tool_calls(
     Raises InvalidRequestError for a tool that the format cannot be held to.
     """
     if not tools:
-        raise InvalidRequestError(field, "there is no tool to call.")
+        raise InvalidRequestError("tools", "there is no tool to call.")
     grammar = Grammar(marker_ids)
     names = [json.dumps(tool.name, ensure_ascii=False)[1:-1] for tool in tools]
     ends = [  # of each call, from its arguments on
@@ -105,42 +104,27 @@ def tool_calls(
         any_text = spelling.text.replace("\n", "\\n") or f"[^{re.escape(beginning[0])}]"
         _optional_bare_calls(grammar, calls, f"{any_text}(.|\\n)*", beginnings, ends, after)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
-    return StructuredOutput(tool_calls=text, field=field)
-
-
-def calls_or(
-    calls: StructuredOutput, answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
-) -> StructuredOutput:
-    """A constraint for answers that either make calls, as `calls` says, or are like `answer`.
-
-    header: what is written before such an answer, which is markup.
-    """
-    assert calls.tool_calls is not None
-    text = calls.tool_calls.text
-    first, *others = json.loads(text)["grammars"] if text.startswith("{") else [_named("", text)]
-    start = f"start: @tool_calls | {marked(header, marker_ids)} @answer{OPTIONS}"
-    parts = [
-        _named("", start),
-        {**first, "name": "tool_calls"},
-        *others,
-        _named("answer", grammar_text(source_of(answer))),
-    ]
-    both = ToolCallGrammar(json.dumps({"grammars": parts}), (*calls.tool_calls.parts, answer))
-    return StructuredOutput(tool_calls=both, field=answer.field)
+    return StructuredOutput(tool_calls=text, field="tools")
 
 
 def headed(
-    answer: StructuredOutput, header: str, marker_ids: Mapping[str, int]
+    answer: StructuredOutput,
+    header: str,
+    marker_ids: Mapping[str, int],
+    calls: StructuredOutput | None = None,
 ) -> StructuredOutput:
-    """A constraint for answers like `answer` with a header, which is markup."""
-    start = f"start: {marked(header, marker_ids)} @answer{OPTIONS}"
-    parts = [_named("", start), _named("answer", grammar_text(source_of(answer)))]
-    whole = ToolCallGrammar(json.dumps({"grammars": parts}), (answer,))
+    """A constraint for answers like `answer` behind a header, which is markup, or for those that
+    make calls, as `calls` says."""
+    start, parts = f"{marked(header, marker_ids)} @answer", [answer]
+    grammars = [{"name": "answer", "lark_grammar": grammar_text(source_of(answer))}]
+    if calls is not None and (made := calls.tool_calls) is not None:
+        is_several = made.text.startswith("{")
+        several = json.loads(made.text)["grammars"] if is_several else [{"lark_grammar": made.text}]
+        grammars = [{**several[0], "name": "tool_calls"}, *several[1:], *grammars]
+        start, parts = f"@tool_calls | {start}", [*made.parts, answer]
+    grammars.insert(0, {"lark_grammar": f"start: {start}{OPTIONS}"})
+    whole = ToolCallGrammar(json.dumps({"grammars": grammars}), tuple(parts))
     return StructuredOutput(tool_calls=whole, field=answer.field)
-
-
-def _named(name: str, lark: str) -> dict[str, str]:
-    return {"name": name, "lark_grammar": lark} if name else {"lark_grammar": lark}
 
 
 def _optional_calls(grammar: Grammar, opening: str, beginning: str, calls: str) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
 from minisgl.errors import InvalidRequestError
-from minisgl.matcher import WORD_BITS, MaskRows, mask_words
+from minisgl.matcher import MaskRows, forbid, mask_words
 
 if TYPE_CHECKING:
     from minisgl.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class Vocabulary:
         """A mask that allows everything but the end of the answer."""
         words: MaskRows = np.full(mask_words(self.outline.size), 0xFFFFFFFF, np.uint32)
         for token_id in self.outline.eos_token_ids:
-            words[token_id // WORD_BITS] &= np.uint32(0xFFFFFFFF ^ 1 << token_id % WORD_BITS)
+            forbid(words, token_id)
         return words
 
     @cached_property

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import Field, fields
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
+
+import msgspec
 
 from minisgl.config import EngineConfig, option_names
 from minisgl.errors import ConfigError, one_of
@@ -15,7 +17,6 @@ from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 
 CONFIGS = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
-TRUTHS = {"true": True, "false": False}
 
 
 def options_of(
@@ -54,12 +55,6 @@ def _value(config: type, spec: Field[Any], value: Any) -> Any:
     if get_origin(hint) is tuple:
         value = value.split(",") if isinstance(value, str) else value
         return tuple(value) if isinstance(value, list) else value
-    if isinstance(value, str):
-        kinds = get_args(hint) or (hint,)
-        if bool in kinds:
-            return TRUTHS.get(value.lower(), value)
-        for kind in (int, float):
-            if kind in kinds:
-                with suppress(ValueError):
-                    return kind(value)
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(value, hint, strict=False)
     return value

@@ -216,7 +216,7 @@ class IngressDeployment:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray Serve after the constructor."""
-        return Front(create_ingress_app(self._engines, self._config, self._hosts))
+        return behind_proxy(create_ingress_app(self._engines, self._config, self._hosts))
 
 
 class RayEngines:
@@ -268,26 +268,25 @@ class RayEngines:
         return dict(page for pages in found for page in pages if isinstance(page, tuple))
 
 
-class Front:
+def behind_proxy(app: ASGIApp) -> ASGIApp:
     """What Ray's proxy talks to: the application, but for what the proxy says or does itself."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_without_id(message: Message) -> None:
             if message["type"] == "http.response.start":  # the proxy adds the same id
                 del MutableHeaders(scope=message)[HEADER]
             await send(message)
 
         if scope["type"] == "http":
-            await self._app(scope, receive, send_without_id)
+            await app(scope, receive, send_without_id)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
             for event in ("startup", "shutdown"):
                 await receive()
                 await send({"type": f"lifespan.{event}.complete"})
+
+    return answer
 
 
 def _log_with_ray_serve() -> None:

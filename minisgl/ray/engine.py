@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from starlette.types import Message
 
@@ -13,7 +14,9 @@ from minisgl.router.exchange import Head, HTTPRequest
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import Around, EngineState
-from minisgl.server.served_engine import ServedEngine
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 Answer = AsyncGenerator[Head | bytes, None]
 
@@ -27,7 +30,7 @@ class EngineReplica:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: AsyncEngine,
         config: ServerConfig,
         around: Around | None = None,
         name: str = "",

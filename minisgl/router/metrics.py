@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from minisgl.router.fleet import DONE, FAILED, Fleet
@@ -67,22 +67,22 @@ class RouterMetrics(MetricsPage):
         )
         names = {str(replica.index): replica for replica in fleet.replicas}
         yield counter(
-            "minisgl_router_requests",
-            "Requests sent to a replica.",
+            "router_requests",
             {name: fleet.num_sent[each.index] for name, each in names.items()},
             "replica",
+            "Requests sent to a replica.",
         )
         yield gauge(
-            "minisgl_router_replica_ready",
-            "1 if a replica takes requests.",
+            "router_replica_ready",
             {name: each.state.is_ready for name, each in names.items()},
             "replica",
+            "1 if a replica takes requests.",
         )
         yield counter(
-            "minisgl_router_replica_starts",
-            "Number of times that a replica was started.",
+            "router_replica_starts",
             {name: each.state.start for name, each in names.items()},
             "replica",
+            "Number of times that a replica was started.",
         )
         if any(replica.role for replica in fleet.replicas):
             roles = GaugeMetricFamily(
@@ -94,13 +94,10 @@ class RouterMetrics(MetricsPage):
                 roles.add_metric([name, each.role], 1)
             yield roles
             yield counter(
-                "minisgl_router_prefills",
-                "Prompts that one replica should compute for another, by what became of them.",
+                "router_prefills",
                 {result: fleet.num_prefills[result] for result in (DONE, FAILED)},
                 "result",
+                "Prompts that one replica should compute for another, by what became of them.",
             )
-        yield CounterMetricFamily(
-            "minisgl_router_resent_requests",
-            "Requests sent to another replica because one ended before it answered.",
-            fleet.num_resent,
-        )
+        about = "Requests sent to another replica because one ended before it answered."
+        yield counter("router_resent_requests", fleet.num_resent, about=about)

@@ -101,21 +101,6 @@ class PrefixTree:
         del leaf.parent.children[leaf.run[0]]
         self.num_bytes -= len(leaf.run) + NODE_BYTES
 
-    def check(self) -> None:
-        """Recompute every invariant; AssertionError if one fails."""
-        age = {node: place for place, node in enumerate(self._by_age)}
-        pending, num_bytes, num_nodes = [self._root], 0, 0
-        while pending:
-            node = pending.pop()
-            for first, child in node.children.items():
-                assert child.parent is node and child.run[0] == first
-                assert node is self._root or age[child] < age[node], "a parent is older"
-                num_bytes += len(child.run) + NODE_BYTES
-                num_nodes += 1
-                pending.append(child)
-        assert num_nodes == len(age), "a node has no age, or is no longer in the tree"
-        assert num_bytes == self.num_bytes <= self._max_bytes
-
 
 def _num_common(run: bytes, key: bytes, start: int) -> int:
     """Number of bytes in which `run` and `key` from `start` on agree, at memory speed."""

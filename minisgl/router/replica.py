@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from minisgl.config import EngineConfig
 from minisgl.distributed.addresses import Address
@@ -16,8 +17,10 @@ from minisgl.router.replicas import ReplicaSpec
 from minisgl.server.answers.handover import Handover
 from minisgl.server.http.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.process import ServerProcess, start_engine
-from minisgl.server.served_engine import ServedEngine
 from minisgl.server.welcome import Welcome
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +34,6 @@ class RouterConnection(ServerConnection):
         opened = transport.get_extra_info("socket")
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSENT_BYTES)
 
-    def _count_unsent(self) -> None:
-        pass
-
 
 class ReplicaProcess(ServerProcess):
     """A server whose address nobody needs to know."""
@@ -41,13 +41,13 @@ class ReplicaProcess(ServerProcess):
     connection = RouterConnection
 
     def __init__(
-        self, spec: ReplicaSpec, start: Callable[[EngineConfig], Awaitable[ServedEngine]]
+        self, spec: ReplicaSpec, start: Callable[[EngineConfig], Awaitable[AsyncEngine]]
     ) -> None:
         super().__init__(spec.engine, spec.server, start)
         self._state.replica = str(spec.index)
         self._spec = spec
 
-    async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
+    async def _begin(self, engine: AsyncEngine, welcome: Welcome) -> None:
         spec = self._spec
         if spec.pages_path:
             path = spec.pages_path
@@ -60,7 +60,7 @@ class ReplicaProcess(ServerProcess):
 
 
 def run_replica(
-    start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
+    start: Callable[[EngineConfig], Awaitable[AsyncEngine]] = start_engine,
 ) -> int:
     """Serve as the parent process says, and end with it; returns the exit code.
 

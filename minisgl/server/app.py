@@ -23,11 +23,11 @@ from minisgl.server.handlers.generation import IGNORED_HEADER
 from minisgl.server.http.access_log import Answered, Observe
 from minisgl.server.http.auth import Keys
 from minisgl.server.http.bodies import BodyBudget, read_body
-from minisgl.server.http.faults import HANDLERS, Checks, raise_fault
+from minisgl.server.http.faults import HANDLERS, checked, raise_fault
 from minisgl.server.http.hosts import Hosts
 from minisgl.server.http.leaving import while_waited_for
-from minisgl.server.http.paths import RootPath, TrailingSlash
-from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
+from minisgl.server.http.paths import below_root, without_slash
+from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, with_id
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
 
@@ -66,10 +66,10 @@ def application(
         checks.append(Keys(config.api_key).check)
     # What every request passes, outermost first: ids, counting, and who may ask.
     middleware = [
-        Middleware(TrailingSlash, pages=PAGES),
-        Middleware(RequestIds),
+        Middleware(without_slash, pages=PAGES),
+        Middleware(with_id),
         Middleware(Observe, responses=responses),
-        Middleware(Checks, checks=checks),
+        Middleware(checked, checks=checks),
     ]
     if config.cors_origin:
         # Browsers send preflights without a key, and hide errors without these headers from the
@@ -83,7 +83,7 @@ def application(
         )
         middleware.insert(2, cors)
     if config.root_path:
-        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+        middleware.insert(0, Middleware(below_root, prefix=config.root_path))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.bodies = BodyBudget()
     app.state.field_names = FIELD_NAMES

@@ -128,7 +128,7 @@ ENDPOINTS = (
     scores(
         "/v2/rerank",
         "Documents by how well they answer a query, as Cohere's second version has it.",
-        vectors.rerank_v2,
+        partial(vectors.rerank, version="2"),
         RerankRequest,
         RankedList,
         example=RANKED,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import cached_property
 from importlib import metadata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
@@ -17,15 +17,16 @@ from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.answers.reply import Reply
 from minisgl.server.config import ServerConfig
 from minisgl.server.history import History
-from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 # The application for a request, given its scope, its reply and what answers it.
 Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 
 logger = logging.getLogger(__name__)
 
-UNPARSED = AnswerFormat(None, None)
 # The options of the engine that change the rounding of its answers.
 SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
 
@@ -53,7 +54,7 @@ class EngineState:
     def __init__(
         self,
         config: ServerConfig,
-        engine: ServedEngine | None = None,
+        engine: AsyncEngine | None = None,
         options: EngineConfig | None = None,
     ) -> None:
         """options: of the engine; None: the defaults."""
@@ -62,7 +63,6 @@ class EngineState:
         self._engine = engine
         self._draining = False
         self._loading = Loading("", 0.0)
-        self._answer_format: AnswerFormat | None = None
         self.replica = ""  # its name among several, in the ids of responses that it keeps
         self.history = History(self.stats)
         # See answers/handover.py; None: the engine does whole requests.
@@ -75,15 +75,15 @@ class EngineState:
         """
         self._loading = Loading(phase, fraction)
 
-    def start(self, engine: ServedEngine) -> None:
+    def start(self, engine: AsyncEngine) -> None:
         self._engine = engine
         if engine.vectors.task == "generate":
-            logger.info("Parsing answers: %s", self.answer_format())
+            logger.info("Parsing answers: %s", self.answer_format)
 
     def drain(self) -> None:
         self._draining = True
 
-    def engine(self) -> ServedEngine:
+    def engine(self) -> AsyncEngine:
         """The engine, if it accepts requests; raises NotReadyError."""
         if self._engine is None:
             raise NotReadyError("loading", f"The model is still loading{self._loading}.")
@@ -93,18 +93,17 @@ class EngineState:
             raise NotReadyError("draining", "The server is shutting down.")
         return self._engine
 
+    @cached_property
     def answer_format(self) -> AnswerFormat:
         """How the model writes reasoning and calls; raises NotReadyError."""
-        if self._answer_format is None:
-            tokenizer = self.engine().tokenizer
-            self._answer_format = UNPARSED
-            if tokenizer is not None:
-                self._answer_format = choose_format(
-                    tokenizer,
-                    tool_parser=self.config.tool_parser,
-                    reasoning_parser=self.config.reasoning_parser,
-                )
-        return self._answer_format
+        tokenizer, config = self.engine().tokenizer, self.config
+        if tokenizer is None:
+            return AnswerFormat(None, None)
+        return choose_format(
+            tokenizer,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
 
     @cached_property
     def fingerprint(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from typing import TypeAlias
 
@@ -78,9 +79,9 @@ class Metrics(MetricsPage):
             "minisgl_http_responses",
             "HTTP responses started; status 499: the client disconnected before.",
         )
-        yield _counter("tool_calls", self.num_tool_calls)
+        yield counter("tool_calls", self.num_tool_calls)
         if (loading := self._state.loading) is not None:
-            yield _gauge("loading_ratio", {loading.phase: loading.fraction}, "phase")
+            yield gauge("loading_ratio", {loading.phase: loading.fraction}, "phase")
         stats = self._state.stats()
         if stats is not None:
             yield from _figures(stats)
@@ -139,49 +140,42 @@ ABOUT = {
 Values: TypeAlias = float | Mapping[str, float]  # one, or one for each value of a label
 
 
-def counter(name: str, about: str, values: Values, label: str = "") -> Metric:
-    return _filled(CounterMetricFamily(name, about, labels=[label] if label else []), values)
-
-
-def gauge(name: str, about: str, values: Values, label: str = "") -> Metric:
-    return _filled(GaugeMetricFamily(name, about, labels=[label] if label else []), values)
-
-
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
-    if not isinstance(values, Mapping):
-        family.add_metric([], values)
-        return family
-    for label, value in values.items():
-        family.add_metric([label], value)
+def figure(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    values: Values,
+    label: str = "",
+    about: str = "",
+) -> Metric:
+    """A metric; about: what ABOUT says, if it is one of the engine's."""
+    family = kind(f"minisgl_{name}", about or ABOUT[name], labels=[label] if label else [])
+    for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
+        family.add_metric([key] if label else [], value)
     return family
 
 
-def _counter(name: str, values: Values, label: str = "") -> Metric:
-    return counter(f"minisgl_{name}", ABOUT[name], values, label)
-
-
-def _gauge(name: str, values: Values, label: str = "") -> Metric:
-    return gauge(f"minisgl_{name}", ABOUT[name], values, label)
+counter = partial(figure, CounterMetricFamily)
+gauge = partial(figure, GaugeMetricFamily)
 
 
 def _both_ways(name: str, sent: float, received: float) -> Metric:
-    return _counter(name, {"sent": sent, "received": received}, "direction")
+    return counter(name, {"sent": sent, "received": received}, "direction")
 
 
 def _figures(stats: EngineStats) -> Iterator[Metric]:
     counters, totals = stats.counters, stats.totals
-    yield _gauge("running_requests", stats.num_running)
-    yield _gauge("queued_requests", stats.num_queued)
-    yield _gauge("token_usage_ratio", stats.token_usage)
-    yield _counter("prompt_tokens", counters.num_prompt_tokens)
-    yield _counter("cached_prompt_tokens", counters.num_cached_tokens)
-    yield _counter("generated_tokens", totals.num_output_tokens)
-    yield _counter("retractions", counters.num_retractions)
-    yield _counter("graph_steps", totals.num_graph_steps)
-    yield _counter("cached_grammars", totals.num_cached_grammars)
-    yield _counter("masked_rows", totals.num_masked_rows)
+    yield gauge("running_requests", stats.num_running)
+    yield gauge("queued_requests", stats.num_queued)
+    yield gauge("token_usage_ratio", stats.token_usage)
+    yield counter("prompt_tokens", counters.num_prompt_tokens)
+    yield counter("cached_prompt_tokens", counters.num_cached_tokens)
+    yield counter("generated_tokens", totals.num_output_tokens)
+    yield counter("retractions", counters.num_retractions)
+    yield counter("graph_steps", totals.num_graph_steps)
+    yield counter("cached_grammars", totals.num_cached_grammars)
+    yield counter("masked_rows", totals.num_masked_rows)
     finished = {reason.value: count for reason, count in totals.num_finished.items()}
-    yield _counter("requests_finished", finished, "reason")
+    yield counter("requests_finished", finished, "reason")
 
 
 def _parts(stats: EngineStats) -> Iterator[Metric]:
@@ -194,15 +188,15 @@ def _parts(stats: EngineStats) -> Iterator[Metric]:
         yield _both_ways("kv_transfers_direct", sent.num_direct, received.num_direct)
         yield _both_ways("kv_transfer_bytes", sent.num_bytes, received.num_bytes)
         yield _both_ways("kv_transfer_seconds", sent.seconds, received.seconds)
-        yield _counter("kv_transfer_fallbacks", stats.transfers.num_failed)
+        yield counter("kv_transfer_fallbacks", stats.transfers.num_failed)
     if stats.snapshots is not None:
-        yield _gauge("snapshots", stats.snapshots.num)
-        yield _gauge("snapshots_cached", stats.snapshots.num_cached)
+        yield gauge("snapshots", stats.snapshots.num)
+        yield gauge("snapshots_cached", stats.snapshots.num_cached)
     if stats.drafts is not None:
-        yield _counter("drafted_tokens", stats.drafts.num_drafted)
-        yield _counter("accepted_draft_tokens", stats.drafts.num_accepted)
-        yield _counter("decode_rows", stats.drafts.num_rows)
-        yield _gauge("draft_length", stats.drafts.num_in_use)
+        yield counter("drafted_tokens", stats.drafts.num_drafted)
+        yield counter("accepted_draft_tokens", stats.drafts.num_accepted)
+        yield counter("decode_rows", stats.drafts.num_rows)
+        yield gauge("draft_length", stats.drafts.num_in_use)
 
 
 def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
@@ -221,12 +215,12 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
     if host.has_disk:
         hits["disk"] = counters.num_disk_tokens
         copies |= {"write": traffic.writes, "read": traffic.reads}
-    yield _gauge("tier_tokens", held, "tier")
-    yield _counter("tier_hit_tokens", hits, "tier")
+    yield gauge("tier_tokens", held, "tier")
+    yield counter("tier_hit_tokens", hits, "tier")
     num_bytes = {direction: each.num_bytes for direction, each in copies.items()}
-    yield _counter("tier_copied_bytes", num_bytes, "direction")
+    yield counter("tier_copied_bytes", num_bytes, "direction")
     seconds = {direction: each.seconds for direction, each in copies.items()}
-    yield _counter("tier_copy_seconds", seconds, "direction")
+    yield counter("tier_copy_seconds", seconds, "direction")
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -36,9 +36,11 @@ from minisgl.server.http.connection import (
 from minisgl.server.http.hosts import hosts_of
 from minisgl.server.http.listening import OwnPath, bind_unix, check_certificate
 from minisgl.server.http.tls_server import Handshake, TLSServer
-from minisgl.server.served_engine import ServedEngine
 from minisgl.server.stats_log import log_stats
 from minisgl.server.welcome import Welcome, open_browser
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +52,13 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that let requ
 Progress = Callable[[str, float], None]
 
 
-async def start_engine(config: EngineConfig, report: Progress | None = None) -> ServedEngine:
+async def start_engine(config: EngineConfig, report: Progress | None = None) -> AsyncEngine:
     """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds.
 
     report: called with the progress of loading as well, from any thread.
     """
 
-    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
+    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[AsyncEngine]]:
         from minisgl.engine import AsyncEngine
 
         return AsyncEngine.start
@@ -82,7 +84,7 @@ class ServerProcess:
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        start: Callable[[EngineConfig], Awaitable[ServedEngine]] | None = None,
+        start: Callable[[EngineConfig], Awaitable[AsyncEngine]] | None = None,
     ) -> None:
         """start: makes the engine; without it an AsyncEngine is started, which reports progress."""
         if not config.served_model_name:
@@ -119,7 +121,7 @@ class ServerProcess:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
         welcome = Welcome(config, listener)
-        engine: ServedEngine | None = None
+        engine: AsyncEngine | None = None
         # What ends with the server.
         beside: list[asyncio.Future[None]] = []
         if config.open and welcome.page is not None:
@@ -155,7 +157,7 @@ class ServerProcess:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
+    async def _begin(self, engine: AsyncEngine, welcome: Welcome) -> None:
         self._state.start(engine)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()

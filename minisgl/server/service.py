@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from starlette.types import Scope
 
@@ -15,7 +15,9 @@ from minisgl.server.http.request_ids import request_id
 from minisgl.server.metrics import Metrics
 from minisgl.server.requests.chat_messages import Images
 from minisgl.server.requests.templating import Reading
-from minisgl.server.served_engine import ServedEngine
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 MEGABYTE = 1_000_000
 
@@ -38,7 +40,7 @@ class Service:
         return Reading(
             control_tokens_in_text=config.control_tokens_in_text,
             images=cast("Images", config.images),  # which checks it
-            form=self.state.answer_format().messages,
+            form=self.state.answer_format.messages,
         )
 
 
@@ -47,7 +49,7 @@ class Asked(Generic[Body]):
     """A request whose body has been read, and the engine that it is for."""
 
     scope: Scope
-    engine: ServedEngine
+    engine: AsyncEngine
     body: Body
     model: str  # by the name that the answer has
 

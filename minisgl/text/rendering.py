@@ -13,11 +13,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
-from itertools import chain
 from typing import Any, NoReturn
 
 import msgspec
-from msgspec import Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, Worker, serve_tasks
@@ -75,50 +73,6 @@ def encode_call(call: Call) -> bytes:
         raise InvalidRequestError(
             "messages", f"cannot be handed to the chat template: {error}"
         ) from error
-
-
-def decode_call(data: bytes) -> Call:
-    """Decode what `encode_call` has encoded. Raises ValueError or RecursionError.
-
-    Arguments of calls that Python has no value for, such as 1e999, become a text: models write such
-    arguments, and clients send them back.
-    """
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return _with_texts(data)
-
-
-def _with_texts(data: bytes) -> Call:
-    """The call, with a text for arguments that cannot be decoded."""
-    call = msgspec.json.decode(data, type=dict[str, Raw])
-    conversations = msgspec.json.decode(call["conversations"], type=list[list[dict[str, Raw]]])
-    for message in chain.from_iterable(conversations):
-        if calls := message.get("tool_calls"):
-            made = msgspec.json.decode(calls, type=list[_Called])
-            message["tool_calls"] = Raw(msgspec.json.encode([*map(_readable, made)]))
-    call["conversations"] = Raw(msgspec.json.encode(conversations))
-    return msgspec.json.decode(msgspec.json.encode(call), type=dict[str, Any])
-
-
-class _Function(Struct):
-    name: str
-    arguments: Raw
-
-
-class _Called(Struct):
-    id: str
-    type: str
-    function: _Function
-
-
-def _readable(call: _Called) -> _Called:
-    arguments = bytes(call.function.arguments)
-    try:
-        msgspec.json.decode(arguments)
-    except ValueError:
-        call.function.arguments = Raw(msgspec.json.encode({TEXT_ARGUMENT: arguments.decode()}))
-    return call
 
 
 def _plain(value: object) -> object:
@@ -203,7 +157,7 @@ def _answer(call: bytes) -> _Rendered:
     from jinja2 import TemplateSyntaxError
 
     try:
-        decoded = decode_call(call)
+        decoded = msgspec.json.decode(call, type=dict[str, Any])
     except (ValueError, RecursionError):  # of what clients send, the rest was decoded before
         return _Rendered(
             reason="have a number that is out of range, as 1e999 is, or are nested too deeply, in "

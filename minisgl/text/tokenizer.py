@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 import tokenizers
@@ -21,7 +21,6 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.text.control_spellings import SignedTokenizer, Spellings, separable
-from minisgl.text.longest_token import longest_token, steps_of
 from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
@@ -86,7 +85,6 @@ class Tokenizer:
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
-        self._longest_token = longest_token(self._backend)
         control = {
             token_id: text for token_id, text in self.control_tokens().items() if separable(text)
         }
@@ -186,10 +184,6 @@ class Tokenizer:
     def num_chars(self, text: str) -> int:
         """The number of characters of a text, or of a rendered conversation."""
         return len(text) - text.count(self._spellings.sign) * len(self._spellings.sign)
-
-    def fewest_tokens(self, num_chars: int) -> int:
-        """A lower bound on the tokens of any text of `num_chars` characters; 0 if there is none."""
-        return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def chat(
         self,
@@ -389,7 +383,10 @@ class _TokenBytes(dict[int, bytes]):
     """A cache of the bytes of token ids, filled lazily. Threads may race: they compute the same."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, spelling: _Spelling, hidden: Iterable[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        spelling: _ByteLevelSpelling | _PlainSpelling,
+        hidden: Iterable[int] = (),
     ) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
         self._backend = backend
@@ -403,18 +400,10 @@ class _TokenBytes(dict[int, bytes]):
         return self.setdefault(token_id, self._spelling.to_bytes(token))
 
 
-class _Spelling(Protocol):
-    """Maps tokens to bytes, in place of the library's `Decoder`."""
-
-    drops_first_space: bool  # encoding adds a space before the first word, decoding removes it
-
-    def to_bytes(self, token: str) -> bytes: ...
-
-
 class _ByteLevelSpelling:
     """Every byte is one printable character (GPT-2, Llama 3, Qwen)."""
 
-    drops_first_space = False
+    drops_first_space = False  # encoding adds a space before the first word, decoding removes it
 
     def __init__(self) -> None:
         # Printable Latin-1 bytes map to themselves, the others to U+0100 onwards, in order.
@@ -447,8 +436,18 @@ class _PlainSpelling:
         return token.encode()
 
 
-def _spelling_of(decoder: tokenizers.decoders.Decoder | None, model_name: str) -> _Spelling:
-    steps = steps_of(decoder, "decoders")
+_Spelling: TypeAlias = _ByteLevelSpelling | _PlainSpelling
+
+
+def _steps_of(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """The components of a decoder, given the JSON that is its pickled state."""
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for inner in step["decoders"] for each in _steps_of(inner)]
+
+
+def _spelling_of(decoder: Any, model_name: str) -> _Spelling:
+    steps = [] if decoder is None else _steps_of(json.loads(decoder.__getstate__()))
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _ByteLevelSpelling()
     if not steps:

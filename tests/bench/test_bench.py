@@ -222,7 +222,7 @@ async def test_an_offline_run_wakes_a_request_only_at_its_first_and_last_token(
     take = OutputStream._take
 
     def counted(stream: OutputStream) -> Any:
-        taken.append(stream.request_id)
+        taken.append(stream.request.id)
         return take(stream)
 
     monkeypatch.setattr(OutputStream, "_take", counted)

@@ -31,7 +31,6 @@ from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES
 from minisgl.client.errors import AnswerError, Refusal, ServerError
 from minisgl.client.exchange import EVENT_BYTES, MEMORY_BYTES, EventCutter, get
-from minisgl.client.keys import find_key
 from minisgl.client.models import list_models
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -136,27 +135,27 @@ def test_a_key_comes_from_an_option_a_file_or_the_environment(
     file.write_text("of-file\n")
     url = "http://host"
     monkeypatch.delenv("MINISGL_API_KEY", raising=False)
-    assert find_key(config(url=url)) == ""
+    assert config(url=url).find_key() == ""
     monkeypatch.setenv("MINISGL_API_KEY", "of-environment")
-    assert find_key(config(url=url)) == "of-environment"
-    assert find_key(config(url=url, api_key_file=str(file))) == "of-file"
-    assert find_key(config(url=url, api_key="of-option")) == "of-option"
+    assert config(url=url).find_key() == "of-environment"
+    assert config(url=url, api_key_file=str(file)).find_key() == "of-file"
+    assert config(url=url, api_key="of-option").find_key() == "of-option"
     with pytest.raises(ConfigError, match=r"--api-key-file .* one of the two"):
         config(url=url, api_key="a", api_key_file=str(file))
     file.write_text("# of a server that has several\nfirst\nsecond\n")
-    assert find_key(config(url=url, api_key_file=str(file))) == "first"
+    assert config(url=url, api_key_file=str(file)).find_key() == "first"
     for content in ("", "secret secret", "s\u00e9cret", "secret" * 2000):
         file.write_text(content)
         with pytest.raises(ConfigError, match="--api-key-file") as refused:
-            find_key(config(url=url, api_key_file=str(file)))
+            config(url=url, api_key_file=str(file)).find_key()
         assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"--api-key-file .*none: No such file"):
-        find_key(config(url=url, api_key_file=str(tmp_path / "none")))
+        config(url=url, api_key_file=str(tmp_path / "none")).find_key()
     monkeypatch.setenv("MINISGL_API_KEY", "first, second")
-    assert find_key(config(url=url)) == "first"
+    assert config(url=url).find_key() == "first"
     monkeypatch.setenv("MINISGL_API_KEY", "s\u00e9cret")
     with pytest.raises(ConfigError, match=r"^MINISGL_API_KEY \(not shown\): allowed"):
-        find_key(config(url=url))
+        config(url=url).find_key()
 
 
 @pytest.mark.parametrize("config", [ChatConfig, LoadConfig])

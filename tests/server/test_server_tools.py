@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import msgspec
 import openai
 import pytest
+from msgspec import Raw
 from pydantic import BaseModel
 from support.parsed_answers import MISTRAL_TOKENS
 from support.scripted_engine import (
@@ -36,6 +38,7 @@ from support.waiting import until
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
+from minisgl.server.requests.chat_messages import NO_FACTS, CalledFunction, Fitting, ToolCall
 from minisgl.text.parsing.formats import BY_NAME
 from minisgl.text.tokenizer import Tokenizer
 
@@ -527,6 +530,23 @@ def test_deep_arguments_are_taken_back(
     client.chat.completions.create(model="fake", messages=messages, tools=[CLOCK])
     shown = json.loads(deep) if depth < 200 else {"input": deep}
     assert hermes("clock", shown) in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a":1.50, "b": "1e999"}', {"a": 1.5, "b": "1e999"}),
+        ('{"a":-1e999}', {"input": '{"a":-1e999}'}),
+        ('{"a": [' + "9" * 5000 + "]}", {"input": '{"a": [' + "9" * 5000 + "]}"}),
+        ({"a": Raw(b"1E+400")}, {"input": '{"a":1E+400}'}),
+    ],
+)
+def test_arguments_with_a_number_beyond_those_of_python_are_a_text(
+    written: Any, shown: dict[str, Any]
+) -> None:
+    call = ToolCall("a", function=CalledFunction("f", written))
+    made = call.for_template("messages.0.tool_calls.0", Fitting(NO_FACTS))
+    assert json.loads(msgspec.json.encode(made["function"]["arguments"])) == shown
 
 
 def test_a_template_without_tools_refuses_them() -> None:

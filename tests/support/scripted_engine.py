@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from support.fake_engine import FakeEngine
 from support.toy_tokenizers import with_tokens
@@ -33,7 +34,7 @@ from minisgl.request import (
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
-from minisgl.text.rendering import decode_call, encode_call, render
+from minisgl.text.rendering import encode_call, render
 from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import Tokenizer
 
@@ -229,7 +230,7 @@ class ScriptedEngine(FakeEngine):
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         call = encode_call(self.tokenizer.template_call(messages, **options))
         try:
-            return render(decode_call(call))
+            return render(msgspec.json.decode(call))
         except Exception as error:  # a template may raise anything
             raise InvalidRequestError("messages", f"the chat template refuses: {error}") from error
 

@@ -14,7 +14,6 @@ from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 
 PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
-END, STOP = PIECES.index("<end>"), PIECES.index("<stop>")
 
 
 def encode(text: str) -> list[int]:
@@ -31,14 +30,8 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(PIECES[token_id] for token_id in token_ids)
 
 
-def spelled(text: str) -> list[int]:
-    """One token per letter: text that a model may generate in other tokens than the tokenizer's."""
-    return [PIECES.index(letter) for letter in text]
-
-
 @dataclass
 class ToyTokenizer:
-    trims: bool = False  # answers, as some templates do
     chat_template_text: str = ""
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -50,7 +43,7 @@ class ToyTokenizer:
                     raise InvalidRequestError("messages", "the template does not shout.")
                 text += f"<user>{content}<end>"
             else:
-                text += f"<model>{content.strip() if self.trims else content}<end>"
+                text += f"<model>{content}<end>"
         return encode(text + "<model>")
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import Raw
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.subprocesses import send
@@ -45,27 +44,6 @@ def weather(city: str) -> str:
         city: Where.
     """
     return city
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ('{"a":1.50}', '{"a": 1.5}'),
-        ('{"a":-1e999}', '{"input": "{\\"a\\":-1e999}"}'),
-        ('{"a":' + "9" * 5000 + "}", '{"input": "{\\"a\\":' + "9" * 5000 + '}"}'),
-        # As deep as the server passes on.
-        ('{"a":' + "[" * 199 + "]" * 199 + "}", '{"a": ' + "[" * 199),
-    ],
-)
-def test_arguments_without_a_value_in_python_are_a_text(
-    renderer: Renderer, arguments: str, text: str
-) -> None:
-    function = {"name": "f", "arguments": Raw(arguments.encode())}
-    call = {"id": "a", "type": "function", "function": function}
-    said = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    made = {"conversations": [said], "chat_template": template}
-    assert renderer.render(encode_call(made)).startswith(text)
 
 
 @pytest.mark.parametrize(

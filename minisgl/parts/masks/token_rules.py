@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from minisgl.errors import InvalidRequestError
-from minisgl.matcher import WORD_BITS, MaskRows, Matcher, mask_words
+from minisgl.matcher import WORD_BITS, MaskRows, Matcher, forbid, mask_words
 from minisgl.text.tokenizer import Tokenizer
 
 ALL = 0xFFFFFFFF
@@ -56,7 +56,7 @@ class TokenRules:
         self._longest = 0
         for sequence in forbidden:
             if len(sequence) == 1:
-                _forbid(self._mask, sequence[0])
+                forbid(self._mask, sequence[0])
             else:
                 self._forbidden[sequence[-2]].append(sequence)
                 self._longest = max(self._longest, len(sequence))
@@ -95,7 +95,7 @@ class TokenRules:
         words[:] = self._mask
         for sequence in self._forbidden.get(self._tail[-1], ()) if self._tail else ():
             if self._tail[1 - len(sequence) :] == [*sequence[:-1]]:
-                _forbid(words, sequence[-1])
+                forbid(words, sequence[-1])
         if not words.any():
             words[:] = self._mask
 
@@ -107,7 +107,3 @@ def mask_of(vocab_size: int, allowed: Collection[int] | None) -> MaskRows:
     bits = np.zeros(mask_words(vocab_size) * WORD_BITS, np.uint8)
     bits[np.fromiter(allowed, np.int64, len(allowed))] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-def _forbid(words: MaskRows, token_id: int) -> None:
-    words[token_id // WORD_BITS] &= np.uint32(ALL ^ 1 << token_id % WORD_BITS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.request import TokenLogprobs
-from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Alignment:
 
 
 def place_prompt(
-    tokenizer: ServedTokenizer | None,
+    tokenizer: Tokenizer | None,
     token_ids: Sequence[int],
     scored: Sequence[TokenLogprobs | None],
     text: str,

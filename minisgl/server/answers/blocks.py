@@ -16,8 +16,8 @@ from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import ContentScores
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import AnswerReader, Call, EndReason, ReplyChoice
-from minisgl.server.served_engine import ServedTokenizer
 from minisgl.text.parsing.emitter import GAP
+from minisgl.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ BlockEvent: TypeAlias = BlockStart | BlockText | BlockEnd
 class BlockChoice(ReplyChoice):
     """An answer in blocks. A subclass has the schema of an endpoint."""
 
-    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer | None = None) -> None:
+    def __init__(self, job: GenerationJob, tokenizer: Tokenizer | None = None) -> None:
         """tokenizer: for logprobs, if the job asks for them."""
         super().__init__(job)
         self._scores: ContentScores | None = None

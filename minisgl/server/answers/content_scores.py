@@ -12,8 +12,8 @@ from minisgl.events import CallArguments, CallStart, ContentText, Event, Reasoni
 from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.jobs import GenerationJob
-from minisgl.server.served_engine import ServedTokenizer
 from minisgl.text.parsing.emitter import GAP
+from minisgl.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -51,7 +51,7 @@ class ContentScores:
     it is not, as for the arguments of XML calls, the next content is looked for behind the call.
     """
 
-    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer) -> None:
+    def __init__(self, job: GenerationJob, tokenizer: Tokenizer) -> None:
         skip = job.params.skip_special_tokens
         self._table = tokenizer.byte_table(skip_special_tokens=skip)
         self._tokenizer = tokenizer
@@ -141,9 +141,7 @@ class ContentScores:
         return shown
 
 
-def scored_token(
-    token: PlacedToken, tokenizer: ServedTokenizer | None, *, as_id: bool
-) -> ScoredToken:
+def scored_token(token: PlacedToken, tokenizer: Tokenizer | None, *, as_id: bool) -> ScoredToken:
     """A token with its rivals, as clients get it. as_id: they are named by their ids."""
     scored = token.scored
     assert scored is not None
@@ -160,7 +158,7 @@ def named_by_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _rival(id: int, logprob: float, tokenizer: ServedTokenizer | None, as_id: bool) -> RankedToken:
+def _rival(id: int, logprob: float, tokenizer: Tokenizer | None, as_id: bool) -> RankedToken:
     text = tokenizer.token_text(id) if tokenizer and not as_id else named_by_id(id)
     data = tokenizer.token_bytes(id) if tokenizer else b""
     return RankedToken(text, max(logprob, LOWEST_LOGPROB), [*data])

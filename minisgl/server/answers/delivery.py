@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
+from minisgl.engine.stream import OutputStream
 from minisgl.engine.turns import Turn
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.http.access_log import log_failure
 from minisgl.server.http.leaving import until_left
-from minisgl.server.served_engine import ServedEngine, ServedStream
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 # From this many tokens on, logprobs are encoded in a thread: some 10 µs each with 20 alternatives.
 MANY_SCORED = 256
@@ -29,7 +33,7 @@ class ReplyResponse(ABC):
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: AsyncEngine,
         reply: Reply,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
@@ -40,7 +44,7 @@ class ReplyResponse(ABC):
         self._left = False  # whether the client disconnected before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[ServedStream] = []
+        streams: list[OutputStream] = []
         self._scope = scope
         watching: asyncio.Task[None] | None = None
         try:
@@ -76,7 +80,7 @@ class ReplyResponse(ABC):
             for stream in streams:
                 stream.abort()
 
-    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
+    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
         """Abort the requests when the client disconnects, which ends their streams."""
         await until_left(receive)
         self._left = True
@@ -84,13 +88,13 @@ class ReplyResponse(ABC):
             stream.abort()
 
     @abstractmethod
-    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None: ...
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None: ...
 
 
 class WholeResponse(ReplyResponse):
     """One JSON object, sent when all choices are complete."""
 
-    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
         choices = self._reply.choices
         await _all_or_none(map(_keep, choices, streams))
         many = sum(choice.num_scored for choice in choices) > MANY_SCORED
@@ -113,7 +117,7 @@ class StreamedResponse(ReplyResponse):
         (b"x-accel-buffering", b"no"),  # nginx then forwards events without buffering
     )
 
-    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
         headers = [*self.HEADERS, *self._headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -131,13 +135,13 @@ class StreamedResponse(ReplyResponse):
         await send({"type": "http.response.body", "body": last})
 
 
-async def _keep(choice: ReplyChoice, stream: ServedStream) -> None:
+async def _keep(choice: ReplyChoice, stream: OutputStream) -> None:
     async for delta in stream:
         choice.keep(delta)
     choice.check_finished()
 
 
-async def _write(choice: ReplyChoice, stream: ServedStream, send: Send) -> None:
+async def _write(choice: ReplyChoice, stream: OutputStream, send: Send) -> None:
     async for delta in stream:
         many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
         events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)

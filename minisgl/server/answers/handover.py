@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -23,7 +24,9 @@ from minisgl.server.answers.reply import Reply
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_client_waits
 from minisgl.server.http.request_ids import request_id
-from minisgl.server.served_engine import ServedEngine
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 PREFILL, PREFILLED = b"x-minisgl-prefill", b"x-minisgl-prefilled"
 
@@ -49,7 +52,7 @@ def offered_address(status: int, body: bytes) -> str:
 class Handover:
     """What is done for a request before it is answered, or instead."""
 
-    def __init__(self, engine: ServedEngine, address: str) -> None:
+    def __init__(self, engine: AsyncEngine, address: str) -> None:
         """address: where `engine` exchanges pages."""
         self._engine = engine
         self._address = address

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from minisgl.engine.conversation import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
-from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.answer import AnswerParser
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 MAX_SCORES = 1 << 19  # logprobs in an answer: one per token, and one per alternative
 SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
@@ -45,7 +48,7 @@ class FittedPrompt:
 
 
 def fitted_prompts(
-    engine: ServedEngine,
+    engine: AsyncEngine,
     body: ChatRequest | CompletionRequest,
     prompts: Sequence[list[int]],
     *,

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from minisgl.engine.conversation import (
     FREE,
     AnswerPlan,
-    CompiledGrammar,
     Conversation,
     plan_answers,
     read_conversation,
 )
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event, joined
+from minisgl.grammar.compiler import Compiled
 from minisgl.request import StructuredOutput
 from minisgl.server.config import ServerConfig
 from minisgl.server.requests.constraints import constraint_of
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest, TokenizeRequest
 from minisgl.server.requests.templating import Reading, template_messages, template_options
 from minisgl.server.requests.tools import tool_use
-from minisgl.server.served_engine import ServedEngine
 from minisgl.text.call_ids import new_call_id, short_id
 from minisgl.text.history import needs_facts
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.names import NONE
 from minisgl.text.parsing.selection import AnswerFormat
 
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
+
 NO_TOKEN = -1
-Compile: TypeAlias = Callable[[StructuredOutput | None], Awaitable[CompiledGrammar]]
+Compile: TypeAlias = Callable[[StructuredOutput | None], Awaitable[Compiled]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ async def plan_completion(body: CompletionRequest, compile: Compile) -> AnswerPl
 
 
 async def conversation_of(
-    engine: ServedEngine,
+    engine: AsyncEngine,
     body: ChatRequest | TokenizeRequest,
     reading: Reading,
     *,
@@ -79,7 +81,7 @@ async def conversation_of(
 
 
 async def plan_chat(
-    engine: ServedEngine,
+    engine: AsyncEngine,
     body: ChatRequest,
     conversation: Conversation,
     compile: Compile,

@@ -24,7 +24,7 @@ from minisgl.server.apis.messages.reply import MessageReply
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest, Prompt
 from minisgl.server.apis.messages.translation import translated
 from minisgl.server.apis.openai import answer_types
-from minisgl.server.apis.openai.chat_reply import ChatReply, ParsedReply
+from minisgl.server.apis.openai.chat_reply import ChatReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
@@ -57,8 +57,7 @@ Put = TypeVar("Put")
 
 async def chat_completions(service: Service, asked: Asked[ChatRequest]) -> ASGIApp:
     plan, jobs = await _chat_jobs(service, asked, asked.body)
-    kind = ChatReply if plan.form is None else ParsedReply
-    return _answer(service, asked, kind, jobs, plan)
+    return _answer(service, asked, ChatReply, jobs, plan)
 
 
 async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGIApp:
@@ -197,7 +196,7 @@ async def _translated(service: Service, asked: Asked[Any], body: Prompt) -> Tran
         body,
         system_anywhere=body.has_late_system
         and (await asked.engine.template_facts()).system_anywhere,
-        can_think=service.state.answer_format().reasoning is not None,
+        can_think=service.state.answer_format.reasoning is not None,
         images=body.images or service.reading.images,
     )
     if chat.left_out:
@@ -230,7 +229,7 @@ async def _chat_jobs(
         conversation,
         partial(engine.compile, client=asked.client),
         config.tool_parser,
-        service.state.answer_format(),
+        service.state.answer_format,
     )
     style = style_of(plan, body, conversation, config, service.metrics.count_tool_call)
     prompts = [conversation.prompt_token_ids]
@@ -241,7 +240,7 @@ async def _chat_jobs(
 def _answer(
     service: Service,
     asked: Asked[ChatRequest] | Asked[CompletionRequest],
-    kind: type[ChunkedReply[Any]],
+    kind: type[ChunkedReply],
     jobs: Sequence[GenerationJob],
     plan: AnswerPlan,
 ) -> ASGIApp:

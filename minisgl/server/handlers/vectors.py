@@ -9,7 +9,7 @@ import time
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 from msgspec import UNSET, Raw
 from starlette.responses import Response
@@ -38,12 +38,35 @@ async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Respon
     return json_response(answer)
 
 
-async def rerank(service: Service, asked: Asked[RerankRequest]) -> Response:
-    return json_response(await _ranked(asked, "1"))
-
-
-async def rerank_v2(service: Service, asked: Asked[RerankRequest]) -> Response:
-    return json_response(await _ranked(asked, "2"))
+async def rerank(
+    service: Service, asked: Asked[RerankRequest], version: Literal["1", "2"] = "1"
+) -> Response:
+    """Answer with the documents, the best ones first."""
+    body = asked.body
+    texts = body.texts()
+    found = await _scores(asked, [(body.query, text) for text in texts])
+    order = sorted(range(len(texts)), key=lambda index: -found[index].score)
+    # Jina returns the documents unless it is asked not to, the second version of Cohere none.
+    with_texts = body.return_documents or (body.return_documents is None and version == "1")
+    usage = _usage(found)
+    answer = answer_types.RankedList(
+        id=f"rerank-{reply_id(asked.scope)}",
+        model=asked.model,
+        results=[
+            answer_types.RankedResult(
+                index=index,
+                relevance_score=found[index].score,
+                document=answer_types.RankedDocument(texts[index]) if with_texts else UNSET,
+            )
+            for index in order[: body.top_n]
+        ],
+        usage=usage,
+        meta=answer_types.RerankMeta(
+            answer_types.APIVersion(version),
+            answer_types.TokenCounts(usage.prompt_tokens, 0),
+        ),
+    )
+    return json_response(answer)
 
 
 async def score(service: Service, asked: Asked[ScoreRequest]) -> Response:
@@ -65,34 +88,6 @@ async def score(service: Service, asked: Asked[ScoreRequest]) -> Response:
         usage=_usage(found),
     )
     return json_response(answer)
-
-
-async def _ranked(asked: Asked[RerankRequest], version: str) -> answer_types.RankedList:
-    """The documents of a request, the best ones first."""
-    body = asked.body
-    texts = body.texts()
-    found = await _scores(asked, [(body.query, text) for text in texts])
-    order = sorted(range(len(texts)), key=lambda index: -found[index].score)
-    # Jina returns the documents unless it is asked not to, the second version of Cohere none.
-    with_texts = body.return_documents or (body.return_documents is None and version == "1")
-    usage = _usage(found)
-    return answer_types.RankedList(
-        id=f"rerank-{reply_id(asked.scope)}",
-        model=asked.model,
-        results=[
-            answer_types.RankedResult(
-                index=index,
-                relevance_score=found[index].score,
-                document=answer_types.RankedDocument(texts[index]) if with_texts else UNSET,
-            )
-            for index in order[: body.top_n]
-        ],
-        usage=usage,
-        meta=answer_types.RerankMeta(
-            answer_types.APIVersion("2" if version == "2" else "1"),
-            answer_types.TokenCounts(usage.prompt_tokens, 0),
-        ),
-    )
 
 
 async def _scores(

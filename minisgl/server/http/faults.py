@@ -42,22 +42,20 @@ def raise_fault(scope: Scope) -> None:
         raise fault
 
 
-class Checks:
+def checked(app: ASGIApp, checks: Sequence[Callable[[Scope], None]]) -> ASGIApp:
     """Middleware that answers the requests that one of `checks` refuses, by raising HTTPError."""
 
-    def __init__(self, app: ASGIApp, checks: Sequence[Callable[[Scope], None]]) -> None:
-        self._app = app
-        self._checks = checks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        answering = app
         try:
-            for check in self._checks:
+            for check in checks:
                 check(scope)
         except HTTPError as fault:
             log_failure(scope, fault.http_status, fault)
-            app = error_response(scope, fault, fault.headers)
-        await app(scope, receive, send)
+            answering = error_response(scope, fault, fault.headers)
+        await answering(scope, receive, send)
+
+    return answer
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

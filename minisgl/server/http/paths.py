@@ -12,18 +12,16 @@ MESSAGES = "/v1/messages"
 OVERLOADED = 529  # Anthropic's status where others have 503
 
 
-class RootPath:
+def below_root(app: ASGIApp, prefix: str) -> ASGIApp:
     """Middleware that puts every path below `prefix`, as ASGI specifies for root_path."""
 
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prefix, path = self._prefix, scope["path"]
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
         if path != prefix and not path.startswith(prefix + "/"):
             path = prefix + path
-        await self._app({**scope, "root_path": prefix, "path": path}, receive, send)
+        await app({**scope, "root_path": prefix, "path": path}, receive, send)
+
+    return answer
 
 
 def route_path(scope: Scope) -> str:
@@ -37,22 +35,22 @@ def is_open(scope: Scope) -> bool:
     return route_path(scope) in scope["app"].state.open_paths
 
 
-class TrailingSlash:
-    """Middleware that removes the slash, except from paths of pages: their links are relative.
+def without_slash(app: ASGIApp, pages: Iterable[str]) -> ASGIApp:
+    """Middleware that removes a slash at the end, except from paths of pages: their links are
+    relative.
 
     Browsers are redirected there. Elsewhere a redirect would not do: probes do not follow it, and a
     proxy may have another address.
     """
+    kept = frozenset(f"{path.removesuffix('/')}/" for path in pages)
 
-    def __init__(self, app: ASGIApp, pages: Iterable[str]) -> None:
-        self._app = app
-        self._pages = frozenset(f"{path.removesuffix('/')}/" for path in pages)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_slash = scope["type"] == "http" and scope["path"].endswith("/")
-        if has_slash and route_path(scope) not in self._pages:
+        if has_slash and route_path(scope) not in kept:
             scope = {**scope, "path": scope["path"].removesuffix("/")}
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return answer
 
 
 def is_of_messages(scope: Scope) -> bool:

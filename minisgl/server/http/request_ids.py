@@ -21,15 +21,12 @@ SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 KEY = "minisgl.reply_id"  # in the scope
 
 
-class RequestIds:
+def with_id(app: ASGIApp) -> ASGIApp:
     """Outermost middleware, so that every answer has an id."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         made = uuid.uuid4().hex
         given = Headers(scope=scope).get(HEADER, "")
@@ -46,7 +43,9 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", ()), *ids]
             return send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await app(scope, receive, send_with_id)
+
+    return answer
 
 
 def reply_id(scope: Scope) -> str:
@@ -55,5 +54,5 @@ def reply_id(scope: Scope) -> str:
 
 
 def request_id(scope: Scope) -> str:
-    """The id of the request in the log, set by RequestIds."""
+    """The id of the request in the log, set by `with_id`."""
     return str(scope["state"]["request_id"])

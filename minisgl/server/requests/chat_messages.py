@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -23,7 +24,8 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 8192  # of all messages together
 MAX_TEMPLATE_OPTIONS = 256
 MAX_DEPTH = 200  # of a call's arguments; templates write JSON with two calls for each level
-STRINGS, BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"[\[\]{}]")
+STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+BRACKETS, NUMBERS = re.compile(r"[\[\]{}]"), re.compile(r"\d[\d.eE+-]*")
 # Not decoded here: the process that renders does so, and may take its time.
 TemplateOptions = Annotated[dict[str, Raw], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -108,24 +110,23 @@ class ToolCall(Struct):
 def _arguments(given: str | dict[str, Raw]) -> dict[str, Raw]:
     """Arguments as an object, whose values stay as they were written.
 
-    What a model wrote instead of an object, or was cut, or is nested very deeply, is shown to it as
-    a text.
+    What a model wrote instead of an object, or was cut, or cannot be read here, is shown to it as a
+    text.
     """
     text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
     with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(text, type=dict[str, Raw] | None)
-        if _depth(text) <= MAX_DEPTH:
+        if _is_readable(text):
             return arguments or {}
     return {TEXT_ARGUMENT: Raw(msgspec.json.encode(text))}
 
 
-def _depth(text: str) -> int:
-    """The number of lists and objects that are open at once in a JSON text, or an upper bound."""
-    num_opened = text.count("[") + text.count("{")
-    if num_opened <= MAX_DEPTH:
-        return num_opened
-    brackets = BRACKETS.findall(STRINGS.sub("", text))
-    return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
+def _is_readable(text: str) -> bool:
+    """Whether a template can be given a JSON text: it is not nested too deeply, and has no number
+    beyond those of Python, as 1e999 is."""
+    bare = STRINGS.sub("", text)
+    depths = accumulate(1 if each in "[{" else -1 for each in BRACKETS.findall(bare))
+    return max(depths, default=0) <= MAX_DEPTH and math.inf not in map(float, NUMBERS.findall(bare))
 
 
 @dataclass(slots=True)

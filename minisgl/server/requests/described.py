@@ -12,12 +12,14 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
-from msgspec import Meta, Raw
+import msgspec
+from msgspec import Meta, Raw, Struct
 
+T = TypeVar("T", bound=type[Struct])
 NOT_GIVEN: Any = None  # the default of a Raw, which is null where null was sent
 TEXT = re.compile(r"(.*?)(?: Example: `(.*)`)?")
 
@@ -35,6 +37,23 @@ def only(value: Any) -> Meta:
 Unsupported = Annotated[None, unsupported("leave it out")]
 # A value that is not decoded: a client could send many numbers that take long to read.
 Ignored = Annotated[Raw, Meta(description="Accepted, and without effect.")]
+
+
+def takes(kind: Any, *names: str) -> Callable[[T], T]:
+    """Decorates a request with fields of this kind, of which there is nothing else to say."""
+
+    def with_fields(request: T) -> T:
+        made = msgspec.defstruct(
+            request.__name__,
+            [(name, kind, None) for name in names],
+            bases=(request,),
+            kw_only=True,
+            module=request.__module__,
+            namespace={"__doc__": request.__doc__},
+        )
+        return cast(T, made)
+
+    return with_fields
 
 
 def descriptions(kind: type) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -16,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
+from minisgl.models.generation import GenerationDefaults
 from minisgl.parameters import Parameter
 from minisgl.request import (
     EVERYONE,
@@ -40,9 +42,15 @@ from minisgl.server.requests.chat_messages import (
     TemplateOptions,
 )
 from minisgl.server.requests.constraint_types import ResponseFormat, Schema, StructuredFields
-from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only, unsupported
+from minisgl.server.requests.described import (
+    NOT_GIVEN,
+    Ignored,
+    Unsupported,
+    only,
+    takes,
+    unsupported,
+)
 from minisgl.server.requests.tools import OfferedTools, ToolChoice
-from minisgl.server.served_engine import SamplingDefaults
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
@@ -167,6 +175,11 @@ else:
     )
 
 
+@takes(Unsupported, "stop_regex", "length_penalty", "logprob_token_ids", "prompt_embeds")
+@takes(Unsupported, "input_ids")
+@takes(OffAt1, "repeat_penalty", "typical_p")
+@takes(OffAt0, *SAMPLER_DETAILS)
+@takes(Detail, *chain.from_iterable(SAMPLER_DETAILS.values()))
 class CommonFields(ParameterFields, kw_only=True):
     """The fields that the requests of all APIs have in common."""
 
@@ -197,26 +210,9 @@ class CommonFields(ParameterFields, kw_only=True):
     """Free text in which each trigger begins a tag whose content has a schema. Default: none.
     Example: `{"structures": [{"begin": "<city>", "schema": {"type": "object", "properties":
     {"city": {"type": "string"}}}, "end": "</city>"}], "triggers": ["<city>"]}`"""
-    stop_regex: Unsupported = None
-    length_penalty: Unsupported = None
-    logprob_token_ids: Unsupported = None
-    prompt_embeds: Unsupported = None
-    input_ids: Unsupported = None
     return_tokens_as_token_ids: bool | None = None
     """Name tokens of logprobs by their ids. Default: false. Example: `true`"""
     use_beam_search: Off = None
-    repeat_penalty: OffAt1 = None
-    typical_p: OffAt1 = None
-    mirostat: OffAt0 = None
-    mirostat_tau: Detail = NOT_GIVEN
-    mirostat_eta: Detail = NOT_GIVEN
-    xtc_probability: OffAt0 = None
-    xtc_threshold: Detail = NOT_GIVEN
-    dry_multiplier: OffAt0 = None
-    dry_base: Detail = NOT_GIVEN
-    dry_allowed_length: Detail = NOT_GIVEN
-    dry_penalty_last_n: Detail = NOT_GIVEN
-    dry_sequence_breakers: Detail = NOT_GIVEN
 
     def __post_init__(self) -> None:
         check_off(use_beam_search=self.use_beam_search)
@@ -231,6 +227,9 @@ class CommonFields(ParameterFields, kw_only=True):
         return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
 
 
+@takes(Unsupported, "moderation", "prompt_cache_options")
+@takes(Ignored, "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+@takes(Ignored, "prompt_cache_retention")
 class GenerationRequest(CommonFields, kw_only=True):
     """The fields that chats and completions have in common."""
 
@@ -255,15 +254,6 @@ class GenerationRequest(CommonFields, kw_only=True):
     response_format: ResponseFormat | None = None
     """Holds the answer to JSON, or to JSON of a schema. Default: free text. Example: `{"type":
     "json_object"}`"""
-    moderation: Unsupported = None
-    prompt_cache_options: Unsupported = None
-
-    metadata: Ignored = NOT_GIVEN
-    store: Ignored = NOT_GIVEN
-    service_tier: Ignored = NOT_GIVEN
-    safety_identifier: Ignored = NOT_GIVEN
-    prompt_cache_key: Ignored = NOT_GIVEN
-    prompt_cache_retention: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -346,6 +336,9 @@ def separated(name: str, given: str | list[str | int | list[int]]) -> Sequence[s
     return cast("list[str] | list[list[int]]", given)
 
 
+@takes(Unsupported, "chat_template", "documents", "functions", "audio", "prediction")
+@takes(Unsupported, "web_search_options")
+@takes(Ignored, "verbosity")
 class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
@@ -380,8 +373,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Begin the assistant's message in the prompt. Default: true. Example: `true`"""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables of the chat template. Default: none. Example: `{"enable_thinking": false}`"""
-    chat_template: Unsupported = None
-    documents: Unsupported = None
     continue_final_message: bool | None = None
     """Go on with the last message, which stays open. Default: false. Example: `true`"""
     control_tokens_in_text: bool | None = None
@@ -401,15 +392,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Whether the model must call a tool, and which. Default: auto. Example: `"auto"`"""
     parallel_tool_calls: bool | None = None
     """false: at most one call. Default: true. Example: `false`"""
-    functions: Unsupported = None
     function_call: Literal["none"] | None = None
     """Only "none": tools has replaced it. Default: none. Example: `"none"`"""
     modalities: list[Literal["text"]] | None = None
     """Only ["text"]. Default: ["text"]. Example: `["text"]`"""
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    web_search_options: Unsupported = None
-    verbosity: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -442,7 +428,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         same_role = last.role == "assistant" or self.add_generation_prompt is False
         return last.text if same_role or self.continue_final_message else None
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+    def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         return defaults.sampling(
             **self.sampling_fields(),
             max_tokens=self.asked_max_tokens,
@@ -450,6 +436,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
+@takes(Unsupported, "thinking_token_budget")
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions"""
 
@@ -468,7 +455,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Only 1, or n. Default: n. Example: `1`"""
     suffix: Literal[""] | None = None
     """Only the empty text. Default: none. Example: `""`"""
-    thinking_token_budget: Unsupported = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -488,7 +474,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
         return found
 
-    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+    def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # A request for no tokens must ask for something: the logprobs of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)
@@ -501,6 +487,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return defaults.sampling(**given)
 
 
+@takes(Unsupported, "chat_template")
 class TokenizeRequest(Struct, kw_only=True):
     """POST /tokenize: tokenizes a text, or a conversation under the model's chat template."""
 
@@ -521,7 +508,6 @@ class TokenizeRequest(Struct, kw_only=True):
     images: Images | None = None
     tools: OfferedTools | None = None
     tool_choice: ToolChoice | None = None
-    chat_template: Unsupported = None
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.messages is None:

@@ -9,13 +9,15 @@ from typing import Literal
 
 from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.server.requests.chat_messages import Images, Message, ToolCall
-from minisgl.server.requests.described import Unsupported
+from minisgl.server.requests.described import Unsupported, takes
 from minisgl.server.requests.request_types import ChatRequest, CommonFields, Off
 from minisgl.text.history import Role
 
 GAP = "\n\n"  # between texts that come apart and become one message
 
 
+@takes(Unsupported, "max_completion_tokens", "response_format", "reasoning_effort")
+@takes(Unsupported, "thinking_token_budget", "truncate_prompt_tokens", "prompt_logprobs")
 class TranslatedFields(CommonFields, kw_only=True):
     """The fields that the requests of the other APIs have in common."""
 
@@ -26,12 +28,6 @@ class TranslatedFields(CommonFields, kw_only=True):
     # Of chats. They would have an effect there.
     n: Literal[1] | None = None
     """Only 1. Example: `1`"""
-    max_completion_tokens: Unsupported = None
-    response_format: Unsupported = None
-    reasoning_effort: Unsupported = None
-    thinking_token_budget: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
-    prompt_logprobs: Unsupported = None
     logprobs: Off = None
     return_token_ids: Off = None
 

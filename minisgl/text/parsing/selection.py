@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from minisgl.text.parsing import harmony
 from minisgl.text.parsing.answer import AnswerParser
@@ -24,6 +24,7 @@ from minisgl.text.parsing.named_formats import CALLS, KIMI_CALLS
 from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from minisgl.text.parsing.python_format import LFM_START
 from minisgl.text.parsing.tagged_formats import DSML_TOKEN, GLM, MINIMAX, SEED
+from minisgl.text.tokenizer import Tokenizer
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
@@ -92,16 +93,6 @@ _TOKENS = {
 }
 
 
-class Vocabulary(Protocol):
-    """What of a Tokenizer tells how its model writes."""
-
-    @property
-    def chat_template_text(self) -> str: ...
-    def added_token_id(self, text: str, /) -> int | None: ...
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """How a model writes reasoning and calls, with the tokens that its vocabulary has for them."""
@@ -158,7 +149,7 @@ class AnswerFormat:
             in_text=in_text,
         )
 
-    def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+    def opens_reasoning(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of a reasoning block."""
         if self.reasoning is None:
             return False
@@ -167,13 +158,13 @@ class AnswerFormat:
             return self._last_message(tokenizer, prompt_token_ids).startswith(open)
         return self._last_marker(tokenizer, prompt_token_ids) == open
 
-    def closes_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+    def closes_reasoning(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends behind a reasoning block, as with thinking switched off."""
         if self.reasoning is None or self.messages is not None:
             return False
         return self._last_marker(tokenizer, prompt_token_ids) == self.reasoning.close
 
-    def _last_marker(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> str:
+    def _last_marker(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
         """The marker of reasoning that a prompt has last; "" for none.
 
         Only what follows the last control token is looked at, which is the generation prompt and
@@ -193,13 +184,13 @@ class AnswerFormat:
         text = b"".join(reversed(tail)).decode("utf-8", "replace")
         return next((marker for marker in (open, close) if text.rstrip().endswith(marker)), "")
 
-    def opens_text(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
+    def opens_text(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of the message that the user sees, which then goes on."""
         if self.messages is None:
             return False
         return self._last_message(tokenizer, prompt_token_ids).startswith(self.messages.text)
 
-    def _last_message(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> str:
+    def _last_message(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
         """What a prompt has behind the role of its last message."""
         assert self.messages is not None
         tail = [*reversed(prompt_token_ids[-MAX_TAIL_TOKENS:])]
@@ -210,7 +201,7 @@ class AnswerFormat:
 
 
 def choose_format(
-    tokenizer: Vocabulary, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    tokenizer: Tokenizer, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormat:
     """The format that the named parsers read; `auto` goes by the chat template and the vocabulary.
 
@@ -246,7 +237,7 @@ def markers_of(
     return [*dict.fromkeys([*block, *of_all])]
 
 
-def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat | None:
+def _call_format(name: str, template: str, tokenizer: Tokenizer) -> CallFormat | None:
     if name == AUTO:
         if any(word in template for word in _OF_TOOLS):
             found = (signs.name for signs in _SIGNS if signs.fit(template))
@@ -260,7 +251,7 @@ def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat 
 
 
 def _reasoning_format(
-    name: str, template: str, tokenizer: Vocabulary, messages: MessageFormat | None
+    name: str, template: str, tokenizer: Tokenizer, messages: MessageFormat | None
 ) -> ReasoningFormat | None:
     if name == NONE:
         return None

@@ -16,7 +16,7 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.requests.chat_messages import MAX_MESSAGES
-from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, takes
 from minisgl.server.requests.request_types import PositiveCount, StopStrings, check_off
 from minisgl.server.requests.tools import MAX_TOOLS
 from minisgl.server.requests.translation import TranslatedFields
@@ -182,6 +182,10 @@ class Metadata(Struct):
     user_id: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
 
 
+@takes(Unsupported, "chat_template_kwargs", "top_logprobs")
+@takes(Ignored, "betas", "billing_policy", "cache_control", "compaction", "container")
+@takes(Ignored, "context_management", "diagnostics", "fallback_credit_token", "fallbacks")
+@takes(Ignored, "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
 class Prompt(TranslatedFields, kw_only=True):
     """What a prompt is made of, and what all APIs have in common."""
 
@@ -203,26 +207,8 @@ class Prompt(TranslatedFields, kw_only=True):
     mcp_servers: list[Ignored] | None = None
     """Left out: this server runs no tools."""
 
-    # Of chats.
-    chat_template_kwargs: Unsupported = None
-    top_logprobs: Unsupported = None
-
-    betas: Ignored = NOT_GIVEN
-    billing_policy: Ignored = NOT_GIVEN
-    cache_control: Ignored = NOT_GIVEN
-    compaction: Ignored = NOT_GIVEN
-    container: Ignored = NOT_GIVEN
-    context_management: Ignored = NOT_GIVEN
-    diagnostics: Ignored = NOT_GIVEN
-    fallback_credit_token: Ignored = NOT_GIVEN
-    fallbacks: Ignored = NOT_GIVEN
-    inference_geo: Ignored = NOT_GIVEN
-    service_tier: Ignored = NOT_GIVEN
-    speed: Ignored = NOT_GIVEN
     thread: Thread | None = None
     """Accepted, and without effect."""
-    user_profile_id: Ignored = NOT_GIVEN
-    workspace_id: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,11 +249,7 @@ class MessagesRequest(Prompt, kw_only=True):
         return "omitted" if self.thinking.display == "omitted" else "shown"
 
 
+# What clients leave in the body of the request that they count for.
+@takes(Ignored, "max_tokens", "stream", "stop_sequences", "metadata")
 class CountTokensRequest(Prompt, kw_only=True):
     """POST /v1/messages/count_tokens"""
-
-    # What clients leave in the body of the request that they count for.
-    max_tokens: Ignored = NOT_GIVEN
-    stream: Ignored = NOT_GIVEN
-    stop_sequences: Ignored = NOT_GIVEN
-    metadata: Ignored = NOT_GIVEN

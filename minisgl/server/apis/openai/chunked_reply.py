@@ -12,7 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -20,7 +20,7 @@ from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import Alignment, PlacedToken, place_prompt
 from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.jobs import GenerationJob
-from minisgl.server.answers.reply import EndReason, Reply, ReplyChoice
+from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.apis.openai.answer_types import (
     CompletionTokensDetails,
     PromptLogprobs,
@@ -30,11 +30,9 @@ from minisgl.server.apis.openai.answer_types import (
 )
 from minisgl.server.http.encoding import DONE, encode, event
 from minisgl.server.http.error_bodies import error_body
-from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.tokenizer import Tokenizer
 
-LogprobsT = TypeVar("LogprobsT", bound=Struct)
 StructT = TypeVar("StructT", bound=Struct)
-ChoiceT = TypeVar("ChoiceT", bound="ChunkedChoice[Any]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +65,13 @@ class Envelope:
         )
 
 
-class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
+class ChunkedChoice(ReplyChoice):
     """One choice of a reply in chunks. A subclass has the schema of an endpoint."""
-
-    # Whether logprobs cover every token, those of an echo and those without text included, or
-    # exactly the tokens that the generated text consists of.
-    scores_all: ClassVar[bool]
 
     def __init__(
         self,
         job: GenerationJob,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         envelope: Envelope,
         *,
         continuous_usage: bool = False,
@@ -90,46 +84,23 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         self._scored = job.params.logprobs is not None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._alignment: Alignment | None = None
         self._plain = not (continuous_usage or self._scored or job.return_token_ids)
         # Nothing but null follows the text, so its empty string is the last one in the event.
         self._head, _, self._tail = event(self._chunk("")).rpartition(b'""')
 
-    def events(self, delta: OutputDelta) -> bytes:
-        events = b""
-        if not self._started:
-            self.last = replace(
-                delta,
-                num_output_tokens=0,
-                num_reasoning_tokens=0,
-                num_drafted_tokens=0,
-                num_accepted_tokens=0,
-            )
-            events = self._opening()
-        text = self._take(delta)
-        if not self._plain:
-            events += self._full_event(text, delta)
-        elif text:
-            events += self._head + encode(text) + self._tail
-        if self._finish_reason is not None:
-            events += event(self._chunk(None, finish_reason=self._finish_reason))
-        return events
-
-    def keep(self, delta: OutputDelta) -> None:
-        self._texts.append(self._take(delta))
-        self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs
-        self._prompt_logprobs += delta.prompt_logprobs
-
-    @property
-    def num_scored(self) -> int:
-        return len(self._logprobs) + len(self._prompt_logprobs)
-
     @abstractmethod
     def whole(self) -> Struct:
         """The choice in an answer that is not streamed."""
+
+    @abstractmethod
+    def _chunk(self, text: str) -> Struct:
+        """The chunk that adds `text`, and nothing else."""
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """The event before all others, if there is one."""
 
     @property
     def prompt_token_ids(self) -> list[int] | UnsetType:
@@ -143,14 +114,18 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
             return UNSET
         return [None, *map(self._prompt_token, self._prompt_logprobs)]
 
-    # -- parts of a whole answer -------------------------------------------------------------------
-
-    def _whole_logprobs(self, text: str) -> LogprobsT | None:
-        if not self._scored:
-            return None
-        return self._show(self._place(text, self._logprobs, self._prompt_logprobs))
-
-    # -- parts of a chunk --------------------------------------------------------------------------
+    def _begin(self, delta: OutputDelta) -> bytes:
+        """The event before those of the first delta, whose usage has no output yet."""
+        if self._started:
+            return b""
+        self.last = replace(
+            delta,
+            num_output_tokens=0,
+            num_reasoning_tokens=0,
+            num_drafted_tokens=0,
+            num_accepted_tokens=0,
+        )
+        return self._opening()
 
     def _chunk_usage(self) -> Usage | UnsetType | None:
         return usage_of([self]) if self._continuous_usage else self._envelope.no_usage
@@ -159,39 +134,16 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         """Token ids as the answer, or a chunk of it, reports them."""
         return [*token_ids] if self.job.return_token_ids else UNSET
 
-    @abstractmethod
-    def _opening(self) -> bytes:
-        """The event before all others, if there is one."""
-
-    @abstractmethod
-    def _chunk(
-        self,
-        text: str | None,
-        logprobs: LogprobsT | None = None,
-        finish_reason: EndReason | None = None,
-        *,
-        token_ids: Sequence[int] = (),
-    ) -> Struct:
-        """The chunk that adds `text`; None: it ends the choice and adds nothing."""
-
-    @abstractmethod
-    def _show(self, placed: Sequence[PlacedToken]) -> LogprobsT:
-        """Logprobs as clients get them."""
-
-    # -- the rest ----------------------------------------------------------------------------------
-
-    def _full_event(self, text: str, delta: OutputDelta) -> bytes:
-        placed = self._place(text, delta.logprobs, delta.prompt_logprobs) if self._scored else None
-        token_ids = delta.token_ids if self.job.return_token_ids else []
-        if not (text or placed or token_ids):
-            return b""
-        logprobs = self._show(placed) if placed else None
-        return event(self._chunk(text, logprobs, token_ids=token_ids))
-
     def _place(
-        self, text: str, logprobs: Sequence[TokenLogprobs], prompt_logprobs: Sequence[TokenLogprobs]
+        self,
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        prompt_logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> list[PlacedToken]:
-        """The tokens to report with `text`, the first time with those of the echo."""
+        """The tokens to report with `text`, if any; the first time with those of the echo, if these
+        have logprobs."""
+        if not self._scored:
+            return []
         job, tokenizer = self.job, self._tokenizer
         placed: list[PlacedToken] = []
         skip = job.params.skip_special_tokens
@@ -199,7 +151,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         if self._alignment is None:
             echo = job.echo or ""
             text = text[len(echo) :]
-            if self.scores_all and job.echo is not None:
+            if prompt_logprobs is not None and job.echo is not None:
                 # The first token of a prompt follows nothing, so it has no probability.
                 scored = [None, *prompt_logprobs]
                 placed = place_prompt(tokenizer, job.prompt_token_ids, scored, echo)
@@ -214,8 +166,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         for place, token in enumerate(logprobs):
             has_text = place < num_tokens and tokenizer is not None
             self._alignment.add(token, table[token.token_id] if has_text else b"")
-        placed += self._alignment.show(text, finished=self._finish_reason is not None)
-        return placed if self.scores_all else [token for token in placed if token.data]
+        return placed + self._alignment.show(text, finished=self._finish_reason is not None)
 
     def _prompt_token(self, scored: TokenLogprobs) -> dict[str, PromptToken]:
         text_of = self._tokenizer.token_text if self._tokenizer else named_by_id
@@ -230,15 +181,12 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
             for token_id, logprob in found.items()
         }
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
 
-
-class ChunkedReply(Reply, Generic[ChoiceT]):
+class ChunkedReply(Reply):
     """The answer to one HTTP request, in chunks. A subclass has the schema of an endpoint."""
 
     id_prefix: ClassVar[str]
-    choice_type: type[ChoiceT]
+    choice_type: ClassVar[type[ChunkedChoice]]
     whole_type: ClassVar[type[Struct]]
     chunk_type: ClassVar[type[Struct]]
 
@@ -247,7 +195,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
         jobs: Sequence[GenerationJob],
         *,
         model: str,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         include_usage: bool,
         continuous_usage: bool = False,
         id: str | None = None,
@@ -265,7 +213,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
             no_usage=None if include_usage else UNSET,
             fingerprint=fingerprint,
         )
-        self.choices: Sequence[ChoiceT] = [
+        self.choices: Sequence[ChunkedChoice] = [
             self.choice_type(job, tokenizer, self._envelope, continuous_usage=continuous_usage)
             for job in jobs
         ]
@@ -288,7 +236,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
         return {}
 
 
-def usage_of(choices: Sequence[ChunkedChoice[Any]]) -> Usage:
+def usage_of(choices: Sequence[ChunkedChoice]) -> Usage:
     """The usage of `choices`. A prompt counts once, however many choices it has."""
     firsts = {each.job.index - each.job.k: each for each in reversed(choices)}.values()
     num_prompt = sum(len(choice.job.prompt_token_ids) for choice in firsts)

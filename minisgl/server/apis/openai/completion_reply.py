@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from minisgl.request import TokenLogprobs
+from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.reply import EndReason
 from minisgl.server.apis.openai import answer_types as answers
 from minisgl.server.apis.openai.chunked_reply import ChunkedChoice, ChunkedReply
-from minisgl.server.http.encoding import event
+from minisgl.server.http.encoding import encode, event
 
 
-class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
+class CompletionChoice(ChunkedChoice):
     """The continuation of a prompt."""
 
-    scores_all = True
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._logprobs: list[TokenLogprobs] = []
+
+    def events(self, delta: OutputDelta) -> bytes:
+        events = self._begin(delta)
+        text = self._take(delta)
+        if not self._plain:
+            placed = self._place(text, delta.logprobs, delta.prompt_logprobs)
+            token_ids = delta.token_ids if self.job.return_token_ids else ()
+            if text or placed or token_ids:
+                logprobs = self._show(placed) if placed else None
+                events += event(self._chunk(text, logprobs, token_ids=token_ids))
+        elif text:
+            events += self._head + encode(text) + self._tail
+        if self._finish_reason is not None:
+            events += event(self._chunk("", finish_reason=self._finish_reason))
+        return events
+
+    def keep(self, delta: OutputDelta) -> None:
+        self._texts.append(self._take(delta))
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+
+    @property
+    def num_scored(self) -> int:
+        return len(self._logprobs) + len(self._prompt_logprobs)
 
     def whole(self) -> answers.CompletionAnswerChoice:
-        text = "".join(self._texts)
+        text, logprobs = "".join(self._texts), None
+        if self._scored:
+            logprobs = self._show(self._place(text, self._logprobs, self._prompt_logprobs))
         return answers.CompletionAnswerChoice(
             index=self.job.index,
             text=text,
-            logprobs=self._whole_logprobs(text),
+            logprobs=logprobs,
             finish_reason=self.check_finished(),
             prompt_token_ids=self.prompt_token_ids,
             token_ids=self._reported(self._token_ids),
@@ -35,11 +65,11 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
     def _opening(self) -> bytes:
         if not self.job.return_token_ids:
             return b""
-        return event(self._chunk(None, prompt_token_ids=self.prompt_token_ids))
+        return event(self._chunk("", prompt_token_ids=self.prompt_token_ids))
 
     def _chunk(
         self,
-        text: str | None,
+        text: str,
         logprobs: answers.CompletionLogprobs | None = None,
         finish_reason: EndReason | None = None,
         *,
@@ -48,7 +78,7 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
     ) -> answers.CompletionChunk:
         choice = answers.CompletionChunkChoice(
             index=self.job.index,
-            text=text or "",
+            text=text,
             logprobs=logprobs,
             finish_reason=finish_reason,
             prompt_token_ids=prompt_token_ids,
@@ -74,11 +104,14 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
         """The token's text; its bytes if they are no text of their own, its id if it has none."""
         if self.job.tokens_as_ids:
             return named_by_id(token_id)
-        data = self._token_bytes(token_id)
+        data = self._bytes_of(token_id)
         try:
             return data.decode() or named_by_id(token_id)
         except UnicodeDecodeError:
             return _spelled(data)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and the token itself, under names of which no two are equal."""
@@ -89,7 +122,7 @@ class CompletionChoice(ChunkedChoice[answers.CompletionLogprobs]):
             name = self._name(token_id)
             if name in named or (name == own and token_id != scored.token_id):
                 # Another token has the same text.
-                name = _spelled(self._token_bytes(token_id))
+                name = _spelled(self._bytes_of(token_id))
                 if name in named:
                     name = named_by_id(token_id)
             named[name] = max(logprob, LOWEST_LOGPROB)
@@ -101,7 +134,7 @@ def _spelled(data: bytes) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class CompletionReply(ChunkedReply[CompletionChoice]):
+class CompletionReply(ChunkedReply):
     """The continuations of one or more prompts, each with its choices."""
 
     id_prefix = "cmpl"

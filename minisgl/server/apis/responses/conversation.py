@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,8 +40,10 @@ from minisgl.server.requests.constraint_types import (
 from minisgl.server.requests.request_types import NULL, ChatRequest
 from minisgl.server.requests.templating import Reading
 from minisgl.server.requests.translation import GAP, FieldNames, TranslatedChat, Turn, given
-from minisgl.server.served_engine import ServedEngine
 from minisgl.text.history import SYSTEM_ROLES, Role
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -191,7 +193,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return format
 
 
-async def shortened(chat: TranslatedChat, engine: ServedEngine, reading: Reading) -> TranslatedChat:
+async def shortened(chat: TranslatedChat, engine: AsyncEngine, reading: Reading) -> TranslatedChat:
     """The chat with as much of its end as fits beside its instructions and its answer.
 
     It begins with a message of the user, so that no result of a tool is without its call. If not
@@ -219,7 +221,7 @@ def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
     return replace(chat, body=body, turns=turns)
 
 
-async def _fits(chat: TranslatedChat, engine: ServedEngine, reading: Reading) -> bool:
+async def _fits(chat: TranslatedChat, engine: AsyncEngine, reading: Reading) -> bool:
     body = chat.body
     try:
         found = await conversation_of(engine, body, reading, parallel=body.parallel_tool_calls)

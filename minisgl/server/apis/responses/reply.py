@@ -35,7 +35,7 @@ from minisgl.server.apis.responses.request_types import (
 from minisgl.server.http.encoding import encode, typed_event
 from minisgl.server.http.error_bodies import MAX_ERROR_CHARS
 from minisgl.server.requests.constraint_types import TextFormat
-from minisgl.server.served_engine import ServedTokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 # The events that go on with items, made of an id, an index and a text.
 DELTAS: Mapping[type, Callable[[str, int, str], answers.StreamEvent]] = {
@@ -72,7 +72,7 @@ class ResponseChoice(BlockChoice):
     def __init__(
         self,
         job: GenerationJob,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         spaced: Mapping[str, tuple[str, str]],
         response_id: str,
     ) -> None:
@@ -192,7 +192,7 @@ class ResponsesReply(Reply):
         body: ResponsesRequest,
         *,
         model: str,
-        tokenizer: ServedTokenizer | None,
+        tokenizer: Tokenizer | None,
         spaced: Mapping[str, tuple[str, str]],
         id: str,
         response_id: str,

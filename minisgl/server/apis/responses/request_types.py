@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
@@ -14,7 +14,7 @@ from minisgl.server.requests.constraint_types import (
     Schema,
     TextFormat,
 )
-from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, unsupported
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, takes, unsupported
 from minisgl.server.requests.request_types import NumLogprobs, Off, PositiveCount, check_off
 from minisgl.server.requests.tools import MAX_TOOLS, TextInput
 from minisgl.server.requests.translation import TranslatedFields
@@ -43,6 +43,22 @@ HOSTED = frozenset(
         *("web_search", "web_search_preview"),
     )
 )
+# Types of items of the tools that OpenAI runs, or that its models know. They are left out.
+LEFT_OUT_ITEMS = (
+    *("additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
+    *("compaction", "compaction_trigger", "computer_call", "computer_call_output"),
+    *("configuration_update", "file_search_call", "image_generation_call", "local_shell_call"),
+    *("local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+    *("mcp_list_tools", "program", "program_output", "shell_call", "shell_call_output"),
+    *("tool_search_call", "tool_search_output", "web_search_call"),
+)
+if TYPE_CHECKING:
+    ItemType: TypeAlias = str
+else:
+    ItemType = Literal[
+        *("message", "reasoning", "function_call", "function_call_output"),
+        *("custom_tool_call", "custom_tool_call_output", REFERENCE, *LEFT_OUT_ITEMS),
+    ]
 # Types of tools that the client runs, and that of several of these under a name of their own.
 CALLABLE = frozenset(("function", "custom"))
 NAMESPACE = "namespace"
@@ -94,43 +110,7 @@ Parts: TypeAlias = str | list[Part]
 class InputItem(Struct, kw_only=True, omit_defaults=True):
     """An item of the conversation. Which fields it has depends on its type."""
 
-    type: (
-        Literal[
-            "message",
-            "reasoning",
-            "function_call",
-            "function_call_output",
-            "custom_tool_call",
-            "custom_tool_call_output",
-            "item_reference",
-            # Of tools that OpenAI runs, or that its models know. They are left out.
-            "additional_tools",
-            "apply_patch_call",
-            "apply_patch_call_output",
-            "code_interpreter_call",
-            "compaction",
-            "compaction_trigger",
-            "computer_call",
-            "computer_call_output",
-            "configuration_update",
-            "file_search_call",
-            "image_generation_call",
-            "local_shell_call",
-            "local_shell_call_output",
-            "mcp_approval_request",
-            "mcp_approval_response",
-            "mcp_call",
-            "mcp_list_tools",
-            "program",
-            "program_output",
-            "shell_call",
-            "shell_call_output",
-            "tool_search_call",
-            "tool_search_output",
-            "web_search_call",
-        ]
-        | None
-    ) = None  # a message, or a reference
+    type: ItemType | None = None  # None: a message, or a reference
     id: str | None = None  # of an item of an earlier answer
     role: Literal["user", "assistant", "system", "developer"] | None = None  # of a message
     content: Parts | None = None  # of a message, or of reasoning
@@ -221,6 +201,10 @@ class ReasoningOptions(Struct):
     generate_summary: Ignored = NOT_GIVEN
 
 
+@takes(Unsupported, "moderation", "messages", "max_tokens")
+@takes(Ignored, "client_metadata", "context_management", "max_tool_calls", "prompt_cache_key")
+@takes(Ignored, "prompt_cache_options", "prompt_cache_retention", "safety_identifier")
+@takes(Ignored, "service_tier", "stream_options")
 class ResponsesRequest(TranslatedFields, kw_only=True):
     """POST /v1/responses"""
 
@@ -258,21 +242,6 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     conversation: Annotated[None, NO_CONVERSATIONS] = None
     prompt: Annotated[None, NO_PROMPTS] = None
     background: Off = None
-    moderation: Unsupported = None
-
-    # Of chats.
-    messages: Unsupported = None
-    max_tokens: Unsupported = None
-
-    client_metadata: Ignored = NOT_GIVEN
-    context_management: Ignored = NOT_GIVEN
-    max_tool_calls: Ignored = NOT_GIVEN  # of tools that the server runs
-    prompt_cache_key: Ignored = NOT_GIVEN
-    prompt_cache_options: Ignored = NOT_GIVEN
-    prompt_cache_retention: Ignored = NOT_GIVEN
-    safety_identifier: Ignored = NOT_GIVEN
-    service_tier: Ignored = NOT_GIVEN
-    stream_options: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,10 +99,9 @@ class ToolBox:
         Raises InvalidRequestError.
         """
         match choice:
-            case FunctionChoice(name, namespace):
-                return chat.NamedFunction(chat.ToolName(self.flat_name(name, namespace))), {}
-            case CustomChoice(name, namespace):
-                return chat.NamedCustom(chat.ToolName(self.flat_name(name, namespace))), {}
+            case FunctionChoice(name, namespace) | CustomChoice(name, namespace):
+                kind = "function" if isinstance(choice, FunctionChoice) else "custom"
+                return _named(kind, self.flat_name(name, namespace)), {}
             case AllowedChoice(mode, tools):
                 named = [
                     (each, f"tool_choice.tools.{place}")

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from minisgl.engine.vector_types import EmbedOptions, Input, RerankOptions
 from minisgl.errors import InvalidRequestError
 from minisgl.server.http.validation_errors import NOT_SUPPORTED
-from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only
+from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, only, takes
 from minisgl.server.requests.request_types import (
     ClientFields,
     NumKept,
@@ -40,6 +40,8 @@ class VectorFields(ClientFields, kw_only=True):
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
 
 
+@takes(Unsupported, "normalize", "embed_dtype", "embedding_type", "endianness", "input_type")
+@takes(Unsupported, "late_chunking", "messages", "task")
 class EmbeddingRequest(VectorFields, kw_only=True):
     """POST /v1/embeddings"""
 
@@ -52,14 +54,6 @@ class EmbeddingRequest(VectorFields, kw_only=True):
     prompt_name: str | None = None
     """A prompt of the checkpoint, before each text. Default: its default. Example: `"query"`"""
     add_special_tokens: On = None
-    normalize: Unsupported = None
-    embed_dtype: Unsupported = None
-    embedding_type: Unsupported = None
-    endianness: Unsupported = None
-    input_type: Unsupported = None
-    late_chunking: Unsupported = None
-    messages: Unsupported = None
-    task: Unsupported = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
