@@ -16,8 +16,8 @@ remote_option = partial(option, group="Another server")
 class RemoteConfig:
     """The server that is asked instead of an engine in this process, if any."""
 
-    url: str = remote_option(
-        "",
+    url: str | None = remote_option(
+        None,
         "An OpenAI-compatible server to ask, such as http://127.0.0.1:1919, instead of an engine "
         "of its own; in a chat or a benchmark --model then names one of its models.",
     )
@@ -31,7 +31,7 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.url:
+        if self.url is not None:
             check_address(self.url)
         check_key_options(self)
         if not self.request_timeout > 0:
