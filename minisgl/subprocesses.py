@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from struct import Struct
-from typing import IO, NoReturn
+from typing import IO, NoReturn, Self
 
 from minisgl.errors import EngineStoppedError, MinisglError
 
@@ -100,6 +100,13 @@ class Worker:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.wait()
 
     def wait(self) -> int | None:
         """Wait until the process has ended; returns its exit code, None if it was never started.

@@ -78,7 +78,7 @@ async def _talk(
     from .commands import Session
     from .repl import Repl, banner
 
-    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
+    opened = _server(chat.url, chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
     async with opened as model:
         repl = Repl(Session(model, ui, Conversation(chat.system), dict(chat.sampling)))
         if question is not None:
@@ -93,13 +93,15 @@ async def _talk(
 
 
 @asynccontextmanager
-async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
+async def _server(
+    url: str, chat: ChatConfig, engine: EngineConfig, ui: ChatUI
+) -> AsyncIterator[ChatModel]:
 
     from .server_model import ServerModel
 
     with ui.busy("Connecting"):
         key = chat.find_key()
-        model = await ServerModel.connect(chat.url, key, engine.model, chat.request_timeout)
+        model = await ServerModel.connect(url, key, engine.model, chat.request_timeout)
     yield model
 
 

@@ -31,7 +31,7 @@ def check_address(url: str) -> None:
     except ValueError:  # a port that is no number, a bracket that is not closed, an empty label
         is_wrong = True
     if is_wrong:
-        shown = "(not shown)" if re.search("[@?]", url) else url
+        shown = "(not shown)" if re.search("[@?]", url) else url or "''"
         allowed = "an address such as http://127.0.0.1:1919, without a user name or a query"
         raise ConfigError("--url", shown, f"allowed: {allowed}")
 

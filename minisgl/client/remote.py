@@ -17,8 +17,8 @@ remote_option = partial(option, group="Another server")
 class RemoteConfig:
     """The server that is asked instead of an engine in this process, if any."""
 
-    url: str = remote_option(
-        "",
+    url: str | None = remote_option(
+        None,
         "An OpenAI-compatible server to ask, such as http://127.0.0.1:1919, instead of an engine "
         "of its own; in a chat or a benchmark --model then names one of its models.",
     )
@@ -32,7 +32,7 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.url:
+        if self.url is not None:
             check_address(self.url)
         if self.api_key:
             check_key("--api-key", self.api_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl.errors import ConfigError, InvalidRequestError
 from minisgl.paths import path_of
-from minisgl.text.rendering import render
+from minisgl.text.rendering import Renderer, encode_call
 from minisgl.text.tokenizer import Tokenizer
 
 OPTION = "--chat-template"
@@ -21,8 +21,10 @@ def read_template(file: str) -> str:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(OPTION, file, f"allowed: a file of at most {MAX_BYTES >> 20} MiB")
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(OPTION, file, f"it cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(OPTION, file, "it is not in UTF-8; save it in UTF-8") from error
     if not text.strip():
         raise ConfigError(OPTION, file, "it is empty; allowed: a file in Jinja")
     return text
@@ -32,13 +34,9 @@ def check_template(tokenizer: Tokenizer, file: str) -> None:
     """Raise ConfigError if a conversation of one question cannot be rendered with the template of
     `tokenizer`, which comes from this file."""
     try:
-        rendered = render(tokenizer.template_call(QUESTION))
+        with Renderer() as renderer:
+            rendered = renderer.render(encode_call(tokenizer.template_call(QUESTION)))
     except InvalidRequestError as error:
         raise ConfigError(OPTION, file, str(error)) from error
-    except Exception as error:  # a template is a program, and may raise anything
-        line = getattr(error, "lineno", None)
-        where = "" if line is None else f" in line {line}"
-        reason = f"it cannot be rendered ({type(error).__name__}{where}: {error})"
-        raise ConfigError(OPTION, file, reason) from error
     if QUESTION[0]["content"] not in rendered:
         raise ConfigError(OPTION, file, "what a user says is not in what it renders")

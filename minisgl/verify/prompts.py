@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.errors import InvalidRequestError
+from minisgl.text.rendering import Renderer, encode_call
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_NEW_TOKENS = 32
@@ -72,8 +73,12 @@ class Prompts:
         room = max_seq_len - NUM_NEW_TOKENS
         short = [tokenizer.encode(text)[:room] for text in TEXTS]
         if tokenizer.has_chat_template:
-            with contextlib.suppress(InvalidRequestError):  # of a template that refuses it
-                short.append(tokenizer.chat(CONVERSATIONS["a question"])[:room])
+            # Of a template that refuses it, or does not end.
+            with contextlib.suppress(InvalidRequestError), Renderer() as renderer:
+                call = encode_call(tokenizer.template_call(CONVERSATIONS["a question"]))
+                text = renderer.render(call)
+                ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_seq_len)
+                short.append(ids[:room])
         lines = [
             _SENTENCES[n % 3].format(n=n, a=7 * n % 60, b=10 + 13 * n % 50) for n in range(300)
         ]

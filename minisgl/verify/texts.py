@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import MinisglError
-from minisgl.text.rendering import render
+from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.verify.prompts import CONVERSATIONS, TEXTS, TOOL
 
@@ -39,30 +39,43 @@ def differing_conversations(
     }
     if "tools" in tokenizer.chat_template_text:
         cases["a tool"] = (CONVERSATIONS["a question"], {"tools": [TOOL]})
-    found = {name: _difference(tokenizer, theirs, *case) for name, case in cases.items()}
+    found = {}
+    with Renderer() as renderer:
+        for name, case in cases.items():
+            try:
+                found[name] = _difference(tokenizer, renderer, theirs, *case)
+            except EndlessTemplateError as error:  # in transformers nothing would end it
+                return {name: f"minisgl refuses it: {error}"}
     return {name: said for name, said in found.items() if said is not None}
 
 
 def _difference(
-    tokenizer: Tokenizer, theirs: Any, messages: Sequence[Mapping[str, Any]], options: Any
+    tokenizer: Tokenizer,
+    renderer: Renderer,
+    theirs: Any,
+    messages: Sequence[Mapping[str, Any]],
+    options: Any,
 ) -> str | None:
+    """Raises EndlessTemplateError."""
     refusal = None
+    try:
+        plain = tokenizer.template_call(messages, control_tokens_in_text=True, **options)
+        text = renderer.render(encode_call(plain))
+        signed = renderer.render(encode_call(tokenizer.template_call(messages, **options)))
+        ids = tokenizer.encode(signed, add_special_tokens=False)
+    except EndlessTemplateError:
+        raise
+    except MinisglError as error:
+        refusal = str(error)
     try:
         wanted = theirs.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **options
         )
         wanted_ids = theirs(wanted, add_special_tokens=False).input_ids
     except Exception as error:  # a template may raise anything
-        refusal = str(error)
-    try:
-        text = render(tokenizer.template_call(messages, control_tokens_in_text=True, **options))
-        ids = tokenizer.chat(messages, **options)
-    except MinisglError as error:
-        return None if refusal is not None else f"minisgl refuses it: {error}"
-    except Exception as error:
-        return None if refusal is not None else f"minisgl's rendering raises {error!r}"
+        return None if refusal is not None else f"transformers refuses it: {error}"
     if refusal is not None:
-        return f"transformers refuses it: {refusal}"
+        return f"minisgl refuses it: {refusal}"
     if text != wanted:
         at = next(
             (

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.endless_template_server import ENDLESS
 
 from minisgl import LLM
 from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.text.rendering import render
+from minisgl.text import template_file
+from minisgl.text.rendering import Renderer, render
 from minisgl.text.template_file import QUESTION, check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
 
@@ -32,9 +35,10 @@ def refusal(file: Path) -> str:
     ("text", "reason"),
     [
         (b" \n", "it is empty"),
-        (b"\xff\xfe", "it cannot be read: 'utf-8' codec"),
+        (b"\xff\xfe", "it is not in UTF-8; save it in UTF-8$"),
+        ("{# 問い #}".encode("shift-jis"), "it is not in UTF-8; save it in UTF-8$"),
         (b"{% for message in messages %}\n{{ message.content }}", r"in line 2: .*'endfor'"),
-        (b"{{ messages[0].content.nothing.at_all }}", "UndefinedError"),
+        (b"{{ messages[0].content.nothing.at_all }}", "'str object' has no attribute 'nothing'"),
         (b"{{ raise_exception('not for you') }}", "not for you"),
         (b"Hello, {{ user }}", "what a user says is not in"),
     ],
@@ -43,6 +47,20 @@ def test_a_broken_template_is_refused_in_words(tmp_path: Path, text: bytes, reas
     file = tmp_path / "chat.jinja"
     file.write_bytes(text)
     assert re.search(reason, refusal(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(ENDLESS, "did not end within 0.5 s"), ("{{ 'x' * 10 ** 10 }}", "takes more than 1024 MiB")],
+)
+def test_a_template_is_tried_within_limits(
+    tmp_path: Path, text: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.5 if text == ENDLESS else 3600
+    monkeypatch.setattr(template_file, "Renderer", partial(Renderer, seconds))
+    file = tmp_path / "chat.jinja"
+    file.write_text(text)
+    assert reason in refusal(file)
 
 
 @pytest.mark.parametrize("place", ["option", "chat_template.jinja"])

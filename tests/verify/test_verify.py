@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import GPT_OSS, make_checkpoint, spec_named
+from support.endless_template_server import ENDLESS
 from support.mxfp4_checkpoints import quantised
 from support.quantized import FORMATS, quantize
 from torch import Tensor
@@ -29,9 +31,9 @@ from minisgl.errors import ConfigError
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner import load, setup
-from minisgl.text.rendering import render
+from minisgl.text.rendering import Renderer
 from minisgl.text.tokenizer import Tokenizer
-from minisgl.verify import answers, reference, run, texts
+from minisgl.verify import answers, prompts, reference, run, texts
 from minisgl.verify.plain import plain_weights
 from minisgl.verify.prompts import TEXTS, Prompts
 from minisgl.verify.run import Findings, verify
@@ -86,6 +88,18 @@ def test_the_demo_model_is_right(dtype: str) -> None:
 def test_a_template_that_refuses_a_question_leaves_the_other_prompts() -> None:
     tokenizer = Tokenizer.load(DEMO_FOLDER, chat_template="{{ raise_exception('not today') }}")
     assert Prompts.of(tokenizer, 2048).short[0] == tokenizer.encode(TEXTS[0])
+
+
+def test_a_template_that_does_not_end_is_a_fault_and_transformers_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (prompts, texts):
+        monkeypatch.setattr(module, "Renderer", partial(Renderer, 0.5))
+    tokenizer = Tokenizer.load(DEMO_FOLDER, chat_template=ENDLESS)
+    assert Prompts.of(tokenizer, 2048).short[0] == tokenizer.encode(TEXTS[0])
+    found = texts.differing_conversations(tokenizer, DEMO_FOLDER, ENDLESS)
+    assert len(found) == 1
+    assert all("did not end within 0.5 s" in said for said in found.values())
 
 
 def wrong_theta(patch: pytest.MonkeyPatch) -> None:
@@ -220,7 +234,8 @@ def test_other_texts_and_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     same = texts.differing_conversations(tokenizer, DEMO_FOLDER, None)
     assert {*same.values()} == {""}
     assert len(same) == 3
-    monkeypatch.setattr(texts, "render", lambda call: render(call) + "\n")
+    render = Renderer.render
+    monkeypatch.setattr(Renderer, "render", lambda self, call: render(self, call) + "\n")
     differing = texts.differing_conversations(tokenizer, DEMO_FOLDER, None)
     assert all("the texts differ from character" in said for said in differing.values())
     monkeypatch.undo()

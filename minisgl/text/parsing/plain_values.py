@@ -24,12 +24,14 @@ def escaped(text: str) -> str:
 def value_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value that is not a plain string, as `text` has it wherever that is JSON.
 
-    What is of none of `types` is a string; without types, whatever is JSON is taken for it.
+    What is of none of `types` is a string, null aside where no string may be; without types,
+    whatever is JSON is taken for it.
     """
     word = text.strip()
     if "boolean" in types and word.lower() in ("true", "false"):
         return word.lower()
-    if "null" in types and word.lower() in ("null", "none"):
+    may_be_null = "null" in types or (types and "string" not in types)
+    if may_be_null and word.lower() in ("null", "none"):
         return "null"
     try:
         value = json.loads(word, parse_constant=refuse_constant)

@@ -29,7 +29,7 @@ from typing import Any
 
 from minisgl.text.parsing.alternatives import properties_of
 from minisgl.text.parsing.calls import CallContext
-from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME
+from minisgl.text.parsing.json_formats import END_TOOL_CALL, TOOL_CALL, TOOL_NAME, read_hermes
 from minisgl.text.parsing.plain_values import escaped, types_of, value_json
 from minisgl.text.parsing.reader import BLANK_RUN, Patterns, Put, Reading
 
@@ -96,7 +96,13 @@ class _Quotes:
 
 
 def read_tagged(tags: Tags, calls: CallContext, opening: str) -> Reading[bool]:
-    """Read a call, or all calls that a tag is around. Closings may be missing."""
+    """Read a call, or all calls that a tag is around. Closings may be missing.
+
+    Within the tag that XML has in common with hermes, a model may go on with the JSON of hermes.
+    """
+    is_around = tags == XML and opening == calls.markers[TOOL_CALL]
+    if is_around and (yield from calls.reader.peek()) == "{":
+        return (yield from read_hermes(calls, opening))
     return (yield from _Calls(tags, calls).read(opening))
 
 

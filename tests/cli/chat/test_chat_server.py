@@ -276,6 +276,7 @@ async def test_the_chat_works_with_our_own_server() -> None:
     [
         ({"url": "127.0.0.1:1919"}, "--url 127.0.0.1:1919: allowed: an address such as"),
         ({"url": "http://host:x"}, "--url http://host:x: allowed"),
+        ({"url": ""}, "--url '': allowed: an address such as"),  # of a variable that is not set
         ({"url": "http://a..b"}, "--url http://a..b: allowed"),
         ({"api_key": "a b"}, "--api-key (not shown): allowed"),
         ({"thinking": "hide"}, "--thinking hide: allowed: fold or show"),

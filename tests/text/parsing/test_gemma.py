@@ -103,6 +103,8 @@ SCHEMA = {
         # Types are those of the schema.
         ("sku:12345,note:true", {"sku": "12345", "note": "true"}, ""),
         ("sku:null,u:null,x:null", {"sku": "null", "u": None, "x": None}, ""),
+        ("l:null,n:None,o:null", {"l": None, "n": None, "o": None}, ""),
+        (f"n:{Q}null{Q},note:None", {"n": None, "note": "None"}, ""),
         ('note:{"a": 1, "b": 2},n:1', {"note": '{"a": 1, "b": 2}', "n": 1}, ""),
         (f"n:{Q}5{Q},l:{Q}[1, 2]{Q}", {"n": 5, "l": [1, 2]}, ""),
         # A text without quotes goes as far as what may follow it.

@@ -107,6 +107,14 @@ def test_an_opening_that_is_written_twice_is_no_text(name: str) -> None:
     assert read(name, told) == ([], told)
 
 
+def test_json_of_hermes_within_the_tags_of_qwen3_coder_is_a_call() -> None:
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+    own = DOUBLED["qwen3_coder"].removeprefix("<tool_call>\n")
+    assert read("qwen3_coder", f"Yes.\n{written}\n{own}\n{written}") == ([X, X, X], "Yes.")
+    told = '<tool_call>\n{"a": "x"}\n</tool_call> is no call.'
+    assert read("qwen3_coder", told) == ([], told)
+
+
 @pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31"])
 @pytest.mark.parametrize(("written", "arguments"), [("", {}), (json.dumps('{"a": "x"}'), X)])
 def test_arguments_between_markers_may_be_missing_or_in_a_string(
