@@ -273,15 +273,10 @@ def _advice(
 def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int) -> bool:
     """Whether --parallel auto may take --dp-attention: never in the place of something that was
     asked for, or that the arithmetic does not count."""
-    has_windows = any(spec.window is not None for spec in model.attention)
+    has_windows = any(spec.window is not None for spec in model.attention)  # not counted
     decodes = config.task not in ("embed", "rerank")
     beside = config.host_cache or config.speculative is not None
-    return (
-        decodes
-        and not beside
-        and not has_windows  # whose pages are then kept
-        and config.max_running_requests >= num_ranks
-    )
+    return decodes and not beside and not has_windows and config.max_running_requests >= num_ranks
 
 
 def _check_ep(config: EngineConfig, model: ModelFacts) -> None:
@@ -600,15 +595,12 @@ def _resolve_windows(
     )
     if sizes is None:
         return None
+    num_slots = config.max_running_requests // _num_attending(config)
     if config.host_cache:
         notes.append("pages behind sliding windows are kept: --host-cache keeps whole pages")
-    elif model.states:
-        notes.append("pages behind sliding windows are kept: the model keeps states, too")
-    elif config.dp_attention:
-        notes.append("pages behind sliding windows are kept: --dp-attention has one page table")
-    elif config.speculative not in (None, "", "ngram"):
-        notes.append("pages behind sliding windows are kept: the drafter keeps all pages")
-    elif num_pages and sizes.pages_for(config.max_running_requests) >= num_pages:
+    elif any(spec.window for spec in model.draft_layers):
+        notes.append("pages behind sliding windows are kept: the draft model has windows, too")
+    elif num_pages and sizes.pages_for(num_slots) >= num_pages:
         notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
     else:
         return sizes

@@ -129,14 +129,6 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
-    if config.windows is not None and capacity.num_window_pages:
-        return KVCacheManager(
-            num_pages=capacity.num_pages,
-            page_size=page_size,
-            cache_type=config.cache_type,
-            num_window_pages=capacity.num_window_pages,
-            window_sizes=config.windows,
-        )
     layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
     caches = [
@@ -151,6 +143,8 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
+            num_window_pages=capacity.num_window_pages,
+            window_sizes=config.windows if capacity.num_window_pages else None,
             looks_ahead=loaded.model.drafts_look_ahead,
         )
         for _ in range(capacity.num_attending)

@@ -59,9 +59,14 @@ class RadixCache(Residency):
         return self._num_useful(found, sum(common for _, common in found))
 
     def _num_useful(self, found: Found, num_pages: int) -> int:
-        for group in self.groups:
-            num_pages = group.usable(found, num_pages)
-        return max(0, num_pages - self._num_spared)
+        """Of the first `num_pages` pages of a match, those that all groups can go on behind. What
+        one leaves may be too much for another, so all are asked until they agree."""
+        num_pages, asked = max(0, num_pages - self._num_spared), -1
+        while num_pages != asked:
+            asked = num_pages
+            for group in self.groups:
+                num_pages = group.usable(found, num_pages)
+        return num_pages
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         """Lock the longest cached prefix of `key` that is of use, at most `max_pages` pages.

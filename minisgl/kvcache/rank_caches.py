@@ -8,11 +8,10 @@ opens the lease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.kvcache.snapshots import SnapshotStats, TakenSnapshot
+from minisgl.kvcache.snapshots import SnapshotStats
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
 # elsewhere: each is worth its tokens.
@@ -78,23 +77,9 @@ class RankCaches(KVCacheManager):
         lease.rank = rank
         return lease
 
-    def reserve(self, lease: Lease, num_tokens: int, **of_plan: Any) -> Sequence[int] | None:
-        return self.of(lease).reserve(lease, num_tokens, **of_plan)
-
     def settled(self, step: int) -> None:
         for cache in self.of_ranks:
             cache.settled(step)
-
-    def take_snapshots(
-        self, lease: Lease, start: int, end: int, step: int
-    ) -> tuple[TakenSnapshot, ...]:
-        return self.of(lease).take_snapshots(lease, start, end, step)
-
-    def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        self.of(lease).commit(lease, key, num_tokens, step)
-
-    def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        self.of(lease).close(lease, key, num_tokens, step)
 
     def drop_written_since(self, step: int) -> None:
         for cache in self.of_ranks:

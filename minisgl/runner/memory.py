@@ -191,7 +191,7 @@ def divide_pages(
     """The numbers of pages of full and of windowed layers; 0 of these if all layers have the same,
     where that is more. num_pages: as many as fit then, or the option's. All ranks must call this
     together."""
-    sizes, num_slots = config.windows, config.max_running_requests
+    sizes, num_slots = config.windows, config.max_running_requests // config.num_attending
     room = num_pages * page_bytes(layers, config.page_size)
     num_pages = pipeline.host_min(num_pages)
     if sizes is None:

@@ -97,12 +97,12 @@ class Admission:
             if lease.windows is not None:
                 lease.windows.num_expected = num_known + int(self.ratio.expected(request))
             num_beside = self._num_beside_rows(lease, num_known, work)
-            pages = self._kv.reserve(
+            pages = self._kv.of(lease).reserve(
                 lease, num_known, num_beside=num_beside, num_granted=num_granted
             )
             if pages is not None:
                 return lease
-        self._kv.close(lease)
+        self._kv.of(lease).close(lease)
         return None
 
     def _has_room(

@@ -90,7 +90,7 @@ class DecodeRows:
         for running in sorted(self._wants_page, key=attrgetter("arrival")):
             while running.active:
                 index = len(running.lease.pages)
-                pages = kv.reserve(
+                pages = kv.of(running.lease).reserve(
                     running.lease, min(running.num_scheduled + max_run, running.last_scheduled)
                 )
                 if pages is None:

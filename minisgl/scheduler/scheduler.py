@@ -167,9 +167,9 @@ class Scheduler:
             token_ids = running.request.token_ids
             num_tokens = running.request.num_shared(min(running.num_scheduled, len(token_ids) - 1))
             key = pack_tokens(token_ids[:num_tokens])
-            self.kv.close(running.lease, key, num_tokens, self._step)
+            self.kv.of(running.lease).close(running.lease, key, num_tokens, self._step)
         else:
-            self.kv.close(running.lease)
+            self.kv.of(running.lease).close(running.lease)
         self._slots.leave(running)
         if running.decoding:
             self._rows.leave(running)
@@ -182,7 +182,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
-        work = StepWork(self._step + 1, self._max_prefill_length, self.kv.windows)
+        work = StepWork(self._step + 1, self._max_prefill_length, self.kv)
         retractions = self.counters.num_retractions
         self._rows.grant_pages(work, self._retract)
         if self._loading:
@@ -252,13 +252,10 @@ class Scheduler:
 
     def _take_snapshots(self, work: StepWork) -> None:
         """Let the chunks leave the snapshots that later requests can start from."""
-        work.chunks = [
-            replace(
-                chunk,
-                snapshots=self.kv.take_snapshots(running.lease, chunk.start, chunk.end, work.step),
-            )
-            for chunk, running in work.owned_chunks
-        ]
+        for index, (chunk, running) in enumerate(work.owned_chunks):
+            kv, lease = self.kv.of(running.lease), running.lease
+            taken = kv.take_snapshots(lease, chunk.start, chunk.end, work.step)
+            work.chunks[index] = replace(chunk, snapshots=taken)
 
     def _launch_chunks(self, work: StepWork) -> None:
         """Count the tokens of chunks as computed."""
@@ -266,7 +263,7 @@ class Scheduler:
             running.num_scheduled = chunk.end
             # Whole pages of the prompt may be matched from the next step on.
             num_tokens = running.request.num_shared(chunk.end)
-            self.kv.commit(running.lease, running.key, num_tokens, work.step)
+            self.kv.of(running.lease).commit(running.lease, running.key, num_tokens, work.step)
             if chunk.samples:
                 self._rows.join(running, work.step)
         self._prefilling = [
@@ -311,7 +308,7 @@ class Scheduler:
         nothing; None if there are none. Nothing may be running."""
         assert not self._slots.running
         self.kv.tiers.offload_all()
-        work = StepWork(self._step + 1, budget=0)
+        work = StepWork(self._step + 1, 0, self.kv)
         parts, planned = self._plan_parts(work)
         if not planned:
             return None

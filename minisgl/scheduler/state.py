@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.lease import Lease, WindowPages
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.windows import Windows
 from minisgl.request import Request
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
@@ -110,7 +110,7 @@ class StepWork:
 
     step: int
     budget: int  # tokens of prompts that it may compute besides
-    windows: Windows | None = None  # where windowed layers have pages of their own
+    kv: KVCacheManager
     joins: list[SlotJoin] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -163,11 +163,11 @@ class StepWork:
         """Spend the budget on the tokens of a request that are known and not computed."""
         start = running.num_scheduled
         end = min(start + self.budget, running.num_to_prefill)
-        held = running.lease.windows
-        if held is not None and self.windows is not None:
-            end = max(start, min(end, self.windows.room(held)))
-            columns = -(-end // self.windows.sizes.page_size)
-            self._grant_windowed(running, held, self.windows.cover(held, columns))
+        held, windows = running.lease.windows, self.kv.of(running.lease).windows
+        if held is not None and windows is not None:
+            end = max(start, min(end, windows.room(held)))
+            columns = -(-end // windows.sizes.page_size)
+            self._grant_windowed(running, held, windows.cover(held, columns))
         if start == end:
             return
         self.budget -= end - start
@@ -189,11 +189,11 @@ class StepWork:
     def slide(self, running: Running) -> None:
         """Let the pages of windowed layers follow those that a decode row was granted, and give up
         what is behind the window."""
-        held = running.lease.windows
-        if held is not None and self.windows is not None:
+        held, windows = running.lease.windows, self.kv.of(running.lease).windows
+        if held is not None and windows is not None:
             columns = len(running.lease.pages)
-            self.windows.trim(held, columns)
-            self._grant_windowed(running, held, self.windows.cover(held, columns))
+            windows.trim(held, columns)
+            self._grant_windowed(running, held, windows.cover(held, columns))
 
     def _grant_windowed(self, running: Running, held: WindowPages, pages: Sequence[int]) -> None:
         """Grant the last pages that a lease has of windowed layers."""

@@ -372,7 +372,7 @@ def test_auto_divides_no_requests_beside_what_does_not_go_with_it(
 
 
 def test_auto_divides_no_requests_of_models_that_do_without(tmp_path: Path) -> None:
-    """Of gemma-4-26B pages behind windows would be kept, and gemma-3 is adopted."""
+    """The windows of gemma-4-26B are not counted, and gemma-3 is adopted."""
     gemma = facts_of("gemma-4-26B-A4B", tmp_path)
     assert not taken_by_auto(gemma, 8).dp_attention
     unbounded = tuple(

@@ -60,13 +60,31 @@ def test_a_request_of_few_tokens_needs_a_page_for_each() -> None:
         pytest.param([FULL, FULL], {}, id="no-window"),
         pytest.param([WINDOWED, FULL], {"max_seq_len": 128}, id="short-sequences"),
         pytest.param([WINDOWED, FULL], {"host_cache": 0.1}, id="host-cache"),
-        pytest.param([WINDOWED, FULL, STATE], {}, id="states"),
         pytest.param([WINDOWED, FULL], {"num_pages": 1 + 128 + 256 * 10}, id="few-pages"),
         pytest.param([WINDOWED, FULL], {"machine": replace(CPU, free_cpu_bytes=1 << 28)}, id="cpu"),
     ],
 )
 def test_one_page_table_for_all_layers(layers: list[Any], options: dict[str, Any]) -> None:
     assert options_for(*layers, **options).windows is None
+
+
+def test_states_and_drafting_networks_go_with_windows() -> None:
+    assert options_for(WINDOWED, FULL, STATE).windows is not None
+    for drafter, has_own_pages in ((FULL, True), (WINDOWED, False)):
+        model = replace(
+            MODEL, layers=(WINDOWED, FULL), max_seq_len=131_072, draft_layers=(drafter,)
+        )
+        config = resolved(model, GPU, page_size=16, attn="torch", speculative="drafter")
+        assert (config.windows is not None) == has_own_pages
+
+
+def test_each_rank_that_attends_for_requests_needs_the_pages_of_its_own() -> None:
+    options = {"num_pages": 2 + 128 + 128 * 10, "tp": 2}
+    assert options_for(WINDOWED, FULL, machine=replace(GPU, num_gpus=2), **options).windows is None
+    divided = options_for(
+        WINDOWED, FULL, machine=replace(GPU, num_gpus=2), **options, dp_attention=True
+    )
+    assert divided.windows is not None
 
 
 def test_few_requests_at_once_need_few_pages() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import gemma_checkpoints
 from support.adopted_cases import case_of as adopted_case_of
 from support.adopted_cases import check as check_adopted
-from support.checkpoints import GreedyRun
+from support.checkpoints import GreedyRun, spec_named
+from support.draft_networks import Head, save_head
 from support.parity import (
     FEW_PAGES,
     SAMPLED,
@@ -24,7 +26,7 @@ from support.parity import (
     greedy,
     load_engine,
 )
-from support.tensor_parallel import check_with_aborts, shortened
+from support.tensor_parallel import EVERYTHING, check_with_aborts, shortened
 from torch import Tensor
 
 from minisgl.attention.base import (
@@ -35,10 +37,12 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.startup_lines import tell_of_windows
 from minisgl.runner import load
+from minisgl.runner.setup import read_setup
 
 WINDOW = 20  # of the checkpoints
 # So few requests at once that windowed layers need fewer pages than the others.
@@ -98,9 +102,26 @@ def test_adopted_models_give_the_tokens_of_transformers(
     assert cached[3] == 24 // page_size * page_size
 
 
-@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_ranks_and_stages_give_the_tokens_of_transformers(ranks: dict[str, int]) -> None:
-    check_with_aborts(shortened(case_of("gpt-oss")), max_running_requests=2, **ranks)
+RANKS = [({"tp": 2}, 2), ({"pp": 2}, 2), ({"tp": 2, "dp_attention": True, "num_pages": 26}, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "num_requests"), RANKS, ids=str)
+def test_ranks_and_stages_give_the_tokens_of_transformers(
+    ranks: dict[str, Any], num_requests: int
+) -> None:
+    case, options = shortened(case_of("gpt-oss")), {**ranks, "max_running_requests": num_requests}
+    config = EngineConfig(model=str(case.folder), device="cpu", **EVERYTHING | options)
+    assert read_setup(config).config.windows is not None
+    check_with_aborts(case, **options)
+
+
+def test_drafting_networks_change_no_token(tmp_path: Path) -> None:
+    case = case_of("gpt-oss")
+    head = save_head(Head(spec_named("gpt-oss"), taps=(0, 1, 2)), tmp_path / "head")
+    options = {"page_size": 4, "speculative": str(head), "draft_tokens": 2, **ON}
+    assert has_own_pages(load_engine(case.folder, **options))
+    _, cached = check(some_of(case, slice(3, 5)), alone=True, **options)
+    assert max(cached) == 16  # of 20: the last page depends on the token behind it
 
 
 def test_sampled_tokens_are_those_of_one_page_table() -> None:

@@ -87,7 +87,7 @@ class Model:
             assert more < worth or (more == worth and lease.rank <= rank)
         held = Held(lease, tokens, namespace)
         self.held.append(held)
-        fits = self.kv.reserve(lease, len(tokens)) is not None
+        fits = self.kv.of(lease).reserve(lease, len(tokens)) is not None
         self.check(before, lease.rank)
         if fits:
             return held
@@ -98,7 +98,7 @@ class Model:
         self.step += 1
         before = self.num_free()
         key = pack_tokens(held.tokens)
-        self.kv.commit(held.lease, key, num_tokens, self.step)
+        self.kv.of(held.lease).commit(held.lease, key, num_tokens, self.step)
         held.num_committed = num_tokens
         self.computed[held.lease.rank] |= self.prefixes(held, num_tokens)
         self.check(before, held.lease.rank)
@@ -112,9 +112,10 @@ class Model:
             self.step += 1
             for known in (self.computed, self.left):
                 known[held.lease.rank] |= self.prefixes(held, num_tokens)
-            self.kv.close(held.lease, pack_tokens(held.tokens), num_tokens, self.step)
+            kv, key = self.kv.of(held.lease), pack_tokens(held.tokens)
+            kv.close(held.lease, key, num_tokens, self.step)
         else:
-            self.kv.close(held.lease)
+            self.kv.of(held.lease).close(held.lease)
         self.check(before, held.lease.rank)
 
     def prefixes(self, held: Held, num_tokens: int) -> Prefixes:

@@ -125,6 +125,15 @@ class Harness:
     def __post_init__(self) -> None:
         max_seq_len = self.longest or (self.num_pages - 1) * self.page_size
         capacity = Capacity(self.num_pages, self.page_size, self.num_slots, max_seq_len)
+        sizes, num_window_pages = None, 0
+        if self.window is not None:
+            sizes = WindowSizes(
+                window=self.window,
+                page_size=self.page_size,
+                in_flight=(self.num_stages + 2) * self.max_run,
+                spare=self.spare,
+            )
+            num_window_pages = self.num_window_pages or 1 + sizes.span + sizes.spare
         caches = [
             KVCacheManager(
                 num_pages=self.num_pages,
@@ -137,26 +146,13 @@ class Harness:
                 load_rule=self.load_rule,
                 disk=None if self.disk is None else Disk(self.disk, b"model"),
                 num_snapshots=self.num_snapshots,
+                num_window_pages=num_window_pages,
+                window_sizes=sizes,
             )
             for _ in range(self.num_ranks)
         ]
         slots_each = self.num_slots // self.num_ranks
         kv = caches[0] if self.num_ranks == 1 else RankCaches(caches, slots_each)
-        if self.window is not None:
-            sizes = WindowSizes(
-                window=self.window,
-                page_size=self.page_size,
-                in_flight=(self.num_stages + 2) * self.max_run,
-                spare=self.spare,
-            )
-            num_window_pages = self.num_window_pages or 1 + sizes.span + sizes.spare
-            kv = KVCacheManager(
-                num_pages=self.num_pages,
-                page_size=self.page_size,
-                cache_type=self.cache_type,
-                num_window_pages=num_window_pages,
-                window_sizes=sizes,
-            )
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
@@ -174,16 +170,8 @@ class Harness:
         self.num_granted = 0  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then
         self.loading: dict[int, int] = {}  # pages of each load on its way
-        reserve = kv.reserve
-
-        def count_granted(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
-            pages = reserve(lease, num_tokens, **joins)
-            self.num_granted += 0 if joins or pages is None else len(pages)
-            if pages is None and not joins:
-                self.short.add(lease.rank)
-            return pages
-
-        kv.reserve = count_granted  # type: ignore[method-assign]
+        for cache in caches:
+            self._count_granted(cache)
         self.runner = FakeRunner(
             page_size=self.page_size,
             runs=random.Random(self.run_seed),
@@ -202,6 +190,18 @@ class Harness:
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
         self.sampled: dict[int, int] = {}  # the last step that sampled each slot
         self.host_namespaces: dict[int, bytes] = {}
+
+    def _count_granted(self, kv: KVCacheManager) -> None:
+        reserve = kv.reserve
+
+        def counting(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
+            pages = reserve(lease, num_tokens, **joins)
+            self.num_granted += 0 if joins or pages is None else len(pages)
+            if pages is None and not joins:
+                self.short.add(lease.rank)
+            return pages
+
+        kv.reserve = counting  # type: ignore[method-assign]
 
     def launch(self) -> StepPlan | None:
         if self.deferred is not None:
@@ -1799,9 +1799,12 @@ def test_the_snapshots_used_least_recently_make_way() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
-    """The runner checks before each token that its window shows what was computed."""
+    """With states of requests, too, on ranks that divide them. The runner checks before each token
+    that its window shows what was computed."""
     rng = random.Random(seed)
     window = rng.choice([1, 2, 3, 4, 5, 8, 9, 17])
+    num_ranks = rng.choice([1, 1, 2])
+    keeps_states = rng.random() < 0.4
     harness = cramped_harness(
         rng,
         seed,
@@ -1809,6 +1812,10 @@ def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
         window=window,
         spare=rng.choice([1, 2, 10]),
         num_window_pages=rng.choice([None, None, 60, 120]),
+        num_ranks=num_ranks,
+        num_slots=num_ranks * rng.randint(1, 6),
+        num_snapshots=rng.choice([0, 1, 5, 100]) if keeps_states else None,
+        **({"max_run": 1} if keeps_states else {}),
     )
     waiting = random_requests(
         rng,
