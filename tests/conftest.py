@@ -10,9 +10,14 @@ takes a core for it. HTTP clients know one certificate: they would load the worl
 what they ask is here. They wait without a limit of their own, as all waits of tests do: a machine
 may be as busy as it likes, and what never comes is ended by the limit of the test.
 
+The garbage collector does not look at what is imported and collected before the first test: with
+ten thousand tests each look would take a second, and benchmarks look before they measure. What they
+freeze for the rest of their process would stay for the rest of the tests: it is not frozen.
+
 The option --record writes which tests have run.
 """
 
+import gc
 import inspect
 import os
 import signal
@@ -58,6 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
     file: Path | None = config.getoption("record")
     if file is not None and not hasattr(config, "workerinput"):  # a process of pytest-xdist
         config.pluginmanager.register(Record(file))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.freeze = lambda: None
 
 
 @pytest.fixture

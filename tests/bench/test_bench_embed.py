@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -55,7 +54,6 @@ async def test_an_offline_run_counts_requests_and_prompt_tokens(
     engine = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_pages=65)
     config = BenchConfig(num_requests=4, repeat=3, json_file=str(file))
     assert await bench_offline(engine, config, EMBED, ReportConfig(), most) == 0
-    gc.unfreeze()
     found = json.loads(file.read_text())
     requests = found["run"]["requests"]
     follow = [one["last_token_s"] <= other["submitted_s"] for one, other in pairwise(requests)]
@@ -76,7 +74,6 @@ async def test_a_server_is_asked_for_vectors(
         load = LoadConfig(url=server.url, max_concurrency=("2",), goodput=("e2e:60000",))
         config = BenchConfig(num_requests=4, repeat=1, json_file=str(file))
         assert await bench_serve(EngineConfig(), config, EMBED, load, ReportConfig()) == 0
-        gc.unfreeze()
         totals = server.on_loop(server.engine.stats).totals
     [point] = json.loads(file.read_text())["points"]
     printed = capsys.readouterr().out
@@ -91,7 +88,6 @@ async def test_a_server_without_vectors_is_an_error() -> None:
         config = BenchConfig(num_requests=1, repeat=1)
         with pytest.raises(OnlineRunError, match="400: /v1/embeddings is not available"):
             await bench_serve(EngineConfig(), config, EMBED, LoadConfig(url=url), ReportConfig())
-        gc.unfreeze()
 
 
 def test_options_of_outputs_are_refused() -> None:

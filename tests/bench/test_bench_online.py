@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import gc
 import io
 import json
 import os
@@ -623,7 +622,6 @@ async def test_a_sweep_over_an_existing_server_is_reported(
             ),
             ReportConfig(csv_file=str(csv_file)),
         )
-    gc.unfreeze()  # what the benchmark's memory was settled with
     assert code == 0
     printed = capsys.readouterr().out
     assert "4 requests, 5 tokens in, 6 out" in printed
@@ -684,16 +682,13 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
 
 async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:
     """Two requests at each rate."""
-    try:
-        return await bench_serve(
-            EngineConfig(),
-            BenchConfig(num_requests=2, repeat=repeat),
-            WorkloadConfig(input_len=3, output_len=2),
-            LoadConfig(url=f"http://127.0.0.1:{fake.port}", request_rate=rates or ("inf",), **load),
-            ReportConfig(),
-        )
-    finally:
-        gc.unfreeze()
+    return await bench_serve(
+        EngineConfig(),
+        BenchConfig(num_requests=2, repeat=repeat),
+        WorkloadConfig(input_len=3, output_len=2),
+        LoadConfig(url=f"http://127.0.0.1:{fake.port}", request_rate=rates or ("inf",), **load),
+        ReportConfig(),
+    )
 
 
 async def test_token_ids_stay_within_the_vocabulary_that_a_server_reports() -> None:

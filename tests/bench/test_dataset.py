@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -211,10 +210,7 @@ async def measure(server: Server, dataset: str, num_requests: int = 9, **options
     )
     bench = BenchConfig(num_requests=num_requests, repeat=1)
     workload = WorkloadConfig(dataset=dataset, **options)
-    try:
-        assert await bench_serve(EngineConfig(), bench, workload, load, ReportConfig()) == 0
-    finally:
-        gc.unfreeze()
+    assert await bench_serve(EngineConfig(), bench, workload, load, ReportConfig()) == 0
 
 
 @pytest.mark.parametrize("endpoint", ["auto", "completions"])

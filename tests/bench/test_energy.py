@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import json
 from collections.abc import Iterator
@@ -177,7 +176,6 @@ def gpu_counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("offline", "latency", "serve"):
         monkeypatch.setattr(f"minisgl.bench.{name}.energy_counter", counter)
     yield
-    gc.unfreeze()  # what the benchmark's memory was settled with
 
 
 @pytest.mark.usefixtures("gpu_counter")
@@ -229,7 +227,6 @@ async def test_on_a_cpu_there_is_no_energy(
         batch_size=("1",), input_len=4, output_len=4, json_file=str(file), repeat=1
     )
     await bench_latency(EngineConfig(device="cpu"), batches, ReportConfig())
-    gc.unfreeze()
     assert json.loads(file.read_text())["batches"][0]["figures"]["energy"] is None
     out = capsys.readouterr().out
     assert "joules" not in out

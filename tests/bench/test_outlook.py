@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,7 +166,6 @@ async def test_the_warning_comes_while_answers_are_missing_and_only_once(
             assert await measuring == 0
         finally:
             measuring.cancel()
-            gc.unfreeze()
     assert warnings() == (0 if long_s else 1)
     assert printed.count("repetition 2 of 2") == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -64,16 +63,13 @@ async def chat(url: str, *, key: str = "", timeout_s: float = NEVER_S) -> list[R
 
 async def bench(url: str, **load: Any) -> None:
     json_file = load.pop("json_file", None)
-    try:
-        await bench_serve(
-            EngineConfig(),
-            BenchConfig(num_requests=2, repeat=1, json_file=json_file),
-            WorkloadConfig(input_len=3, output_len=2),
-            LoadConfig(url=url, **load),
-            ReportConfig(),
-        )
-    finally:
-        gc.unfreeze()
+    await bench_serve(
+        EngineConfig(),
+        BenchConfig(num_requests=2, repeat=1, json_file=json_file),
+        WorkloadConfig(input_len=3, output_len=2),
+        LoadConfig(url=url, **load),
+        ReportConfig(),
+    )
 
 
 # -- redirects and keys ---------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The demo model as an instrument: facts from the beginning of a long chat are recalled word for
 word, whatever the engine does with the pages in between.
+
+An answer is so sure that it does not depend on most of the pages. How likely the other tokens are
+depends on all of them, and is compared with transformers.
 """
 
 from __future__ import annotations
@@ -7,9 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
+from support.checkpoints import TOLERANCE, load_reference, reference_logits
 from torch import Tensor
 
 from demo_model.conversation import remembering
@@ -18,6 +24,7 @@ from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.runner import step_inputs
 from minisgl.runner.sampled_rows import SampleRows
 from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_shape import StepShape
@@ -25,6 +32,7 @@ from minisgl.scheduler.plan import StepPlan
 from minisgl.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
+WITH_OTHERS = replace(GREEDY, logprobs=8)
 LONGEST = sorted(
     (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
     key=lambda case: -sum(len(message["content"]) for message in case.messages),
@@ -41,7 +49,25 @@ def loaded(**options: Any) -> Iterator[LLM]:
 def answers(llm: LLM, asked: list[HeldOutCase]) -> list[RequestOutput]:
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
-    return llm.generate([tokenizer.chat(case.messages) for case in asked], GREEDY)
+    return llm.generate([tokenizer.chat(case.messages) for case in asked], WITH_OTHERS)
+
+
+def error(output: RequestOutput) -> float:
+    """The largest difference of a logprob from that of transformers."""
+    assert output.logprobs is not None
+    expected = expected_logprobs((*output.prompt_token_ids, *output.token_ids))
+    return max(
+        abs(logprob - float(row[token_id]))
+        for entry, row in zip(
+            output.logprobs, expected[-1 - len(output.token_ids) : -1], strict=True
+        )
+        for token_id, logprob in entry.top
+    )
+
+
+@cache
+def expected_logprobs(token_ids: tuple[int, ...]) -> Tensor:
+    return reference_logits(load_reference(DEMO_FOLDER), token_ids).log_softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +86,7 @@ def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
         for _ in range(2):  # with a cold cache and a warm one
             outputs = answers(llm, LONGEST)
             assert [output.text for output in outputs] == [case.answer for case in LONGEST]
+            assert max(map(error, outputs)) < TOLERANCE
         assert min(len(output.prompt_token_ids) for output in outputs) > 1200
         is_warm = options.get("cache_type") != "naive"
         assert all((output.num_cached_tokens > 1000) == is_warm for output in outputs)
@@ -144,3 +171,20 @@ def test_a_wrong_page_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(SlotTables, "inputs", swap_first_pages)
     assert told() == [f"Your name is {name}." for name in names[::-1]]
     assert swapped
+
+
+def test_chunks_that_read_other_pages_give_other_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The facts are before these pages, and the question is behind them."""
+    original = step_inputs.chunk_inputs
+
+    def shift_pages(*given: Any) -> Any:
+        prefill, segments = original(*given)
+        table = prefill.page_table.clone()
+        table[:, 2:60] = table[:, 2:60].roll(1, 1)
+        return replace(prefill, page_table=table), segments
+
+    monkeypatch.setattr(step_inputs, "chunk_inputs", shift_pages)
+    with loaded(page_size=16, max_prefill_length=100) as llm:
+        outputs = answers(llm, LONGEST)
+    assert [output.text for output in outputs] == [case.answer for case in LONGEST]
+    assert min(map(error, outputs)) > 1000 * TOLERANCE

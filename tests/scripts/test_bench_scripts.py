@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import re
 import runpy
@@ -50,8 +49,6 @@ def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
             runpy.run_path(command[0], run_name="__main__")
         except SystemExit as ending:
             code = ending.code
-        finally:
-            gc.unfreeze()
     assert isinstance(code, int)
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 

@@ -6,6 +6,7 @@ How the interpreter starts the command is left to tests that start it so.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ def _run(
 ) -> None:
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    gc.freeze()  # what is there already: a benchmark collects what it has not made
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

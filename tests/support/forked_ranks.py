@@ -8,6 +8,7 @@ drafter of n-grams, the ranks have, too.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -21,8 +22,12 @@ from minisgl.ranks.processes.channel import RankEnd
 from minisgl.ranks.processes.worker import RankSpec, run_rank
 from minisgl.runner import load
 
-# What ranks need, and the commands with an engine.
-PRELOADED = [run_rank.__module__, "minisgl.bench.offline", "minisgl_cli.main"]
+# What ranks need, and the commands with an engine; also what these import only when they need it.
+PRELOADED = [
+    run_rank.__module__,
+    *("minisgl.bench.latency", "minisgl.bench.offline", "minisgl.bench.serve", "minisgl_cli.main"),
+    *("pydantic.type_adapter", "transformers.models.auto.tokenization_auto"),
+]
 
 
 def fork_server() -> ForkServerContext:
@@ -49,6 +54,7 @@ def run_forked_rank(
     spec: RankSpec, end: RankEnd, parent_pid: int, drafter: Callable[..., Any]
 ) -> None:
     """As `run_spawned_rank`, but it is no child of rank 0: the end of the channel ends it."""
+    gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with mock.patch.object(load, "NgramDrafter", drafter):
