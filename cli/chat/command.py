@@ -96,7 +96,6 @@ async def _talk(
 async def _server(
     url: str, chat: ChatConfig, engine: EngineConfig, ui: ChatUI
 ) -> AsyncIterator[ChatModel]:
-
     from .server_model import ServerModel
 
     with ui.busy("Connecting"):
