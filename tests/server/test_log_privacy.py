@@ -56,7 +56,7 @@ REFUSED: list[tuple[str, Any]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": SECRET, "text": SECRET}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": SECRET + "\ud800"}]}),
     (CHAT, {"messages": MESSAGES, "model": SECRET}),
-    (CHAT, {"messages": MESSAGES, SECRET: SECRET}),
+    (CHAT, {"messages": MESSAGES, SECRET: SECRET, "max_tokens": 5}),
     (CHAT, {"messages": MESSAGES, "temperature": SECRET}),
     (CHAT, {"messages": MESSAGES, "temperature": 3}),
     (CHAT, {"messages": MESSAGES, "stop": [[SECRET]]}),
