@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from minisgl.bench.energy import Energy, Spent
 from minisgl.bench.offline_run import RequestRecord, RunRecord, StepCounts
@@ -23,17 +24,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        ordered = sorted(values)
-        p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
-        return cls(math.fsum(ordered) / len(ordered), p50, p90, p99)
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of sorted values, by linear interpolation."""
-    index, hundredths = divmod((len(ordered) - 1) * percent, 100)
-    index = int(index)
-    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
-    return low + (high - low) * hundredths / 100
+        return cls(statistics.fmean(values), *np.percentile(values, (50, 90, 99)).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

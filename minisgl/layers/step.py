@@ -18,7 +18,7 @@ class Step:
     batch: ForwardBatch
     states: Mapping[int, LayerState]  # by the number of the layer
     attention: Attention
-    rotary_tables: Mapping[int, Tensor]  # RotaryEmbedding.table, by the number of the layer
+    rotary_tables: Mapping[int, Tensor]  # of rotary_table, by the number of the layer
 
     def kv(self, layer: int) -> PagedKV:
         """The KV cache of a layer with attention."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 from minisgl.config import (
     AttentionSpec,
@@ -62,6 +62,9 @@ class ModelConfig(ABC):
         ConfigError."""
 
 
+Kind = TypeVar("Kind", bound="NativeConfig")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConfig(ModelConfig):
     """A decoder of minisgl's own: grouped-query attention, then a gated MLP or experts, in every
@@ -86,6 +89,10 @@ class NativeConfig(ModelConfig):
     sinks: bool = False  # whether each head has a logit of attention to nothing
     num_drafting_layers: int = 0  # behind the others in a checkpoint; left aside
     divides_heads: bool = True  # among ranks, or else requests: each rank has all heads for its own
+
+    def extended(self, kind: type[Kind], **more: Any) -> Kind:
+        """The same decoder as one of a family, with what that adds or changes."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(self)} | more)
 
     def layer(self, layer: int) -> AttentionSpec | StateSpec:
         """What layer `layer` attends to, or keeps instead."""

@@ -16,13 +16,7 @@ from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.latent_attention import (
-    LatentAttention,
-    LatentSizes,
-    linears_in,
-    prepare_latents,
-)
-from minisgl.layers.linear import Linear
+from minisgl.layers.latent_attention import LatentAttention, LatentSizes
 from minisgl.models.config import NativeConfig, RopeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
@@ -142,9 +136,8 @@ class LatentConfig(NativeConfig):
         return dataclasses.replace(facts, quantized=others)
 
 
-def read_config(whole: Fields) -> LatentConfig:
+def read_config(whole: Fields, architecture: str) -> LatentConfig:
     """Raises as `read_decoder` does."""
-    architecture = str(whole.values["architectures"][0])
     given, of_whole = text_part(whole)
     defaults = _DEFAULTS.get(architecture, _V3_DEFAULTS)
     # Of these null says something else than nothing.
@@ -171,9 +164,10 @@ def read_config(whole: Fields) -> LatentConfig:
     num_drafting, notes = _num_drafting(fields), read.notes + of_whole
     if num_drafting:
         notes += (f"{LEFT_OUT}{num_drafting}",)
-    return LatentConfig(
-        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
-        | {"notes": notes, "num_drafting_layers": num_drafting},
+    return read.extended(
+        LatentConfig,
+        notes=notes,
+        num_drafting_layers=num_drafting,
         sizes=sizes,
         scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * _of_context(fields, read.rope),
     )
@@ -305,11 +299,3 @@ class LatentForCausalLM(CausalLM):
     """DeepSeek-V2 and V3, and their relatives."""
 
     layer_type = LatentDecoderLayer
-
-    def prepare(self, *, dense_copies: bool = False) -> None:
-        """Prepare the maps of latents, then the kernels of all layers."""
-        prepare_latents(self)
-        super().prepare(dense_copies=dense_copies)
-
-    def _linears(self) -> list[Linear]:
-        return linears_in(self.layers)

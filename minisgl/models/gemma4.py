@@ -104,9 +104,8 @@ class GemmaConfig(NativeConfig):
         return [(q, hidden), *[(kv, hidden)] * (1 if self.v_is_k(layer) else 2), (hidden, q)]
 
 
-def read_config(whole_config: Fields) -> GemmaConfig:
+def read_config(whole_config: Fields, architecture: str) -> GemmaConfig:
     """Raises as `read_decoder` does."""
-    architecture = str(whole_config.values["architectures"][0])
     fields, notes = text_part(whole_config)
     if fields is not whole_config:  # which decides
         tied = {"tie_word_embeddings": whole_config.flag("tie_word_embeddings", True)}
@@ -139,9 +138,9 @@ def read_config(whole_config: Fields) -> GemmaConfig:
     softcap = None
     if fields.values.get("final_logit_softcapping"):
         softcap = fields.number_above(0, "final_logit_softcapping")
-    return GemmaConfig(
-        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
-        | {"notes": (*read.notes, *notes)},
+    return read.extended(
+        GemmaConfig,
+        notes=(*read.notes, *notes),
         global_layers=global_layers,
         global_head_dim=head_dim,
         num_global_kv_heads=num_kv_heads,

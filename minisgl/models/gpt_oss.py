@@ -14,8 +14,6 @@ from minisgl.models.decoder_reader import (
     windows_of_kinds,
 )
 
-ARCHITECTURE = "GptOssForCausalLM"
-
 # transformers does not read experts_per_token and initial_context_length, which repeat others.
 _FIELDS = DECODER_FIELDS | field_names(
     """attention_bias num_local_experts num_experts_per_tok experts_per_token
@@ -33,7 +31,7 @@ _ROPE = {
 }
 
 
-def read_config(fields: Fields) -> NativeConfig:
+def read_config(fields: Fields, architecture: str) -> NativeConfig:
     """The intermediate size is that of an expert."""
     fields.refuse_others(_FIELDS)
     if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
@@ -43,7 +41,7 @@ def read_config(fields: Fields) -> NativeConfig:
         fields = Fields({**fields.values, "dtype": "bfloat16"}, fields.where)  # as published
     return read_decoder(
         fields,
-        ARCHITECTURE,
+        architecture,
         head_dim=64,
         qkv_bias=fields.flag("attention_bias", True),
         windows=windows_of_kinds(fields, windows_of_all(fields, 128), lambda layer: layer % 2 == 0),

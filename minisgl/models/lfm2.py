@@ -1,9 +1,8 @@
 """LFM2 (arXiv 2511.23404): a gated short convolution in most layers, attention in the others, each
-before an MLP."""
+before an MLP. LFM2-MoE has a mixture of experts in place of most MLPs, chosen as in DeepSeek-V3."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from minisgl.config import AttentionSpec, StateSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import UnsupportedModelError
+from minisgl.kernels.moe.grouped import GroupRouting
 from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.short_conv import ShortConv, state_of
@@ -19,14 +19,16 @@ from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
-ARCHITECTURE = "Lfm2ForCausalLM"
-
-CONV_FIELDS = DECODER_FIELDS | field_names("norm_eps conv_bias conv_L_cache tie_embedding")
-_FIELDS = CONV_FIELDS | field_names(
+_CONV_FIELDS = DECODER_FIELDS | field_names("norm_eps conv_bias conv_L_cache tie_embedding")
+_FIELDS = _CONV_FIELDS | field_names(
     """block_multiple_of block_ffn_dim_multiplier
     block_auto_adjust_ff_dim block_ff_dim full_attn_idxs block_dim
     block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu
     block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"""
+)
+_MOE_FIELDS = _CONV_FIELDS | field_names(
+    """num_dense_layers num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    use_expert_bias routed_scaling_factor output_router_logits"""
 )
 # What checkpoints call the parts of a layer that others here have, too.
 _NAMES = {
@@ -62,16 +64,26 @@ class ConvConfig(NativeConfig):
         return [(3 * self.hidden_size, self.hidden_size), (self.hidden_size, self.hidden_size)]
 
 
-def read_config(fields: Fields) -> ConvConfig:
+def read_config(fields: Fields, architecture: str) -> ConvConfig:
     """Raises as `read_decoder` does."""
     fields.refuse_others(_FIELDS)
-    return read_with_convolutions(fields, ARCHITECTURE, _inner_size(fields))
+    return _read(fields, architecture, _inner_size(fields))
 
 
-def read_with_convolutions(
+def read_moe_config(fields: Fields, architecture: str) -> ConvConfig:
+    """Raises as `read_decoder` does."""
+    fields.refuse_others(_MOE_FIELDS)
+    if fields.values.get("layer_types") is None:
+        raise fields.wrong("layer_types", "a list of conv and full_attention")
+    return _read(
+        fields, architecture, fields.count("intermediate_size", 7168), _read_experts(fields)
+    )
+
+
+def _read(
     fields: Fields, architecture: str, inner_size: int, experts: ExpertsConfig | None = None
 ) -> ConvConfig:
-    """inner_size: of an MLP. Raises as `read_decoder` does."""
+    """inner_size: of an MLP."""
     fields.require("conv_bias", (None, False))
     width = fields.count("conv_L_cache", 3)
     if not 2 <= width <= 4:
@@ -88,11 +100,8 @@ def read_with_convolutions(
         "rope_theta": fields.number_above(1, "rope_theta", 1_000_000.0),
     }
     read = read_decoder(Fields(plain, fields.where), architecture, qk_norm=True, experts=experts)
-    return ConvConfig(
-        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
-        conv_width=width,
-        conv_layers=_conv_layers(fields, read.num_layers),
-    )
+    conv_layers = _conv_layers(fields, read.num_layers)
+    return read.extended(ConvConfig, conv_width=width, conv_layers=conv_layers)
 
 
 def _inner_size(fields: Fields) -> int:
@@ -103,6 +112,26 @@ def _inner_size(fields: Fields) -> int:
     multiple = fields.count("block_multiple_of", 256)
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
+
+
+def _read_experts(fields: Fields) -> ExpertsConfig:
+    num_layers, num_dense = fields.count("num_hidden_layers"), fields.number("num_dense_layers", 2)
+    routing = GroupRouting(
+        top_k=fields.count("num_experts_per_tok", 4),
+        normalize=fields.flag("norm_topk_prob", True),
+        sigmoid=True,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        least_sum=1e-6,
+    )
+    return ExpertsConfig(
+        num_experts=fields.count("num_experts", 32),
+        num_chosen=routing.top_k,
+        size=fields.count("moe_intermediate_size", 1792),
+        normalize=routing.normalize,
+        layers=frozenset(layer for layer in range(num_layers) if layer >= num_dense),
+        routing=routing,
+        router_bias=fields.flag("use_expert_bias", True),
+    )
 
 
 def _conv_layers(fields: Fields, num_layers: int) -> frozenset[int]:

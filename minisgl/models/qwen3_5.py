@@ -3,7 +3,6 @@ before an MLP or a mixture of experts. Of models that also see images, the text 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +66,8 @@ class HybridConfig(NativeConfig):
         return [to_heads, (2 * to_gates, hidden), (hidden, values)]
 
 
-def read_config(whole: Fields) -> HybridConfig:
+def read_config(whole: Fields, architecture: str) -> HybridConfig:
     """Raises as `read_decoder` does."""
-    architecture = str(whole.values["architectures"][0])
     fields, notes = text_part(whole)
     fields.refuse_others(_FIELDS)
     fields.require("attn_output_gate", (None, True))
@@ -103,13 +101,11 @@ def read_config(whole: Fields) -> HybridConfig:
         merged = tuple(
             MergedMap(name, parts, heads.num_key_heads) for name, parts in _INTERLEAVED.items()
         )
-    return HybridConfig(
-        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
-        | {
-            "notes": (*read.notes, *notes),
-            "norm_adds_one": True,
-            "has_gate": True,
-        },
+    return read.extended(
+        HybridConfig,
+        notes=(*read.notes, *notes),
+        norm_adds_one=True,
+        has_gate=True,
         delta_heads=heads,
         delta_layers=frozenset(
             index for index, kind in enumerate(_kinds(fields, num_layers)) if kind.startswith("l")

@@ -14,19 +14,7 @@ from minisgl.errors import (
     UnsupportedModelError,
     in_one_line,
 )
-from minisgl.models import (
-    deepseek,
-    gemma4,
-    gpt_oss,
-    lfm2,
-    lfm2_moe,
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-)
+from minisgl.models import deepseek, gemma4, gpt_oss, lfm2, llama, qwen3_5
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, RENAMED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
@@ -43,7 +31,7 @@ def _without_prefix(stored_name: str) -> str:
 class Family:
     """One architecture: the reader of its config.json, and its module."""
 
-    read_config: Callable[[Fields], NativeConfig]
+    read_config: Callable[[Fields, str], NativeConfig]  # given the name of the architecture
     model: type[CausalLM] = CausalLM
     # The name of a checkpoint's tensor in the model; None for what the model leaves aside.
     name_of: Callable[[str], str | None] = _without_prefix
@@ -59,14 +47,14 @@ FAMILIES = {
         (gemma4.TEXT, gemma4.WITH_TOWERS),
         Family(gemma4.read_config, gemma4.GemmaForCausalLM, gemma4.name_of, else_adopted=True),
     ),
-    gpt_oss.ARCHITECTURE: Family(gpt_oss.read_config),
-    lfm2.ARCHITECTURE: Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
-    lfm2_moe.ARCHITECTURE: Family(lfm2_moe.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
-    llama.ARCHITECTURE: Family(llama.read_config),
-    mistral.ARCHITECTURE: Family(mistral.read_config),
-    qwen2.ARCHITECTURE: Family(qwen2.read_config),
-    qwen3.ARCHITECTURE: Family(qwen3.read_config),
-    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config),
+    "GptOssForCausalLM": Family(gpt_oss.read_config),
+    "Lfm2ForCausalLM": Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
+    "Lfm2MoeForCausalLM": Family(lfm2.read_moe_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
+    "LlamaForCausalLM": Family(llama.read_llama),
+    "MistralForCausalLM": Family(llama.read_mistral),
+    "Qwen2ForCausalLM": Family(llama.read_qwen2),
+    "Qwen3ForCausalLM": Family(llama.read_qwen3),
+    "Qwen3MoeForCausalLM": Family(llama.read_qwen3_moe),
     **dict.fromkeys(
         (qwen3_5.NEXT, *qwen3_5.TEXT, *qwen3_5.WITH_TOWER),
         Family(qwen3_5.read_config, qwen3_5.HybridForCausalLM, qwen3_5.name_of),
@@ -114,7 +102,7 @@ def read_model_config(
         config = _adopted(fields, name)
     elif has_own_code:
         try:
-            config = FAMILIES[name].read_config(fields)
+            config = FAMILIES[name].read_config(fields, name)
         except UnsupportedModelError as error:
             if model_impl != "auto" or not FAMILIES[name].else_adopted:
                 raise

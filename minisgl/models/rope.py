@@ -7,26 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.rope import rotary_table
 from minisgl.models.config import NativeConfig, RopeConfig
 
 
-class Rotations:
-    """The rotary tables of some layers; layers that rotate alike share one."""
-
-    def __init__(
-        self, config: NativeConfig, layers: range, max_seq_len: int, device: torch.device
-    ) -> None:
-        made: dict[tuple[RopeConfig, int], RotaryEmbedding] = {}
-        self.tables: dict[int, Tensor] = {}  # RotaryEmbedding.table, by the number of the layer
-        for layer in layers:
-            rope, rotary_dim = rotation = config.rotation(layer)
-            if rotation not in made:
-                frequencies = inverse_frequencies(rope, rotary_dim).to(device)
-                made[rotation] = RotaryEmbedding(
-                    frequencies, max_seq_len, scale=rope.attention_factor
-                )
-            self.tables[layer] = made[rotation].table
+def rotary_tables(
+    config: NativeConfig, layers: range, max_seq_len: int, device: torch.device
+) -> dict[int, Tensor]:
+    """The table of each of these layers, by its number; layers that rotate alike share one."""
+    made: dict[tuple[RopeConfig, int], Tensor] = {}
+    for rotation in map(config.rotation, layers):
+        if rotation not in made:
+            rope, rotary_dim = rotation
+            frequencies = inverse_frequencies(rope, rotary_dim).to(device)
+            made[rotation] = rotary_table(frequencies, max_seq_len, scale=rope.attention_factor)
+    return {layer: made[config.rotation(layer)] for layer in layers}
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -24,13 +24,14 @@ from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.by_request import mixed
 from minisgl.layers.formats import WeightFormat
+from minisgl.layers.latent_attention import linears_in, prepare_latents
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.step import Step
 from minisgl.models.config import NativeConfig
 from minisgl.models.decoder import Taps
 from minisgl.models.experts import mlp_or_experts
-from minisgl.models.rope import Rotations
+from minisgl.models.rope import rotary_tables
 from minisgl.shards import vocab_shard, whole
 
 
@@ -153,7 +154,7 @@ class CausalLM(nn.Module):
             self._head = DenseProduct(self.embed_tokens.weight)
         select_product.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
-        self.rope = Rotations(config, layers, max_seq_len, device)
+        self.rotary_tables = rotary_tables(config, layers, max_seq_len, device)
 
     def forward(
         self,
@@ -171,7 +172,7 @@ class CausalLM(nn.Module):
         assert received is not None, "every stage but the first receives rows"
         residual = Residual(received)
         by_number = dict(zip(self._numbers, states, strict=True))
-        step = Step(batch, by_number, attention, self.rope.tables)
+        step = Step(batch, by_number, attention, self.rotary_tables)
         for number, layer in zip(self._numbers, self.layers.values(), strict=True):
             if taps is not None:
                 residual = taps.tapped(residual, number, layer)
@@ -202,13 +203,11 @@ class CausalLM(nn.Module):
 
         dense_copies: see select_product.prepare.
         """
+        prepare_latents(self)
         select_product.prepare(self._products(), self._dtype, dense_copies=dense_copies)
-        for linear in self._linears():
+        for linear in linears_in(self.layers):
             linear.register_weights()
 
     def _products(self) -> list[Product]:
         head = [] if self._head is None else [self._head]
-        return [*(linear.product for linear in self._linears()), *head]
-
-    def _linears(self) -> list[Linear]:
-        return [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return [*(linear.product for linear in linears_in(self.layers)), *head]

@@ -24,6 +24,7 @@ import asyncio
 import math
 import random
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -31,12 +32,12 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from bench_settings import serving
 from rich.console import Console
 from rich.table import Table
 from script_runner import above_zero, engine_config, make_parser, run_script
 
-from minisgl.bench.figures import percentile
 from minisgl.bench.offline_run import gaps
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.report.output import make_console
@@ -76,7 +77,7 @@ class Phase:
     num_arrived: int = 0
 
     def itl_s(self, percent: float) -> float:
-        return percentile(sorted(self.gaps_s), percent)
+        return float(np.percentile(self.gaps_s, percent))
 
 
 async def measure_phase(work: Work, seconds: float) -> Phase:
@@ -210,7 +211,7 @@ async def measure(
         table.add_column(heading, justify="right")
     for name, phase in phases.items():
         p50, p99, p999, longest = (phase.itl_s(percent) * 1e3 for percent in (50, 99, 99.9, 100))
-        ttft_s = percentile(sorted(phase.ttfts_s), 50) if phase.ttfts_s else None
+        ttft_s = statistics.median(phase.ttfts_s) if phase.ttfts_s else None
         table.add_row(
             name,
             *(f"{value:,.2f}" for value in (p50, p99, p99 / without_ms, p999, longest)),

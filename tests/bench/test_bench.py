@@ -18,7 +18,7 @@ from support.printed_tables import cells
 import minisgl
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, LatencyConfig, Sizes, Span
 from minisgl.bench.energy import Spent
-from minisgl.bench.figures import Figures, percentile
+from minisgl.bench.figures import Distribution, Figures
 from minisgl.bench.latency import BatchRecord, check_room, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, run_offline, run_streaming
 from minisgl.bench.peak import Peak
@@ -268,8 +268,8 @@ def test_bench_latency_measures_the_bundled_model(tmp_path: Path) -> None:
         tpots = sorted(
             (request["last_token_s"] - request["first_token_s"]) / 5 for request in requests
         )
-        assert batch["figures"]["tpot_s"]["p50"] == pytest.approx(percentile(tpots, 50))
-        assert row[:2] == [str(len(requests)), f"{percentile(tpots, 50) * 1e3:,.3f}"]
+        assert batch["figures"]["tpot_s"]["p50"] == pytest.approx(Distribution.of(tpots).p50)
+        assert row[:2] == [str(len(requests)), f"{Distribution.of(tpots).p50 * 1e3:,.3f}"]
 
 
 def test_bench_latency_can_find_its_prompts_in_the_prefix_cache(tmp_path: Path) -> None:

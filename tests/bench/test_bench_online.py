@@ -244,8 +244,6 @@ async def test_a_failed_question_ends_its_conversation() -> None:
         run = await run_online(fake.target(endpoint="chat"), conversation())
     assert len(run.requests) == 1 and len(fake.bodies) == 2
     assert run.failures == {"500: out of luck": 1, "the question before it failed": 1}
-    with pytest.raises(OnlineRunError, match="500: out of luck"):
-        run.require_all()
     assert run.figures(None, {"ttft": 60}).num_failed == 2
 
 

@@ -17,7 +17,7 @@ from support.printed_tables import cells
 
 from minisgl.bench.config import STANDARD, Sizes, Span
 from minisgl.bench.energy import Spent
-from minisgl.bench.figures import Distribution, Figures, Limit, percentile
+from minisgl.bench.figures import Distribution, Figures, Limit
 from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
 from minisgl.bench.peak import Peak, measure_peak
@@ -29,14 +29,11 @@ from minisgl.models.registry import read_model_config
 
 
 def test_percentiles_interpolate_between_the_nearest_values() -> None:
-    assert percentile([3.0], 99) == 3.0
-    assert percentile([1.0, 2.0], 50) == 1.5
-    assert percentile([0.0, 10.0, 20.0, 30.0, 40.0], 50) == 20.0
-    assert percentile([0.0, 10.0, 20.0, 30.0, 40.0], 90) == pytest.approx(36.0)
-    hundred_and_one = [float(value) for value in range(101)]
-    assert [percentile(hundred_and_one, percent) for percent in (0, 50, 90, 99, 100)] == [
-        *(0.0, 50.0, 90.0, 99.0, 100.0)
-    ]
+    assert Distribution.of([3.0]) == Distribution(3.0, 3.0, 3.0, 3.0)
+    assert Distribution.of([1.0, 2.0]).p50 == 1.5
+    few = Distribution.of([0.0, 10.0, 20.0, 30.0, 40.0])
+    assert few.p50 == 20.0 and few.p90 == pytest.approx(36.0)
+    assert Distribution.of([*map(float, range(101))]) == Distribution(50.0, 50.0, 90.0, 99.0)
 
 
 def test_a_distribution_does_not_depend_on_the_order_of_its_values() -> None:

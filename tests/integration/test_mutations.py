@@ -79,7 +79,7 @@ def paged_model(
         )
 
     model, changed = load(config), change(config)
-    model.rope = load(changed).rope
+    model.rotary_tables = load(changed).rotary_tables
     return PagedModel(model, config, page_size=16, backend=backend)
 
 

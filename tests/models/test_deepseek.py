@@ -355,6 +355,15 @@ def test_the_published_configs_are_read(tmp_path: Path) -> None:
     assert num_weights == pytest.approx(30e9, rel=0.02)
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
+def test_a_decoder_without_a_head_is_read_as_that_with_one(tmp_path: Path, model: str) -> None:
+    whole = read(tmp_path, model)
+    bare = MODELS[model] | {"architectures": [whole.architecture.replace("ForCausalLM", "Model")]}
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    config = read_model_config(tmp_path, needs_head=False)
+    assert config == dataclasses.replace(whole, tie_word_embeddings=True)
+
+
 def test_relatives_of_v3_are_read(tmp_path: Path) -> None:
     """By the fields that DeepSeek-V3, Moonlight and Kimi-K2 add or change."""
     common = {"architectures": [V3], "scoring_func": "sigmoid", "seq_aux": True, "ep_size": 1}

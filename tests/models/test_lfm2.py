@@ -31,7 +31,7 @@ from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.moe.grouped import ByScores, choose_grouped
 from minisgl.layers import grouped_experts, short_conv
 from minisgl.layers.linear import MergedMap
-from minisgl.models import lfm2, lfm2_moe
+from minisgl.models import lfm2
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.lfm2 import ConvConfig
 from minisgl.models.registry import read_model_config
@@ -297,10 +297,8 @@ def _leave_bias_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leave_factor_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = lfm2_moe.GroupRouting
-    monkeypatch.setattr(
-        lfm2_moe, "GroupRouting", lambda **values: whole(**values | {"factor": 1.0})
-    )
+    whole = lfm2.GroupRouting
+    monkeypatch.setattr(lfm2, "GroupRouting", lambda **values: whole(**values | {"factor": 1.0}))
 
 
 IN_EITHER = (_shift_convolution, _add_silu, _swap_gates, _swap_maps_of_mlps)

@@ -72,7 +72,7 @@ def test_weights_are_cast_while_loading(single: Path) -> None:
     half = load(single, torch.bfloat16)
     for name, weight in load(single).named_parameters():
         assert torch.equal(half.get_parameter(name), weight.bfloat16())
-    assert half.rope.tables[0].dtype == torch.float32
+    assert half.rotary_tables[0].dtype == torch.float32
 
 
 def test_each_stage_checks_its_own_tensors_and_those_of_no_stage(single: Path) -> None:

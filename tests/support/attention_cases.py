@@ -28,7 +28,7 @@ from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.slots.slot_state import slot_mapping_of
-from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.rope import rotary_table
 
 E4M3_NAN = 0x7F
 
@@ -93,7 +93,7 @@ class Shape:
 
     def norm_rope(self, max_seq_len: int, *, normed: bool) -> NormRope:
         frequencies = 1e4 ** -torch.linspace(0, 1, self.head_dim // 2, device=self.device)
-        table = RotaryEmbedding(frequencies, max_seq_len, scale=1.1).table
+        table = rotary_table(frequencies, max_seq_len, scale=1.1)
         if not normed:
             return NormRope(table, v_is_k=self.v_is_k)
         weights = (1 + 0.3 * torch.randn(2, self.head_dim, device=self.device)).to(self.dtype)

@@ -12,7 +12,7 @@ from minisgl.kernels.elementwise import latents
 from minisgl.kernels.elementwise.latents import LatentNorm
 from minisgl.kernels.elementwise.latents_kernel import store_latents, values_of_latents
 from minisgl.kernels.tuning import LatentMapTiles
-from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.rope import rotary_table
 
 SCALE = 0.02  # of a cache in FP8
 PAGE_SIZE = 4
@@ -53,7 +53,7 @@ def check_store_latents(
     width, head_dim = sizes.rank + sizes.rope_dim, sizes.nope_dim + sizes.rope_dim
     both = random((num_rows, sizes.num_heads * head_dim + width), dtype, generator)
     frequencies = 1e2 ** -torch.linspace(0, 1, sizes.rope_dim // 2)
-    table = RotaryEmbedding(frequencies, 64, scale=1.1).table
+    table = rotary_table(frequencies, 64, scale=1.1)
     weight = norm_weight(sizes.rank, dtype, generator)
     positions = torch.randint(64, (num_rows,), generator=generator)
     num_pages = 2 + -(-num_rows // PAGE_SIZE)  # the first is scratch

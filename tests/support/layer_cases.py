@@ -21,7 +21,7 @@ from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 from minisgl.kernels.elementwise.post_norm import add_post_norm
 from minisgl.kernels.elementwise.reference import NormRope, PostNorm
 from minisgl.kernels.elementwise.soft_cap import soft_cap
-from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.rope import rotary_table
 
 MAX_SEQ_LEN = 4096
 EPS = 1e-5
@@ -160,9 +160,7 @@ def check_heads(
     kv_dtype = dtype if scales is None else torch.float8_e4m3fn
     k_cache, v_cache = (random(shape, dtype, generator).to(kv_dtype) for _ in range(2))
     weights = [norm_weight(head_dim, dtype, generator) for _ in range(2)] if normed else []
-    table = RotaryEmbedding(
-        1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1
-    ).table
+    table = rotary_table(1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1).table
 
     of_values: dict[str, Any] = {"eps": EPS, "norms_v": norms_v, "v_is_k": v_is_k}
 

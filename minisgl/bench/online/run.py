@@ -112,11 +112,6 @@ class OnlineRun:
             goodput=good if limits_s else None,
         )
 
-    def require_all(self) -> None:
-        """Raise OnlineRunError if a request failed."""
-        for reason in self.failures:
-            raise OnlineRunError(reason)
-
 
 async def run_online(
     target: Endpoint,

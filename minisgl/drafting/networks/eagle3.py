@@ -28,7 +28,7 @@ from minisgl.layers.step import Step
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import Fields
 from minisgl.models.decoder_reader import read_decoder
-from minisgl.models.rope import Rotations
+from minisgl.models.rope import rotary_tables
 from minisgl.shards import vocab_shard, whole
 
 ALGORITHM = "eagle3"
@@ -219,7 +219,7 @@ class Eagle3(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self._dtype = dtype
         self._places: tuple[Tensor, Tensor] | None = None
-        self._rotations = Rotations(layer, range(1), max_seq_len, device)
+        self._rotary_tables = rotary_tables(layer, range(1), max_seq_len, device)
         share_products(self, dtype, device)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
@@ -256,7 +256,7 @@ class Eagle3(nn.Module):
         attention: Attention,
     ) -> Drafted:
         assert hidden is not None and self.embed_tokens is not None
-        step = Step(batch, dict(enumerate(states)), attention, self._rotations.tables)
+        step = Step(batch, dict(enumerate(states)), attention, self._rotary_tables)
         (layer,) = self.layers
         residual = layer(self.embed_tokens(batch.token_ids), hidden, step)
         rows, stream = norm(residual, self.norm)

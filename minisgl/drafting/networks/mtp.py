@@ -25,7 +25,7 @@ from minisgl.layers.step import Step
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.deepseek import LatentConfig, name_in_drafter
 from minisgl.models.qwen3_5 import DRAFTER, HybridConfig
-from minisgl.models.rope import Rotations
+from minisgl.models.rope import rotary_tables
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import whole
 
@@ -106,7 +106,7 @@ class Mtp(nn.Module):
         self._dtype = dtype
         # In a list, so that its parameters are not among those of this module.
         self._target = [target]
-        self._rotations = Rotations(config, range(1), max_seq_len, device)
+        self._rotary_tables = rotary_tables(config, range(1), max_seq_len, device)
         share_products(self, dtype, device)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
@@ -129,7 +129,7 @@ class Mtp(nn.Module):
         assert hidden is not None and target.embed_tokens is not None
         embedded = self.pre_fc_norm_embedding(Residual(target.embed_tokens(batch.token_ids)))
         joined = torch.cat((embedded, self.pre_fc_norm_hidden(Residual(hidden))), dim=1)
-        step = Step(batch, dict(enumerate(states)), attention, self._rotations.tables)
+        step = Step(batch, dict(enumerate(states)), attention, self._rotary_tables)
         (layer,) = self.layers
         rows = self.norm(layer(Residual(self.fc(joined, batch.rows)), step))
         return Drafted(rows, rows)

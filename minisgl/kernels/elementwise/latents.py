@@ -14,7 +14,7 @@ from minisgl.kernels.elementwise.reference import rms_norm, store
 class LatentNorm(NamedTuple):
     """The RMS norm of latents, and the rotation of the numbers behind them."""
 
-    # RotaryEmbedding.table: [max_seq_len, rope_dim] float32, contiguous.
+    # Of rotary_table: [max_seq_len, rope_dim] float32, contiguous.
     table: Tensor
     weight: Tensor  # [rank], as of rms_norm
     eps: float

@@ -19,7 +19,7 @@ _GELU = 2 * (2 / math.pi) ** 0.5
 class NormRope(NamedTuple):
     """The RMS norm and the rotary embedding of the heads of q and k; values may be normed, too."""
 
-    # RotaryEmbedding.table: [max_seq_len, head_dim] float32, contiguous; or narrower, where only so
+    # Of rotary_table: [max_seq_len, head_dim] float32, contiguous; or narrower, where only so
     # many of the first numbers of a head are rotated.
     table: Tensor
     q_weight: Tensor | None = None  # [head_dim], as of rms_norm; None: no norm, and no k_weight

@@ -29,7 +29,7 @@ class DeferralError(RuntimeError):
 class Angles:
     """Stands for the cos and the sin of the rows of a step."""
 
-    table: Tensor  # RotaryEmbedding.table
+    table: Tensor  # of rotary_table
 
     def __getitem__(self, index: Any) -> Angles:
         """Those of all rows."""
@@ -145,7 +145,7 @@ class Heads:
 
 
 def _table(cos: Tensor, sin: Tensor) -> Tensor:
-    """RotaryEmbedding.table of cos and sin of all positions, [1, max_seq_len, width]."""
+    """rotary_table of cos and sin of all positions, [1, max_seq_len, width]."""
     half = cos.shape[-1] // 2
     if torch.equal(cos[..., :half], cos[..., half:]):
         cos, sin = cos[..., :half], sin[..., :half]
