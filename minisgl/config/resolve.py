@@ -554,10 +554,9 @@ def _resolve_snapshots(
         if config.state_cache:
             refuse(config, "state_cache", "this model keeps no state for each request; allowed: 0")
         return 0
-    for name, off in (("host_cache", 0), ("disk_cache", "none")):
-        if getattr(config, name):
-            reason = "this model keeps a state for each request, which no page of the KV cache has"
-            refuse(config, name, f"{reason}; allowed: {off}")
+    reason = "this model keeps a state for each request, which no page of the KV cache has"
+    if config.host_cache and config.pp > 1:
+        refuse(config, "host_cache", f"{reason} on every stage (--pp); allowed: 0")
     num_bytes = slot_bytes(model.states)
     if config.cache_type == "naive":
         if config.state_cache:

@@ -14,7 +14,7 @@ from minisgl.engine.prefix_exchange import OwnSide, PrefixExchange
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import HostStats, TransferStats
 from minisgl.engine.waiting_thread import WaitingThread
-from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.errors import ConfigError, EngineStoppedError, UnsupportedModelError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.scheduler.plan import StepPlan
@@ -103,6 +103,11 @@ class PageMoves:
         if not config.num_host_pages:
             reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
             raise ConfigError("--host-cache", 0, reason)
+        if self._model.states:
+            raise UnsupportedModelError(
+                "This model keeps a state for each request, which engines do not send to others; "
+                "run its replicas without --roles."
+            )
         if config.nnodes > 1:
             reason = "engines that exchange pages are on one node each; allowed: 1"
             raise ConfigError("--nnodes", config.nnodes, reason)

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from minisgl.config import Capacity, EngineConfig, ModelFacts, ResolvedConfig
+from minisgl.config import (
+    Capacity,
+    EngineConfig,
+    ModelFacts,
+    ResolvedConfig,
+    page_bytes,
+    slot_bytes,
+)
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.engine.startup_lines import tell
 from minisgl.errors import ConfigError
@@ -129,7 +136,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
-    layers = loaded.model.on_rank(config.tp).kv_specs(config.kv_dtype)
+    on_rank = loaded.model.on_rank(config.tp)
+    layers = on_rank.kv_specs(config.kv_dtype)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
     caches = [
         KVCacheManager(
@@ -143,6 +151,7 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
+            pages_each=-(-slot_bytes(on_rank.states) // page_bytes(layers, page_size)),
             num_window_pages=capacity.num_window_pages,
             window_sizes=config.windows if capacity.num_window_pages else None,
             looks_ahead=loaded.model.drafts_look_ahead,

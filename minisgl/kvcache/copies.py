@@ -12,7 +12,8 @@ class Load:
 
     id: int  # 1, 2, ...
     host_pages: tuple[int, ...]
-    pages: tuple[int, ...]  # on the device, as many
+    # On the device, as many. Behind the numbers of its pages come those of the parts of snapshots.
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ class LoadRule:
     compute_s: float  # of the tokens of a page
     delay_s: float = 0.0  # of any load
 
-    def pays(self, num_pages: int) -> bool:
-        return self.delay_s + num_pages * self.load_s < num_pages * self.compute_s
+    def pays(self, num_pages: int, num_beside: int = 0) -> bool:
+        """num_beside: pages that are loaded besides, and computed with the others."""
+        load_s = (num_pages + num_beside) * self.load_s
+        return self.delay_s + load_s < num_pages * self.compute_s
 
 
 ALWAYS = LoadRule(load_s=0.0, compute_s=1.0)

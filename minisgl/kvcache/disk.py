@@ -15,7 +15,7 @@ from itertools import takewhile
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
 from minisgl.kvcache.moves import Moves, Place
-from minisgl.kvcache.page_keys import PageIndex, page_keys
+from minisgl.kvcache.page_keys import PageIndex, keys_beside, page_keys
 from minisgl.kvcache.tree import Node
 
 
@@ -37,6 +37,7 @@ class DiskTier:
     _ahead: CopiesAhead
     _moves: Moves
     _num_spare: int  # host pages that are kept free
+    _num_beside: int  # pages that groups need beside the last one of a prefix
 
     def read(
         self,
@@ -57,14 +58,27 @@ class DiskTier:
         start = len(match.pages) + match.num_to_load
         size, fingerprint = self._host.tree.page_bytes, self._disk.fingerprint
         names = page_keys(fingerprint, namespace, key, size, start, max_pages)
-        keys = [*takewhile(index.holds, names)][: pool.num_pages - self._num_spare]
-        begins = bool(keys) and self._disk.rule.pays(len(keys)) and self._host.make_room(len(keys))
+        most = pool.num_pages - self._num_spare - self._num_beside
+        keys = [*takewhile(index.holds, names)][: max(0, most)]
+        beside: list[bytes] = []
+        while keys and self._num_beside:  # until a request can go on behind the last one
+            beside = keys_beside(keys[-1], self._num_beside)
+            if all(map(index.holds, beside)):
+                break
+            keys.pop()
+        count, num_all = len(keys), len(keys) + len(beside)
+        pays = bool(keys) and self._disk.rule.pays(count, len(beside))
+        begins = pays and self._host.make_room(num_all)
         if begins:
-            pages = pool.take(len(keys))
+            pages = pool.take(num_all)
+            keys += beside
 
-            def move_ended(num_pages: int) -> None:
-                index.forget(keys[num_pages:])  # a rank does not have them
-                self._host.adopt(namespace, key, start, pages, num_pages)
+            def move_ended(num_moved: int) -> None:
+                index.forget(keys[num_moved:])  # a rank does not have them
+                num_pages = min(count, num_moved)
+                own = pages[count:] if num_moved == num_all else []
+                pool.free(pages[count + len(own) :])
+                self._host.adopt(namespace, key, start, pages[:count], num_pages, own)
                 ended(range(start, start + num_pages))
 
             self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
@@ -100,17 +114,20 @@ class DiskTier:
                 self._write(node)
 
     def _write(self, node: Node) -> bool:
-        """Begin to write the host pages of `node` that are not on disk, nor on their way there.
-        They are frozen until that has ended. False if their offload is not settled."""
+        """Begin to write the host pages of `node` that are not on disk, nor on their way there, and
+        what is beside them. They are frozen until that has ended. False if their offload is not
+        settled."""
         pool, host_pages = self._host.pool, self._host.pages[node]
-        if not pool.are_settled(host_pages):
+        beside = pool.beside.get(host_pages[-1], [])
+        if not pool.are_settled([*host_pages, *beside]):
             return False
         namespace, key, start = self._host.tree.place(node)
         size, end = self._host.tree.page_bytes, start + len(host_pages)
-        keys = page_keys(self._disk.fingerprint, namespace, key, size, start, end)
+        keys = [*page_keys(self._disk.fingerprint, namespace, key, size, start, end)]
+        keys += keys_beside(keys[-1], len(beside))
         missing = [
             (name, page)
-            for name, page in zip(keys, host_pages, strict=True)
+            for name, page in zip(keys, [*host_pages, *beside], strict=True)
             if not (self._disk.index.holds(name) or page in pool.frozen)
         ]
         for first in range(0, len(missing), pool.piece):

@@ -66,18 +66,31 @@ class HostTier(Residency):
                     return
             self.tree.cut(node, at_most)
             num_pages -= node.num_pages
-            if node in self.pages or self.offload(node):
+            if self.offload(node):
                 self.device.drop(node)
                 self.offer(node)
             else:
                 self._forget(node)
 
     def offload(self, node: Node) -> bool:
-        """Copy a node here with the next plan; False if there is no room."""
-        if not self.make_room(node.num_pages):
+        """Copy a node here with the next plan, and what groups have of it; False if there is no
+        room."""
+        beside = self.beside(node)
+        if node in self.pages:  # which must not make room for what belongs to it
+            beside = beside if len(beside) <= self.pool.num_free else []
+        elif not self.make_room(node.num_pages + len(beside)):
             return False
-        self.put(node, self.pool.offload(self.device.pages[node]))
+        else:
+            self.put(node, self.pool.offload(self.device.pages[node]))
+        if beside:
+            self.pool.offload(beside, self.pages[node][-1])
         return True
+
+    def beside(self, node: Node) -> list[int]:
+        """What groups have on the device alone of a prefix that ends with `node`."""
+        if node in self.pages and self.pages[node][-1] in self.pool.beside:
+            return []
+        return [number for group in self.device.groups for number in group.on_device(node)]
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""
@@ -123,7 +136,9 @@ class HostTier(Residency):
         be locked."""
         written_by = self.pool.written_by
         for node in reversed([*self.tree.nodes()]):  # children first
-            if any(written_by[page] >= step for page in self.pages.get(node, ())):
+            host_pages = self.pages.get(node, [])
+            host_pages = host_pages + self.pool.beside.get(host_pages[-1] if host_pages else -1, [])
+            if any(written_by[page] >= step for page in host_pages):
                 self.drop(node)
                 self.tree.let_go(node)
             self.device.drop_late(node, step)
@@ -133,15 +148,21 @@ class HostTier(Residency):
     # -- what comes from elsewhere -----------------------------------------------------------------
 
     def adopt(
-        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int], num_pages: int
+        self,
+        namespace: bytes,
+        key: bytes,
+        start: int,
+        host_pages: Sequence[int],
+        num_pages: int,
+        beside: Sequence[int] = (),
     ) -> None:
         """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
-        on, and free the others.
+        on, and free the others. beside: what is beside the last of these.
 
         Those that the tree has in any tier are not taken, and none if it lacks what is before them.
         """
         if not num_pages:
-            self.pool.free(host_pages)
+            self.pool.free([*host_pages, *beside])
             return
         tree, end = self.tree, start + num_pages
         root = tree.root(namespace)
@@ -152,8 +173,16 @@ class HostTier(Residency):
             last = tree.add(last, key, at, end)
             num_refused = at - start
             self.put(last, list(host_pages[num_refused:num_pages]))
+        if (
+            beside
+            and start <= at
+            and last in self.pages
+            and self.pages[last][-1] not in self.pool.beside
+        ):
+            self.pool.beside[self.pages[last][-1]] = [*beside]
+            beside = ()
         tree.let_go(last)
-        self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused]])
+        self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused], *beside])
 
 
 class CopiesAhead(Residency):
@@ -182,10 +211,10 @@ class CopiesAhead(Residency):
                 return
             missing = max(num_wanted - self.num_copied, pool.piece)
             self.tree.cut(node, min(most - len(pool.offloads), missing))
-            if not self._makes_room(node.num_pages):
+            num_pages = node.num_pages + len(self._host.beside(node))
+            if not (self._makes_room(num_pages) and self._host.offload(node)):
                 self.offer(node)
                 return
-            self._host.offload(node)
             self.copied.add(node)
             self.num_copied += node.num_pages
             self.tree.let_go(node)

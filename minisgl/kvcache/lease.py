@@ -59,8 +59,20 @@ class Lease:
 class PageGroup(Protocol):
     """What some layers keep of a request and of prefixes beside the pages of the others."""
 
+    pages_each: int  # that a tier keeps beside the last page of a prefix
+
     def usable(self, found: Found, num_pages: int) -> int:
         """Of the first `num_pages` pages of a match, how many a request can go on behind."""
+
+    def on_device(self, node: Node) -> Sequence[int]:
+        """What a prefix that ends with `node` needs beside its pages, and a tier keeps with them:
+        numbers behind those of the device's pages."""
+
+    def to_load(self, node: Node) -> Sequence[int]:
+        """The same in host memory, where the device has it not."""
+
+    def load(self, lease: Lease) -> Sequence[int]:
+        """Where on the device the latter goes for a lease that loads the end of its match."""
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         """Begin a lease on a prefix that is `usable`. ends: numbers of pages of its prompt after

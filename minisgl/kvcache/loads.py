@@ -35,9 +35,15 @@ class Loads:
         """Whether a load that began now would only queue up behind others."""
         return self._max_pages is not None and len(self._of_page) >= self._max_pages
 
-    def begin(self, node: Node, pages: Sequence[int], copied: Mapping[Node, list[int]]) -> int:
+    def begin(
+        self,
+        node: Node,
+        pages: Sequence[int],
+        copied: Mapping[Node, list[int]],
+        beside: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Load the end of a match, the locked `node`, into `pages` with the next plan. copied: what
-        host memory has of each node."""
+        host memory has of each node. beside: what else comes from where, and where it goes."""
         self.num_begun += 1
         load_id, host_pages = self.num_begun, list[int]()
         resident = self._cache.pages
@@ -49,8 +55,10 @@ class Loads:
         self._cache.tree.lock(node)
         self.in_flight[load_id] = node, pages
         self._of_page.update(dict.fromkeys(pages, load_id))
-        self._cache.pool.mark_written(pages, UNPLANNED)
-        self.new.append(Load(load_id, tuple(host_pages), tuple(pages)))
+        sources = (*host_pages, *(source for source, _ in beside))
+        targets = (*pages, *(target for _, target in beside))
+        self._cache.pool.mark_written(targets, UNPLANNED)
+        self.new.append(Load(load_id, sources, targets))
         return load_id
 
     def of(self, pages: Sequence[int]) -> dict[int, int]:

@@ -56,6 +56,7 @@ class KVCacheManager:
         disk: Disk | None = None,
         max_in_transit: int = 0,
         num_snapshots: int | None = None,
+        pages_each: int = 1,
         num_window_pages: int = 0,
         window_sizes: WindowSizes | None = None,
         looks_ahead: bool = False,
@@ -66,6 +67,7 @@ class KVCacheManager:
         there that keep the lane busy until more can follow; None: any. max_in_transit: number of
         pages on the device that other engines may keep from requests, of which the largest must
         always fit. num_snapshots: of the states of requests; None: the model keeps none.
+        pages_each: number of host pages that one takes.
         num_window_pages, window_sizes: of windowed layers, if these have pages of their own.
         looks_ahead: what a page has of its last token depends on the next one.
         """
@@ -81,7 +83,7 @@ class KVCacheManager:
         self.leases: set[Lease] = set()
         self.snapshots: Snapshots | None = None
         if num_snapshots is not None:
-            self.snapshots = Snapshots(num_snapshots if keeps else 0, tree)
+            self.snapshots = Snapshots(num_snapshots if keeps else 0, self._cache, pages_each)
             self._groups.append(self.snapshots)
         self.windows: Windows | None = None
         if window_sizes is not None:
@@ -94,6 +96,8 @@ class KVCacheManager:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             host = HostTier(self._cache, HostPool(num_host_pages, piece=piece), offloads_per_plan)
             self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit)
+            if self.snapshots is not None:
+                self.snapshots.use_copies(host, self.loads)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache that the lease is on."""
@@ -190,7 +194,13 @@ class KVCacheManager:
             lease.num_committed, lease.num_to_load = first + lease.num_to_load, 0
             assert lease.num_committed <= len(lease.pages), "it has room for the whole match"
             landing = lease.pages[first : lease.num_committed]
-            lease.loads[self.loads.begin(lease.node, landing, self.tiers.host.pages)] = len(landing)
+            beside = [
+                pair
+                for group in self._groups
+                for pair in zip(group.to_load(lease.node), group.load(lease), strict=True)
+            ]
+            copied = self.tiers.host.pages
+            lease.loads[self.loads.begin(lease.node, landing, copied, beside)] = len(landing)
         return pages
 
     def _evict(self, missing: int, num_beside: int | None, num_granted: int) -> None:

@@ -23,6 +23,12 @@ class PageIndex(Protocol):
         """Hold these pages no longer, whatever is on disk."""
 
 
+def keys_beside(key: bytes, num: int) -> list[bytes]:
+    """The keys of the pages that are beside the one with `key`."""
+    numbers = (index.to_bytes(4, "little") for index in range(num))
+    return [blake2b(key + number, digest_size=KEY_BYTES).digest() for number in numbers]
+
+
 def page_keys(
     fingerprint: bytes, namespace: bytes, tokens: bytes, page_bytes: int, first: int, end: int
 ) -> Iterator[bytes]:

@@ -54,6 +54,9 @@ class HostPool(PagePool):
         self.piece = piece
         # What the next plan copies here: the device page by the host page.
         self.offloads: dict[int, int] = {}
+        self.beside_offloads: dict[int, int] = {}  # the same of what is beside pages
+        # What else a prefix needs that ends with a page: further pages, which leave with it.
+        self.beside: dict[int, list[int]] = {}
         self.frozen: set[int] = set()  # somebody reads them
         self.leaving: set[int] = set()  # frozen, and freed as soon as they are not
 
@@ -68,20 +71,25 @@ class HostPool(PagePool):
         self.mark_written(taken, 0)
         return taken
 
-    def offload(self, pages: Sequence[int]) -> list[int]:
-        """Copy device pages with the next plan; returns their host pages. Enough must be free."""
+    def offload(self, pages: Sequence[int], beside: int | None = None) -> list[int]:
+        """Copy device pages with the next plan; returns their host pages. Enough must be free.
+        beside: the host page that they are beside."""
         taken = self.take(len(pages))
-        for page, host_page in zip(pages, taken, strict=True):
-            self.offloads[host_page] = page
+        planned = self.offloads if beside is None else self.beside_offloads
+        planned.update(zip(taken, pages, strict=True))
+        if beside is not None:
+            self.beside[beside] = taken
         self.mark_written(taken, UNPLANNED)
         return taken
 
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
+            self.free(self.beside.pop(host_page, ()))
             if host_page in self.frozen:
                 self.leaving.add(host_page)
             else:
                 self.offloads.pop(host_page, None)
+                self.beside_offloads.pop(host_page, None)
                 self.free_pages.append(host_page)
 
     def freeze(self, host_pages: Iterable[int]) -> None:
@@ -97,7 +105,8 @@ class HostPool(PagePool):
 
     def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
         """The (device page, host page) pairs for the plan of `step`."""
-        offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
-        self.mark_written(self.offloads, step)
-        self.offloads = {}
+        planned = self.offloads | self.beside_offloads
+        offloads = tuple((page, host_page) for host_page, page in planned.items())
+        self.mark_written(planned, step)
+        self.offloads, self.beside_offloads = {}, {}
         return offloads

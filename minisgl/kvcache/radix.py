@@ -82,8 +82,12 @@ class RadixCache(Residency):
         on_device = [*takewhile(self.pages.__contains__, path)]
         pages = [page for node in on_device for page in self.pages[node]]
         num_to_load = sum(node.num_pages for node in path[len(on_device) :])
-        if num_to_load and not self.rule.pays(num_to_load):
-            path, num_to_load = on_device, 0
+        num_beside = (
+            sum(len(group.to_load(path[-1])) for group in self.groups) if num_to_load else 0
+        )
+        if num_to_load and not self.rule.pays(num_to_load, num_beside):
+            path, num_to_load = tree.path(found, self._num_useful(found, len(pages))), 0
+            pages = [page for node in path for page in self.pages[node]]
         node = path[-1] if path else root
         tree.lock(node, path)
         return Match(node, pages, num_to_load, num_found)

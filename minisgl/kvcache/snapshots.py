@@ -14,8 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.lease import Lease
-from minisgl.kvcache.tree import Follower, Found, Node, PrefixTree
+from minisgl.kvcache.loads import Loads
+from minisgl.kvcache.page_pool import UNPLANNED
+from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.tree import Follower, Found, Node
 
 
 class TakenSnapshot(NamedTuple):
@@ -34,26 +38,63 @@ class SnapshotStats:
 
 
 class Snapshots(Follower):
-    """The snapshots 0 .. num - 1, as a `PageGroup`."""
+    """The snapshots 0 .. num - 1, as a `PageGroup`. In another memory one takes `pages_each` pages,
+    beside the last page of its prefix."""
 
-    def __init__(self, num: int, tree: PrefixTree) -> None:
+    def __init__(self, num: int, cache: RadixCache, pages_each: int = 1) -> None:
         self.num = num
-        self._tree = tree
+        self._cache = cache
+        self._tree = cache.tree
         self._free = list(range(num - 1, -1, -1))
         self._cached: OrderedDict[Node, int] = OrderedDict()  # least recently used first
-        self._written_by = [0] * num  # the step whose launch has written it last
-        tree.followers.append(self)
+        self._waiting: set[Lease] = set()  # for what begins after a load
+        self._host: HostTier | None = None
+        self._loads: Loads | None = None
+        # The device counts who has written a part of each with who has written its pages.
+        self.pages_each, self._first = pages_each, cache.pool.num_pages
+        self._written_by = cache.pool.written_by
+        self._written_by += [0] * (num * pages_each)
+        self._tree.followers.append(self)
+
+    def use_copies(self, host: HostTier, loads: Loads) -> None:
+        """Have a tier behind the device, which keeps snapshots, too."""
+        self._host, self._loads = host, loads
 
     @property
     def stats(self) -> SnapshotStats:
         return SnapshotStats(self.num, len(self._cached))
 
+    def _parts(self, snapshot: int) -> range:
+        """The numbers of its parts, behind those of the device's pages."""
+        first = self._first + snapshot * self.pages_each
+        return range(first, first + self.pages_each)
+
+    def on_device(self, node: Node) -> Sequence[int]:
+        return self._parts(self._cached[node]) if node in self._cached else ()
+
+    def to_load(self, node: Node) -> Sequence[int]:
+        if self._host is None or node in self._cached or node not in self._host.pages:
+            return ()
+        return self._host.pool.beside.get(self._host.pages[node][-1], ())
+
+    def load(self, lease: Lease) -> Sequence[int]:
+        if not self.to_load(lease.node):
+            return ()
+        snapshot = self._take()
+        assert snapshot is not None, "it was claimed"
+        self._cached[lease.node] = lease.start_snapshot = snapshot
+        return self._parts(snapshot)
+
     def usable(self, found: Found, num_pages: int) -> int:
-        """A request can go on behind the deepest node that has a snapshot."""
+        """A request can go on behind the deepest node that has a snapshot, on the device or where
+        its pages are loaded from."""
         usable = end = 0
         for node, common in found:
             end += common
-            if node in self._cached and common == node.num_pages and end <= num_pages:
+            if common != node.num_pages or end > num_pages:
+                break
+            is_here = node in self._cached
+            if is_here or (node not in self._cache.pages and self.num and self.to_load(node)):
                 usable = end
         return usable
 
@@ -61,19 +102,36 @@ class Snapshots(Follower):
         if lease.node in self._cached:
             lease.start_snapshot = self._cached[lease.node]
             self._cached.move_to_end(lease.node)
+        if lease.loads or lease.num_to_load:
+            self._waiting.add(lease)
         lease.snapshots = {end: None for end in sorted(ends) if end > len(lease.pages)}
 
     def claim(self, lease: Lease, num_tokens: int) -> bool:
-        return True
+        if not (lease.num_to_load and self.to_load(lease.node)):
+            return True
+        return bool(self._free) or self._least_used() is not None
+
+    def _least_used(self) -> Node | None:
+        """The node that loses its snapshot next: no load writes it, and no request waits for it."""
+        kept = {lease.node for lease in self._waiting}
+        if self._loads is not None:
+            kept.update(node for node, _ in self._loads.in_flight.values())
+        return next((node for node in self._cached if node not in kept), None)
+
+    def _take(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        node = self._least_used()
+        return None if node is None else self._cached.pop(node)
 
     def take(self, lease: Lease, start: int, end: int, step: int) -> tuple[TakenSnapshot, ...]:
         """The snapshots that `step` leaves, which computes the tokens `start` .. `end` - 1."""
+        self._waiting.discard(lease)
         taken: list[TakenSnapshot] = []
         for boundary in lease.snapshots:
             num_tokens = boundary * self._tree.page_size
-            if start < num_tokens <= end and (self._free or self._cached):
-                snapshot = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-                self._written_by[snapshot] = step
+            if start < num_tokens <= end and (snapshot := self._take()) is not None:
+                self._cache.pool.mark_written(self._parts(snapshot), step)
                 lease.snapshots[boundary] = snapshot
                 taken.append(TakenSnapshot(num_tokens, snapshot))
         return tuple(taken)
@@ -92,6 +150,7 @@ class Snapshots(Follower):
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         self.commit(lease, key, num_pages, step)
+        self._waiting.discard(lease)
         self._free += [each for each in lease.snapshots.values() if each is not None]
 
     def ended(self, node: Node) -> None:
@@ -102,7 +161,7 @@ class Snapshots(Follower):
 
     def drop_written_since(self, step: int) -> None:
         for node, snapshot in [*self._cached.items()]:
-            if self._written_by[snapshot] >= step:
+            if self._written_by[self._parts(snapshot)[0]] >= step:
                 self.ended(node)
 
     def audit(self, leases: Sequence[Lease], launched: int) -> None:
@@ -110,4 +169,9 @@ class Snapshots(Follower):
         held = [each for lease in leases for each in lease.snapshots.values() if each is not None]
         owners = sorted([*self._free, *self._cached.values(), *held])
         assert owners == list(range(self.num)), "a snapshot is lost or owned twice"
-        assert all(self._written_by[each] <= launched for each in self._cached.values())
+        assert self._waiting <= {*leases}
+        written_by = [self._written_by[self._parts(each)[0]] for each in self._cached.values()]
+        is_planned = self._loads is None or not self._loads.new
+        assert all(
+            step <= launched or (step == UNPLANNED and not is_planned) for step in written_by
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from minisgl.kvcache.copies import ALWAYS, Copies
 from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
@@ -33,7 +35,8 @@ class Tiers:
         self._ahead = CopiesAhead(host, num_ahead, may_drop=disk is None)
         if disk is not None:
             num_spare = -(-host.pool.num_pages // SPARE_PART)
-            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare)
+            num_beside = sum(group.pages_each for group in host.device.groups)
+            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare, num_beside)
 
     def take_copies(self, step: int) -> Copies | None:
         """What the plan of `step` copies; None if there is nothing."""
@@ -71,6 +74,8 @@ class Tiers:
         pool = self.host.pool
         host_pages = [page for run in self.host.pages.values() for page in run]
         host_pages += self.transits.owned(Place.HOST)
+        assert pool.beside.keys() <= set(host_pages), "something is left of a prefix"
+        host_pages += chain.from_iterable(pool.beside.values())
         owners = [*pool.free_pages, *pool.leaving, *host_pages]
         frozen: list[int] = []
         for move in self._moves.under_way:
@@ -78,6 +83,7 @@ class Tiers:
             frozen += move.pages if move.target is Place.DISK else ()
         assert len(set(frozen)) == len(frozen) and pool.frozen.issuperset(frozen)
         assert sorted(owners) == list(range(pool.num_pages)), "a host page is lost or owned twice"
+        planned = pool.offloads | pool.beside_offloads
         for page in host_pages:
             step = pool.written_by[page]
-            assert step <= launched or (step == UNPLANNED and page in pool.offloads)
+            assert step <= launched or (step == UNPLANNED and page in planned)

@@ -24,11 +24,13 @@ from minisgl.config import WindowSizes
 from minisgl.kvcache.lease import Lease, WindowPages
 from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import Found
+from minisgl.kvcache.tree import Found, Node
 
 
 class Windows:
     """The pages 1 .. num_pages - 1 of windowed layers, as a `PageGroup`."""
+
+    pages_each = 0
 
     def __init__(self, num_pages: int, sizes: WindowSizes, cache: RadixCache) -> None:
         """cache: of full pages."""
@@ -56,6 +58,15 @@ class Windows:
             if full_pages[at] not in self._beside:
                 end = at
         return end
+
+    def on_device(self, node: Node) -> Sequence[int]:
+        return ()  # tiers keep whole pages
+
+    def to_load(self, node: Node) -> Sequence[int]:
+        return ()
+
+    def load(self, lease: Lease) -> Sequence[int]:
+        return ()
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         first = self.sizes.first_seen(len(lease.pages))

@@ -120,7 +120,7 @@ def load_runner(
     disk = _open_disk(setup, place, weights.layers, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
     states = make.states(capacity)
-    tiers = _make_tiers(make, states, steps.prefill_s, disk, report)
+    tiers = _make_tiers(make, states, capacity.num_slots, steps.prefill_s, disk, report)
     runner = make(capacity, states, *tiers)
     try:
         if keys:
@@ -330,6 +330,7 @@ def _open_disk(
 def _make_tiers(
     make: _RunnerMaker,
     states: Sequence[LayerState],
+    num_slots: int,
     prefill_s: float,
     on_disk: tuple[PageFiles, bytes] | None,
     report: Report,
@@ -345,6 +346,7 @@ def _make_tiers(
         place.lanes,
         store=store,
         report=lambda fraction: report("pinning host memory", fraction),
+        first_snapshot=num_slots + 1,  # behind the scratch slot
     )
     place.lanes.synchronize()
     own = tiers.copies.measure(prefill_s * config.page_size)

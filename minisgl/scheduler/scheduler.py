@@ -185,10 +185,10 @@ class Scheduler:
         work = StepWork(self._step + 1, self._max_prefill_length, self.kv)
         retractions = self.counters.num_retractions
         self._rows.grant_pages(work, self._retract)
-        if self._loading:
-            self._resume_loaded()
         for running in self._prefilling:
             work.close_gap(running)
+        if self._loading:
+            self._resume_loaded(work)
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(work)
@@ -295,12 +295,16 @@ class Scheduler:
 
     # -- pages from host memory --------------------------------------------------------------------
 
-    def _resume_loaded(self) -> None:
+    def _resume_loaded(self, work: StepWork) -> None:
         """Let the requests whose pages are all there compute the rest of their tokens."""
         for running in self._loading:
-            running.loading = self.kv.is_loading(running.lease)
+            running.loading = self.kv.of(running.lease).is_loading(running.lease)
             if not running.loading:
                 self._prefilling.append(running)
+                if running.lease.start_snapshot is None:
+                    work.close_gap(running)
+                else:  # which has been loaded, too
+                    work.join(running)
         self._loading = [running for running in self._loading if running.loading]
 
     def plan_offload(self) -> StepPlan | None:

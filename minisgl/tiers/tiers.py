@@ -41,9 +41,12 @@ class Tiers:
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
         store: PageFiles | None = None,
         report: Callable[[float], None] = lambda fraction: None,
+        first_snapshot: int = 0,
     ) -> None:
-        """store: the disk. report: gets the fraction of host memory that is pinned."""
-        self.copies = HostCopies(states, num_host_pages, lanes, make_lane, report)
+        """store: the disk. report: gets the fraction of host memory that is pinned.
+        first_snapshot: its index in a StateBySlot."""
+        copies = HostCopies(states, num_host_pages, lanes, make_lane, report, first_snapshot)
+        self.copies = copies
         self._lanes = lanes
         self._make_lane = make_lane
         self._disk: DiskMoves | None = None

@@ -19,6 +19,7 @@ from support.state_cases import (
     EXPERTS,
     HYBRID,
     LENGTHS,
+    NUM_SHARED,
     NUM_TOKENS,
     StateCase,
     drafter_of,
@@ -28,9 +29,15 @@ from support.state_cases import (
 from minisgl.config import page_bytes, slot_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import scheduler_of
-from minisgl.errors import CheckpointError, ConfigError, DeviceMemoryError
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    UnsupportedModelError,
+)
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
+from minisgl.kvcache.copies import LoadRule
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.snapshots import SnapshotStats
 from minisgl.layers.attention import SelfAttention
@@ -142,19 +149,64 @@ def test_a_rank_keeps_the_states_of_its_own_requests() -> None:
     assert stats == SnapshotStats(2 * capacity.num_snapshots, 0)
 
 
-def check_hits(case: StateCase, **options: Any) -> None:
-    """Ask each prompt twice, and alone: the second time it is found up to its last page."""
+def check_hits(case: StateCase, **options: Any) -> int:
+    """Ask each prompt twice, and alone: the second time it is found up to its last page. Returns
+    how many tokens came from host memory."""
 
-    async def run() -> None:
+    async def run() -> int:
         async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
             cached: list[int] = []
             for place in (*range(len(LENGTHS)), *range(len(LENGTHS))):
                 (output,) = await batch(engine, [case.prompts[place]], [greedy(NUM_TOKENS)])
                 cached.append(output.num_cached_tokens)
                 assert output.token_ids == case.runs[place].token_ids, "a token differs"
+            num_host_tokens = engine.stats().counters.num_host_tokens
         assert cached == [0, 0, 0, 0, 0, *((length - 1) // 4 * 4 for length in LENGTHS)]
+        return num_host_tokens
 
-    asyncio.run(run())
+    return asyncio.run(run())
+
+
+FEW: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "state_cache": 0.01}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"tp": 2}], ids=str
+)
+def test_a_hit_in_host_memory_changes_no_token(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    num_host_tokens = check_hits(case_of(TEXT[0]), host_cache=0.02, **FEW, **options)
+    assert num_host_tokens > NUM_SHARED
+
+
+def test_states_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a file is lost that has some of them, the tokens are computed."""
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    case = case_of(TEXT[0])
+    folder = tmp_path / "disk"
+    options = {"page_size": 4, "host_cache": 0.02, "disk_cache": str(folder), **FEW}
+
+    async def run() -> tuple[list[int], int]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            cached: list[int] = []
+            for prompt, wanted in zip(case.prompts, case.runs, strict=True):
+                (output,) = await batch(engine, [prompt], [greedy(NUM_TOKENS)])
+                cached.append(output.num_cached_tokens)
+                assert output.token_ids == wanted.token_ids, "a token differs"
+            return cached, engine.stats().counters.num_disk_tokens
+
+    assert asyncio.run(run()) == ([0, 0, 0, 0, 0], 0)
+    every = [(length - 1) // 4 * 4 for length in LENGTHS]
+    cached, num_disk_tokens = asyncio.run(run())
+    assert cached == every and num_disk_tokens > NUM_SHARED
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 500
+    )
+    files[len(files) // 2].unlink()
+    cached, _ = asyncio.run(run())
+    assert all(num <= most for num, most in zip(cached, every, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +376,16 @@ def test_mistakes_with_snapshots_change_tokens(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"host_cache": 1.0}])
+def test_engines_send_each_other_no_states(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case_of(TEXT[0]).folder, host_cache=0.01)) as engine:
+            with pytest.raises(UnsupportedModelError, match="without --roles"):
+                await engine.share_pages(f"{tmp_path}/engine", always_load=False)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("option", [{"host_cache": 1.0, "pp": 2}])
 def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="keeps a state for each request"):
         load_engine(case_of(TEXT[0]).folder, **option)

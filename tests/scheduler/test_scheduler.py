@@ -116,6 +116,7 @@ class Harness:
     disk: FakeDisk | None = None
     longest: int | None = None  # of its sequences
     num_snapshots: int | None = None
+    pages_each: int = 1  # in host memory
     window: int | None = None  # of some layers, which have pages of their own
     num_window_pages: int | None = None  # None: so few that a request may run at any rate
     spare: int = 2  # of these, for chunks
@@ -146,6 +147,7 @@ class Harness:
                 load_rule=self.load_rule,
                 disk=None if self.disk is None else Disk(self.disk, b"model"),
                 num_snapshots=self.num_snapshots,
+                pages_each=self.pages_each,
                 num_window_pages=num_window_pages,
                 window_sizes=sizes,
             )
@@ -179,6 +181,7 @@ class Harness:
             window=self.window,
             slots_each=slots_each,
         )
+        self.runner.pages_each, self.runner.first_part = self.pages_each, self.num_pages
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
         self.disk_namespaces: dict[bytes, bytes] = {}
@@ -211,7 +214,8 @@ class Harness:
         plan = self.scheduler.plan()
         self.runner.move(self.scheduler.kv.moves.take(), self.moved)
         if self.scheduler.counters.num_retractions > retractions:
-            assert plan is None or not plan.joins  # or the retracted pushes out another
+            # Or the retracted pushes out another. What had to be loaded may begin.
+            assert plan is None or {join.slot for join in plan.joins} <= before.keys()
             waiting = [run for run in before.values() if not run.active]
             assert {run.lease.rank for run in waiting} <= self.short, "another rank has pages"
         self.short.clear()
@@ -243,9 +247,11 @@ class Harness:
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
         if copies_of(plan) is not None:
             for page, host_page in copies_of(plan).offloads:
-                self.host_namespaces[host_page] = self.page_namespaces[page]
+                if page < self.num_pages:
+                    self.host_namespaces[host_page] = self.page_namespaces[page]
             for load in copies_of(plan).loads:
-                for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                pages = [page for page in load.pages if page < self.num_pages]
+                for host_page, page in zip(load.host_pages, pages, strict=False):
                     self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
         for grant in (grant for grant in plan.grants if not grant.windowed):
@@ -271,7 +277,8 @@ class Harness:
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
-        assert len(copies_of(plan).offloads) <= granted + max(most, piece)
+        num_pages = sum(page < self.num_pages for page, _ in copies_of(plan).offloads)
+        assert num_pages <= granted + max(most, piece)
 
     def check_loads(self, plan: StepPlan) -> None:
         """None begins while others keep the lane busy."""
@@ -331,7 +338,7 @@ class Harness:
         move, _ = self.runner.moves[index]
         for key, host_page in zip(move.keys, move.pages, strict=True):
             if move.target is Place.DISK:
-                self.disk_namespaces[key] = self.host_namespaces[host_page]
+                self.disk_namespaces[key] = self.host_namespaces.get(host_page, b"")
             elif key in self.disk_namespaces:
                 self.host_namespaces[host_page] = self.disk_namespaces[key]
         self.runner.end_move(index)
@@ -1164,6 +1171,10 @@ def cramped_harness(
 def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
     """Many prompts share few prefixes, of which the device holds one or two at a time."""
     rng = random.Random(seed)
+    with_states: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        num_snapshots, pages_each = rng.choice([1, 2, 5, 100]), rng.choice([1, 1, 3])
+        with_states = {"num_snapshots": num_snapshots, "pages_each": pages_each, "max_run": 1}
     harness = cramped_harness(
         rng,
         seed,
@@ -1171,6 +1182,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         offloads_per_plan=rng.choice([None, 1, 2, 5]),
         max_loading=rng.choice([None, 1, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
+        **with_states,
     )
     waiting = random_requests(
         rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
@@ -1306,11 +1318,16 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
     disk = FakeDisk()
     page_size = rng.choice([1, 2, 4])
     namespaces: dict[bytes, bytes] = {}
+    with_states: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        num_snapshots, pages_each = rng.choice([2, 5, 100]), rng.choice([1, 3])
+        with_states = {"num_snapshots": num_snapshots, "pages_each": pages_each, "max_run": 1}
     for _ in range(2):
         harness = cramped_harness(
             rng,
             seed,
             page_size=page_size,
+            **with_states,
             num_host_pages=rng.choice([10, 20, 40]),
             offloads_per_plan=rng.choice([None, 1, 4]),
             max_loading=rng.choice([None, 2]),

@@ -150,6 +150,8 @@ class FakeRunner:
         self._slots_each = slots_each
         # Length and state of each, by its rank and number.
         self._snapshots: dict[tuple[int, int], tuple[int, int]] = {}
+        # With a host tier: how many pages one takes there, and the number of the first one's first.
+        self.pages_each, self.first_part = 1, 1 << 60
         self._window = window
         self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
@@ -227,12 +229,20 @@ class FakeRunner:
             self.land(load_id)
         self.num_copied[0] += len(copies.offloads)
         for page, host_page in copies.offloads:
+            if page >= self.first_part:
+                part, snapshot = self._part(page)
+                state = self._snapshots[0, snapshot]
+                self._host[host_page] = [*state, part][:3]
+                continue
             cells = [self._cells.get((page, place), -1) for place in range(self.page_size)]
             self._host[host_page] = cells
         for load in copies.loads:
             self.num_copied[1] += len(load.pages)
             self.in_flight[load.id] = load
             for page in load.pages:
+                if page >= self.first_part:
+                    self._snapshots[0, self._part(page)[1]] = (-1, -1)
+                    continue
                 self._cells |= {(page, place): -1 for place in range(self.page_size)}
 
     def land(self, load_id: int) -> None:
@@ -240,8 +250,22 @@ class FakeRunner:
         load = self.in_flight.pop(load_id, None)
         if load is not None:
             for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                if page >= self.first_part:
+                    part, snapshot = self._part(page)
+                    advanced, by_rows, same = self._host[host_page]
+                    assert part == same and self._snapshots[0, snapshot] in (
+                        (-1, -1),
+                        (advanced, by_rows),
+                    ), "parts of different snapshots are joined"
+                    self._snapshots[0, snapshot] = advanced, by_rows
+                    continue
                 for place, value in enumerate(self._host[host_page]):
                     self._cells[page, place] = value
+
+    def _part(self, number: int) -> tuple[int, int]:
+        """The part and the snapshot of a number behind those of pages."""
+        snapshot, part = divmod(number - self.first_part, self.pages_each)
+        return part, snapshot
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
         self._has_runs |= plan.max_run > 1

@@ -31,6 +31,7 @@ from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.moves import Move, Place
 from minisgl.tiers.host.slabs import Slabs
+from minisgl.tiers.host.state_parts import StateParts
 
 PIECE_BYTES = 64 << 20
 # Pieces that may wait for their DMA to the host before the compute lane must. A plan fills all but
@@ -131,11 +132,15 @@ class HostCopies:
         lanes: Lanes,
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
         report: Callable[[float], None] = lambda fraction: None,
+        first_snapshot: int = 0,
     ) -> None:
-        """num_pages: in host memory. report: gets the fraction of it that is pinned."""
+        """num_pages: in host memory. report: gets the fraction of it that is pinned.
+        first_snapshot: its index in a StateBySlot."""
         self._lanes = lanes
         self.planes = Planes.of([plane for state in distinct(states) for plane in state.planes])
         self.page_bytes = page_bytes = self.planes.page_bytes
+        num_device_pages = len(self.planes.words[0])
+        self._parts = StateParts(states, num_device_pages, first_snapshot, page_bytes)
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
@@ -179,13 +184,15 @@ class HostCopies:
 
     def _offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         pairs = sorted(pairs, key=lambda pair: pair[1])
-        (pages,) = self._lanes.upload([[page for page, _ in pairs]])
+        numbers = [page for page, _ in pairs]
+        (pages,) = self._lanes.upload([self._parts.pages(numbers)])
         for start in range(0, len(pairs), self._piece):
             host_pages = [host_page for _, host_page in pairs[start : start + self._piece]]
             packed, last = self._ring.take(len(host_pages))
             if last is not None:
                 self._down.hold_compute(last)
             gather_pages(self.planes, pages[start : start + len(host_pages)], packed)
+            self._parts.gather(numbers[start : start + len(host_pages)], packed)
             copied = self._down.queue(self._sending(host_pages, packed), [self._lanes.mark()])
             self._ring.leave(len(host_pages), copied)
             self._note(self._offloading, copied, host_pages)
@@ -216,7 +223,7 @@ class HostCopies:
         at_once = max(1, LOAD_BYTES // self.page_bytes, -(-len(host_pages) // MOST_DMAS))
 
         def fetch() -> None:
-            targets = upload_pages(pages, self._lanes.device)
+            targets = upload_pages(self._parts.pages(pages), self._lanes.device)
             for start, runs in zip(starts, pieces, strict=True):
                 for first, run in runs:
                     for some, part in zip(
@@ -227,6 +234,7 @@ class HostCopies:
                         some.copy_(part, non_blocking=True)
                 some = targets[start : start + self._piece]
                 scatter_pages(self.planes, some, self._arriving)
+                self._parts.scatter(pages[start : start + self._piece], self._arriving)
 
         return fetch
 
