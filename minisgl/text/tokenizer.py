@@ -349,6 +349,8 @@ def _check_added_tokens(folder: Path) -> None:
         try:
             values = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
             num = sum(_length(values.get(each)) for each in lists) if lists else len(values)
+        except msgspec.ValidationError:
+            raise CheckpointError(f"{file} cannot be read: it is no JSON object.") from None
         except (ValueError, RecursionError):  # it is read again, and refused with the reason
             continue
         if num > MAX_ADDED_TOKENS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +29,8 @@ from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
 from minisgl.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.text.tokenizer import ADDED_TOKENS, MAX_SHORT_CHARS, Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 
@@ -360,3 +362,12 @@ def test_load_explains_what_is_missing_or_broken(tmp_path: Path) -> None:
 def test_importing_the_modules_does_not_import_torch() -> None:
     code = "import sys, minisgl.text.detokenizer; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ADDED_TOKENS)
+@pytest.mark.parametrize("text", ["[]", "null", "5"])
+def test_a_file_that_is_no_object_is_refused_in_words(tmp_path: Path, name: str, text: str) -> None:
+    folder = shutil.copytree(DEMO_FOLDER, tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is no JSON object\.$"):
+        Tokenizer.load(folder)
