@@ -108,6 +108,8 @@ def read_requests(file: Path) -> tuple[list[BatchRequest], list[BadLine]]:
                 if (first := seen.setdefault(request.custom_id, number)) != number:
                     raise ValueError(f"custom_id {request.custom_id!r} is that of line {first}")
                 requests.append(request)
+            except UnicodeDecodeError:
+                bad.append(BadLine(number, "is not in UTF-8; save the file in UTF-8"))
             except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
                 bad.append(BadLine(number, str(error)))
     return requests, bad

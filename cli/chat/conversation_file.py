@@ -195,5 +195,7 @@ def read_json(path: str, what: str) -> Any:
         raise FileError(f"{path} is larger than any {what}.")
     try:
         return msgspec.json.decode(data.removeprefix(BOM_UTF8))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError:
+        raise FileError(f"{path} is not in UTF-8; save it in UTF-8.") from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FileError(f"{path} is no JSON: {error}.") from error

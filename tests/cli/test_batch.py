@@ -269,6 +269,15 @@ def test_requests_are_read_past_a_byte_order_mark_at_the_beginning(tmp_path: Pat
     assert [line.number for line in bad] == [3]
 
 
+def test_a_line_in_another_encoding_is_told_so_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    said = {"model": "m", "messages": [{"role": "user", "content": "привет"}]}
+    line = json.dumps(json.loads(request("one", said)), ensure_ascii=False)
+    file.write_bytes(line.encode("koi8-r"))
+    requests, [bad] = batch_file.read_requests(file)
+    assert not requests and bad.reason == "is not in UTF-8; save the file in UTF-8"
+
+
 def test_a_link_to_a_file_that_is_not_there_yet_makes_it(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("out.jsonl")
     with answers_in(tmp_path / "link") as (add, statuses):

@@ -644,7 +644,7 @@ TURNS = (
     [
         ("no JSON", " is no JSON: "),
         ("[" * 10**5, " is no JSON: "),
-        (b'["\xff"]', " is no JSON: "),
+        (b'["\xff"]', " is not in UTF-8; save it in UTF-8."),
         ('["\\ud800"]', " is no JSON: "),
         ("5", " is no conversation: allowed are a list of messages, or an object with one"),
         ('{"messages": 5}', " is no conversation: "),
