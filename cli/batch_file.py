@@ -117,7 +117,7 @@ def read_requests(file: Path) -> tuple[list[BatchRequest], list[BadLine]]:
 
 def _request(line: bytes) -> BatchRequest:
     """Raises ValueError with the reason for a line that is no request."""
-    said = msgspec.json.decode(line, type=_Line)
+    said = msgspec.json.decode(line.decode(), type=_Line)  # msgspec itself passes raw bodies on
     for name, given, allowed in (("method", said.method, METHODS), ("url", said.url, URLS)):
         if given not in allowed:
             raise ValueError(f"{name} is {given!r}; {one_of(allowed)}")
