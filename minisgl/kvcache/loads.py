@@ -26,6 +26,7 @@ class Loads:
     # Those that are not known to have landed: the last node that each fills, and its pages.
     in_flight: dict[int, tuple[Node, Sequence[int]]] = field(default_factory=dict)
     _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
+    _num_beside: dict[int, int] = field(default_factory=dict)  # of each load in flight
     # What the next plan begins, and awaits.
     new: list[Load] = field(default_factory=list)
     awaits: list[int] = field(default_factory=list)
@@ -33,7 +34,8 @@ class Loads:
     @property
     def is_lane_busy(self) -> bool:
         """Whether a load that began now would only queue up behind others."""
-        return self._max_pages is not None and len(self._of_page) >= self._max_pages
+        num_pages = len(self._of_page) + sum(self._num_beside.values())
+        return self._max_pages is not None and num_pages >= self._max_pages
 
     def begin(
         self,
@@ -54,6 +56,7 @@ class Loads:
             self._cache.put(each, list(pages[start : len(host_pages)]))
         self._cache.tree.lock(node)
         self.in_flight[load_id] = node, pages
+        self._num_beside[load_id] = len(beside)
         self._of_page.update(dict.fromkeys(pages, load_id))
         sources = (*host_pages, *(source for source, _ in beside))
         targets = (*pages, *(target for _, target in beside))
@@ -76,6 +79,7 @@ class Loads:
             node, pages = self.in_flight.pop(load_id)
             for page in pages:
                 del self._of_page[page]
+            del self._num_beside[load_id]
             self._cache.tree.release(node)
             self.awaits.append(load_id)
 

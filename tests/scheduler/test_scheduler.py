@@ -1310,6 +1310,21 @@ def test_requests_whose_prefix_another_has_loaded_pass_loads_that_wait() -> None
     assert [*harness.endings][4:] == [f"again {number}" for number in (0, 1, 3, 5, 2, 4)]
 
 
+def store_all(harness: Harness) -> None:
+    """Leave everything on disk, as an engine that is closed."""
+    kv, runner = harness.scheduler.kv, harness.runner
+    plan = harness.scheduler.plan_offload()
+    if plan is not None:
+        harness.in_flight.append(runner.launch(plan))
+        harness.check_namespaces(plan)
+        harness.settle()
+    assert kv.disk is not None
+    kv.disk.store_all()
+    runner.move(kv.moves.take(), harness.moved)
+    while runner.moves:
+        harness.end_move()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
@@ -1342,6 +1357,7 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
             num_prefixes=rng.randint(2, 5),
         )
         run_schedule(harness, waiting, rng)
+        store_all(harness)
         for key in rng.sample(sorted(disk.pages), len(disk.pages) // 10):
             del disk.pages[key]
 
