@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from minisgl.config import EngineConfig, EngineOptions, KeywordError, Text, config_of, in_keywords
 from minisgl.engine import AsyncEngine
+from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.engine.chats import Chats
-from minisgl.engine.conversation import AnswerPlan
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score

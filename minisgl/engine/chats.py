@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from minisgl.engine.conversation import AnswerPlan, Conversation, plan_answers, read_conversation
+from minisgl.engine.answer_plan import AnswerPlan
+from minisgl.engine.conversation import Conversation, plan_answers, read_conversation
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.tool_use import offered

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.events import ContentText, Event, ReasoningText
 from minisgl.grammar.compiler import Compiled
-from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
+from minisgl.grammar.reasoning import reasoning_gate
 from minisgl.grammar.tool_grammars import headed
 from minisgl.grammar.tool_use import ToolUse
-from minisgl.parts.masks.host import Constraint
 from minisgl.request import StructuredOutput
 from minisgl.text.history import Message
-from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.selection import AnswerFormat
 from minisgl.text.template_facts import TemplateFacts
 
@@ -63,32 +62,6 @@ async def read_conversation(
         options = {**options, "tools": tools.described}
     prompt = await engine.encode_chat(fit(facts), any_length, **options)
     return Conversation(prompt_token_ids=prompt, tools=tools, facts=facts)
-
-
-def _no_parser() -> None:
-    """The text is the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPlan:
-    """What the answers of one request have in common. Each gets a parser and a matcher."""
-
-    grammar: Compiled | None = None
-    gate: ReasoningGate | None = None  # lets reasoning come before what the grammar applies to
-    form: AnswerFormat | None = None  # in which they are parsed; None: they are not
-    parser: Callable[[], AnswerParser | None] = _no_parser  # a new one for each answer
-    begun: type[Event] | None = None  # what of a message the prompt has begun
-
-    @property
-    def ignored_keywords(self) -> tuple[str, ...]:
-        return () if self.grammar is None else self.grammar.ignored_keywords
-
-    def extras(self) -> tuple[Constraint, ...]:
-        """What one answer asks of parts: a matcher of its own."""
-        return () if self.grammar is None else (Constraint(self.grammar.matcher(self.gate)),)
-
-
-FREE = AnswerPlan()
 
 
 async def plan_answers(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.config import EngineConfig
-from minisgl.engine.conversation import AnswerPlan
+from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop

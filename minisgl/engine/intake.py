@@ -99,6 +99,8 @@ class Intake:
         check_token_ids("prompt", prompt, self._vocab_size)
         self.check(params)
         given = {type(extra): extra for extra in extras}
+        kinds = {part.kind for part in self._parts}
+        assert len(given) == len(extras) and given.keys() <= kinds, "no part knows one of extras"
         asked = [
             part.extra(params, prompt, given.get(part.kind)) for part in self._parts if part.kind
         ]

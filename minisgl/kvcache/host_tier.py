@@ -78,9 +78,11 @@ class HostTier(Residency):
         beside = self.beside(node)
         if node in self.pages:  # which must not make room for what belongs to it
             beside = beside if len(beside) <= self.pool.num_free else []
-        elif not self.make_room(node.num_pages + len(beside)):
-            return False
         else:
+            if not self.make_room(node.num_pages + len(beside)):
+                beside = []
+                if not self.make_room(node.num_pages):
+                    return False
             self.put(node, self.pool.offload(self.device.pages[node]))
         if beside:
             self.pool.offload(beside, self.pages[node][-1])

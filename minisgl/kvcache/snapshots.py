@@ -4,7 +4,8 @@ A model with a state for each request can compute on behind a cached prefix only
 the state at its end. A snapshot is an integer here; its owner is the free list, a node of the
 radix tree, or the lease whose step writes it. Those of the tree make way for new ones, least
 recently used first. Steps read and write snapshots in the order of their launch, so one that is
-taken from a node may be written by the next step, whoever started from it before.
+taken from a node may be written by the next step, whoever started from it before. A load writes its
+own before the rows of its plan, so it takes none from which one of these begins.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Snapshots(Follower):
         self._tree = cache.tree
         self._free = list(range(num - 1, -1, -1))
         self._cached: OrderedDict[Node, int] = OrderedDict()  # least recently used first
-        self._waiting: set[Lease] = set()  # for what begins after a load
+        # Of requests whose first chunk is not planned: a load of the same plan, which comes before
+        # them, must not write what they begin from.
+        self._waiting: set[Lease] = set()
         self._host: HostTier | None = None
         self._loads: Loads | None = None
         # The device counts who has written a part of each with who has written its pages.
@@ -102,8 +105,7 @@ class Snapshots(Follower):
         if lease.node in self._cached:
             lease.start_snapshot = self._cached[lease.node]
             self._cached.move_to_end(lease.node)
-        if lease.loads or lease.num_to_load:
-            self._waiting.add(lease)
+        self._waiting.add(lease)
         lease.snapshots = {end: None for end in sorted(ends) if end > len(lease.pages)}
 
     def claim(self, lease: Lease, num_tokens: int) -> bool:

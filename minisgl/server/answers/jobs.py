@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minisgl.engine.conversation import AnswerPlan
+from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle

@@ -6,13 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from minisgl.engine.conversation import (
-    FREE,
-    AnswerPlan,
-    Conversation,
-    plan_answers,
-    read_conversation,
-)
+from minisgl.engine.answer_plan import FREE, AnswerPlan
+from minisgl.engine.conversation import Conversation, plan_answers, read_conversation
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event, joined
 from minisgl.grammar.compiler import Compiled

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from minisgl.engine.conversation import AnswerPlan
+from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
