@@ -28,7 +28,7 @@ from minisgl.kernels.linear.quantized import quantize_rows
 from minisgl.kernels.slots.ngrams import draft_ngrams
 from minisgl.kernels.slots.slot_state import SlotState
 from minisgl.kernels.tuning import tuning_of
-from minisgl.layers.rope import RotaryEmbedding
+from minisgl.layers.rope import rotary_table
 from minisgl.request import SamplingParams
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingVariant
@@ -134,7 +134,7 @@ def gated_mul_quantize(config: Config, m: int, group: int | None) -> Problem:
 
 
 def rope_table(size: int) -> Tensor:
-    return RotaryEmbedding(torch.logspace(0, -6, size // 2, device=DEVICE), MAX_SEQ_LEN).table
+    return rotary_table(torch.logspace(0, -6, size // 2, device=DEVICE), MAX_SEQ_LEN)
 
 
 def places(m: int) -> tuple[Tensor, Tensor, int]:
