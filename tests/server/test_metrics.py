@@ -18,7 +18,6 @@ from support.waiting import until
 
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
 from minisgl.kvcache.snapshots import Snapshots
-from minisgl.kvcache.tree import PrefixTree
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
@@ -244,7 +243,8 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     options: Any = {"host_cache": 0.1, "speculative": "ngram"}
     async with engine_on(runner, **options) as engine, http_client(engine) as client:
         await engine.share_pages(str(tmp_path / "pages"), always_load=False)
-        engine._scheduler.kv.snapshots = Snapshots(3, PrefixTree(4))  # as of a model with states
+        kv = engine._scheduler.kv
+        kv.snapshots = Snapshots(3, kv._cache)  # as of a model with states
         await client.get("/version")
         found = await scrape(client)
     expected = []
