@@ -194,7 +194,8 @@ def read_json(path: str, what: str) -> Any:
     if len(data) > MAX_BYTES:
         raise FileError(f"{path} is larger than any {what}.")
     try:
-        return msgspec.json.decode(data.removeprefix(BOM_UTF8))
+        # Of bytes that are no UTF-8, msgspec says now this and now that.
+        return msgspec.json.decode(data.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError:
         raise FileError(f"{path} is not in UTF-8; save it in UTF-8.") from None
     except (msgspec.DecodeError, RecursionError) as error:
