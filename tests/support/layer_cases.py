@@ -160,7 +160,7 @@ def check_heads(
     kv_dtype = dtype if scales is None else torch.float8_e4m3fn
     k_cache, v_cache = (random(shape, dtype, generator).to(kv_dtype) for _ in range(2))
     weights = [norm_weight(head_dim, dtype, generator) for _ in range(2)] if normed else []
-    table = rotary_table(1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1).table
+    table = rotary_table(1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1)
 
     of_values: dict[str, Any] = {"eps": EPS, "norms_v": norms_v, "v_is_k": v_is_k}
 
