@@ -118,7 +118,7 @@ class DiskTier:
         what is beside them. They are frozen until that has ended. False if their offload is not
         settled."""
         pool, host_pages = self._host.pool, self._host.pages[node]
-        beside = pool.beside.get(host_pages[-1], [])
+        beside = pool.beside_of(host_pages)
         if not pool.are_settled([*host_pages, *beside]):
             return False
         namespace, key, start = self._host.tree.place(node)

@@ -90,7 +90,7 @@ class HostTier(Residency):
 
     def beside(self, node: Node) -> list[int]:
         """What groups have on the device alone of a prefix that ends with `node`."""
-        if node in self.pages and self.pages[node][-1] in self.pool.beside:
+        if self.pool.beside_of(self.pages.get(node, ())):
             return []
         return [number for group in self.device.groups for number in group.on_device(node)]
 
@@ -139,8 +139,8 @@ class HostTier(Residency):
         written_by = self.pool.written_by
         for node in reversed([*self.tree.nodes()]):  # children first
             host_pages = self.pages.get(node, [])
-            host_pages = host_pages + self.pool.beside.get(host_pages[-1] if host_pages else -1, [])
-            if any(written_by[page] >= step for page in host_pages):
+            beside = self.pool.beside_of(host_pages)
+            if any(written_by[page] >= step for page in (*host_pages, *beside)):
                 self.drop(node)
                 self.tree.let_go(node)
             self.device.drop_late(node, step)
@@ -175,13 +175,9 @@ class HostTier(Residency):
             last = tree.add(last, key, at, end)
             num_refused = at - start
             self.put(last, list(host_pages[num_refused:num_pages]))
-        if (
-            beside
-            and start <= at
-            and last in self.pages
-            and self.pages[last][-1] not in self.pool.beside
-        ):
-            self.pool.beside[self.pages[last][-1]] = [*beside]
+        held = self.pages.get(last, ())
+        if beside and start <= at and held and not self.pool.beside_of(held):
+            self.pool.beside[held[-1]] = [*beside]
             beside = ()
         tree.let_go(last)
         self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused], *beside])

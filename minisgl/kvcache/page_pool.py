@@ -82,6 +82,10 @@ class HostPool(PagePool):
         self.mark_written(taken, UNPLANNED)
         return taken
 
+    def beside_of(self, host_pages: Sequence[int]) -> list[int]:
+        """What is beside the last of these."""
+        return self.beside.get(host_pages[-1], []) if host_pages else []
+
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
             self.free(self.beside.pop(host_page, ()))

@@ -76,9 +76,9 @@ class Snapshots(Follower):
         return self._parts(self._cached[node]) if node in self._cached else ()
 
     def to_load(self, node: Node) -> Sequence[int]:
-        if self._host is None or node in self._cached or node not in self._host.pages:
+        if self._host is None or node in self._cached:
             return ()
-        return self._host.pool.beside.get(self._host.pages[node][-1], ())
+        return self._host.pool.beside_of(self._host.pages.get(node, ()))
 
     def load(self, lease: Lease) -> Sequence[int]:
         if not self.to_load(lease.node):
