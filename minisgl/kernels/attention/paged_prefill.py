@@ -231,6 +231,7 @@ def _split_kernel(
     num_splits = tl.maximum(tl.minimum(num_splits, most_splits), 1)
     if split >= num_splits:
         return
+    first_slot += unit - split  # of the item
     cache = cache_of(tensors, page_table + chunk * table_stride, kv_head, sizes)
     first = item.begin + num_tiles * split // num_splits * sizes.block_n
     stop = item.begin + num_tiles * (split + 1) // num_splits * sizes.block_n
@@ -244,15 +245,16 @@ def _split_kernel(
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
     if num_splits > 1:
-        first_place = (first_slot + unit - split) * sizes.num_groups + kv_head
+        first_place = first_slot * sizes.num_groups + kv_head
         place = first_place + split * sizes.num_groups
         pairs, dims = tl.arange(0, sizes.block_m), tl.arange(0, sizes.block_v)
         real = (pairs // sizes.group < item.num_tokens)[:, None]
         real &= (dims < sizes.v_head_dim)[None, :]
-        lanes = place * sizes.block_m + pairs
-        tl.store(workspace.accs + lanes[:, None] * sizes.v_head_dim + dims[None, :], acc, mask=real)
-        tl.store(workspace.peaks + lanes, peak)
-        tl.store(workspace.totals + lanes, total)
+        mine = place * sizes.block_m
+        lanes = pairs[:, None] * sizes.v_head_dim + dims[None, :]
+        tl.store(workspace.accs + mine * sizes.v_head_dim + lanes, acc, mask=real)
+        tl.store(workspace.peaks + mine + pairs, peak)
+        tl.store(workspace.totals + mine + pairs, total)
         if arrive(workspace.semaphores, first_place) < num_splits - 1:
             return
         tl.store(workspace.semaphores + first_place, 0)  # for the next launch
@@ -334,13 +336,12 @@ def _attend(item, tensors, cache, kv_head, first, stop, end, window, scoring, si
 def _store(out, result, item, kv_head, sizes: tl.constexpr):
     tokens = tl.arange(0, sizes.block_m) // sizes.group
     dims = tl.arange(0, sizes.block_v)
-    num_heads: tl.constexpr = sizes.num_groups * sizes.group
-    places = (item.row.to(tl.int64) + tokens) * num_heads + _heads(kv_head, sizes)
-    tl.store(
-        out + (places * sizes.v_head_dim)[:, None] + dims[None, :],
-        result,
-        mask=(tokens < item.num_tokens)[:, None] & (dims < sizes.v_head_dim)[None, :],
-    )
+    row_size: tl.constexpr = sizes.num_groups * sizes.group * sizes.v_head_dim
+    # Two terms: as one place for each pair they would take more registers, and spill.
+    rows = (item.row.to(tl.int64) + tokens) * row_size
+    within = (_heads(kv_head, sizes) * sizes.v_head_dim)[:, None] + dims[None, :]
+    real = (tokens < item.num_tokens)[:, None] & (dims < sizes.v_head_dim)[None, :]
+    tl.store(out + rows[:, None] + within, result, mask=real)
 
 
 @triton.jit
