@@ -70,6 +70,7 @@ class Sizes:
     num_groups: int
     group: int  # query heads of each
     run: int  # tokens of a decode row
+    searched: int  # rows or chunks that a program looks through for its own, or more
     head_dim: int
     key_dim: int  # without the tail
     v_head_dim: int
@@ -91,6 +92,7 @@ class Sizes:
         spec: AttentionSpec,
         tiles: DecodeTiles | PrefillTiles,
         *,
+        searched: int,
         run: int = 1,
     ) -> Sizes:
         _, page_size, num_kv_heads, head_dim = k.shape
@@ -103,6 +105,7 @@ class Sizes:
             num_groups=number,
             group=group,
             run=run,
+            searched=triton.next_power_of_2(searched),
             head_dim=head_dim,
             key_dim=v.shape[3] if spec.v_in_k else head_dim,
             v_head_dim=v.shape[3],

@@ -25,8 +25,8 @@ from minisgl.kernels.attention.tile_loop import (
     capped,
     finished,
     in_parts,
-    load_heads,
     load_pages,
+    load_query,
     nothing,
     padded,
     to_multiply,
@@ -128,7 +128,8 @@ def paged_decode(
     if num_rows == 0:
         return out
     num_rows //= run
-    sizes = Sizes.of(num_heads, k, v, spec, tiles, run=run)
+    searched = max(LOOKED_THROUGH, num_rows)
+    sizes = Sizes.of(num_heads, k, v, spec, tiles, searched=searched, run=run)
     tensors = Tensors(out, q, q.stride(0), k, None if spec.v_in_k else v)
     given = (tensors, page_table, page_table.stride(0), Scoring.of(spec, scales, sinks, k))
     work: dict[str, Any] = {
@@ -139,7 +140,6 @@ def paged_decode(
         "min_split": tiles.min_split,
         "window": spec.window,
         "sizes": sizes,
-        "block_rows": max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
         **pdl_options(q.device, pdl),
     }
     grid = (sizes.num_groups, target_splits + num_rows)
@@ -178,7 +178,6 @@ def _rows_kernel(
     norms_v: tl.constexpr,
     v_is_k: tl.constexpr,
     sizes: tl.constexpr,
-    block_rows: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program: a KV head of an item, with its group of query heads, over one split of the keys.
@@ -194,7 +193,7 @@ def _rows_kernel(
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, window, sizes.run, block_rows
+        lengths, item, num_rows, target_splits, min_split, window, sizes
     )
     if row >= num_rows:
         return  # without a wait; every row has a program that waits
@@ -212,16 +211,13 @@ def _rows_kernel(
     if own.rotary_table is None:
         if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
             tl.extra.cuda.gdc_wait()
-        query = _load_group(q, kv_head, 0, sizes.head_dim, sizes)
+        query = _load_group(q, kv_head, scoring, sizes)
         softmax = nothing(sizes.block_n, sizes)
     else:
         query, softmax = _start_with_own(
             q, cache, own, split, scoring, kv_head, norms_v, v_is_k, sizes, pdl
         )
-    query = to_multiply(query, None, scoring, sizes)
-    softmax = attend(
-        softmax, query, scoring.softcap, cache, pages, split.first, end, None, None, True, sizes
-    )
+    softmax = attend(softmax, query, scoring, cache, split.first, end, sizes, pages)
     _finish(tensors, workspace, scoring, softmax, sinks, split, kv_head, sizes, pdl)
 
 
@@ -238,14 +234,13 @@ def _runs_kernel(
     min_split,
     window,
     sizes: tl.constexpr,
-    block_rows: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """As _rows_kernel, where a row is a run of rows. Its group of heads is that of each of its
     tokens: token by token, and each sees the keys up to its own."""
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, window, sizes.run, block_rows
+        lengths, item, num_rows, target_splits, min_split, window, sizes
     )
     if row >= num_rows:
         return  # without a wait; every row has a program that waits
@@ -269,23 +264,10 @@ def _runs_kernel(
     places = (
         tokens * tensors.q_stride + (kv_head * sizes.group + heads % sizes.group) * sizes.head_dim
     )
-    query = load_heads(q, places, tokens < sizes.run, sizes.head_dim, sizes)
-    query = to_multiply(query, None, scoring, sizes)
+    query = load_query(q, places, tokens < sizes.run, scoring, sizes)
     positions = tl.minimum(ends, end) - 1
     softmax = nothing(sizes.block_n, sizes)
-    softmax = attend(
-        softmax,
-        query,
-        scoring.softcap,
-        cache,
-        pages,
-        split.first,
-        end,
-        positions,
-        None,
-        True,
-        sizes,
-    )
+    softmax = attend(softmax, query, scoring, cache, split.first, end, sizes, pages, positions)
     _finish(tensors, workspace, scoring, softmax, sinks, split, kv_head, sizes, pdl)
 
 
@@ -302,14 +284,13 @@ def _latents_kernel(
     min_split,
     window,
     sizes: tl.constexpr,
-    block_rows: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """As _rows_kernel, where the keys hold the values. Splits are left to _merge_kernel: a row has
     a single KV head, for whose many query heads one program would take longer than all others."""
     group, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, window, sizes.run, block_rows
+        lengths, item, num_rows, target_splits, min_split, window, sizes
     )
     if row >= num_rows:
         return  # without a wait; every row has a program that waits
@@ -322,23 +303,9 @@ def _latents_kernel(
     if pdl:
         tl.extra.cuda.gdc_wait()
     q = tensors.q + split.row.to(tl.int64) * tensors.q_stride
-    query = _load_group(q, group, 0, sizes.key_dim, sizes)
-    tail = _load_group(q, group, sizes.key_dim, sizes.head_dim - sizes.key_dim, sizes)
-    query = to_multiply(query, tail, scoring, sizes)
+    query = _load_group(q, group, scoring, sizes)
     softmax = nothing(sizes.block_n, sizes)
-    softmax = attend(
-        softmax,
-        query,
-        scoring.softcap,
-        cache,
-        pages,
-        split.first,
-        split.end,
-        None,
-        None,
-        True,
-        sizes,
-    )
+    softmax = attend(softmax, query, scoring, cache, split.first, split.end, sizes, pages)
     _finish(tensors, workspace, scoring, softmax, sinks, split, group, sizes, pdl)
 
 
@@ -352,11 +319,11 @@ def _load_sinks(scoring, split, kv_head, sizes: tl.constexpr):
 
 
 @triton.jit
-def _load_group(q, kv_head, first_dim, width: tl.constexpr, sizes: tl.constexpr):
-    """[block_m, dims]: `width` numbers of the queries of a group."""
+def _load_group(q, kv_head, scoring, sizes: tl.constexpr):
+    """The Query of a group of a token."""
     heads = tl.arange(0, sizes.block_m)
-    places = (kv_head * sizes.group + heads) * sizes.head_dim + first_dim
-    return load_heads(q, places, heads < sizes.group, width, sizes)
+    places = (kv_head * sizes.group + heads) * sizes.head_dim
+    return load_query(q, places, heads < sizes.group, scoring, sizes)
 
 
 @triton.jit
@@ -395,8 +362,8 @@ def _finish(
         if arrive(semaphores, kv_head) == num_splits - 1:
             tl.store(semaphores + kv_head, 0)  # for the next launch
             merged = _merge(
-                workspace, split.first_item, num_splits, kv_head * num_queries, 0,
-                num_heads, num_queries, sizes.v_head_dim, sizes.block_v,
+                workspace, split.first_item, num_splits, kv_head * num_queries, 0, num_queries,
+                sizes.block_v, sizes,
             )  # fmt: skip
             _store(tensors.out, merged, split.row, kv_head, sizes)
 
@@ -495,7 +462,8 @@ def _start_with_own(
     lanes = tl.broadcast_to(tl.arange(0, sizes.block_n)[None, :], sizes.block_m, sizes.block_n)
     peak = tl.where(num_own > 0, peak, LOWEST)
     weights = tl.where(lanes < num_own, 1.0, 0.0)  # of the peak
-    return query, Softmax(in_parts(value.to(tl.float32), sizes), peak, weights)
+    softmax = Softmax(in_parts(value.to(tl.float32), sizes), peak, weights)
+    return to_multiply(query, None, scoring, sizes), softmax
 
 
 @triton.jit
@@ -567,20 +535,13 @@ def _in_tiles(num_visible, split_size, block_n: tl.constexpr):
 
 
 @triton.jit
-def _find_row(
-    lengths,
-    item,
-    num_rows,
-    target_splits,
-    min_split,
-    window,
-    run: tl.constexpr,
-    block_rows: tl.constexpr,
-):
+def _find_row(lengths, item, num_rows, target_splits, min_split, window, sizes: tl.constexpr):
     """(row of `item`, num_rows or more if there is none; the row's first item; about how many keys
     a split has). Every row has at least one item, and items are numbered row by row."""
-    rows = tl.arange(0, block_rows)
-    num_splits, size = _split_all(lengths, rows, num_rows, target_splits, min_split, window, run)
+    rows = tl.arange(0, sizes.searched)
+    num_splits, size = _split_all(
+        lengths, rows, num_rows, target_splits, min_split, window, sizes.run
+    )
     ends = tl.cumsum(tl.where(rows < num_rows, num_splits, 0))
     before = ends <= item
     return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), size
@@ -607,13 +568,12 @@ def _merge_kernel(
     min_split,
     window,
     sizes: tl.constexpr,
-    block_rows: tl.constexpr,
     block_v: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program: some dimensions of a head of a row, if the row is split."""
     row, head, first_dim = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_v
-    rows = tl.arange(0, block_rows)
+    rows = tl.arange(0, sizes.searched)
     num_splits, split_size = _split_all(
         lengths, rows, num_rows, target_splits, min_split, window, 1
     )
@@ -623,10 +583,7 @@ def _merge_kernel(
     wait_for_previous(pdl)
     if num_splits > 1:
         num_heads: tl.constexpr = sizes.num_groups * sizes.group
-        merged = _merge(
-            workspace, first_item, num_splits, head, first_dim, num_heads, 1, sizes.v_head_dim,
-            block_v,
-        )  # fmt: skip
+        merged = _merge(workspace, first_item, num_splits, head, first_dim, 1, block_v, sizes)
         dims = first_dim + tl.arange(0, block_v)
         result = out + (row.to(tl.int64) * num_heads + head) * sizes.v_head_dim
         tl.store(result + dims[None, :], merged, mask=(dims < sizes.v_head_dim)[None, :])
@@ -639,12 +596,13 @@ def _merge(
     num_splits,
     first_head,
     first_dim,
-    num_heads: tl.constexpr,
     group: tl.constexpr,
-    v_head_dim: tl.constexpr,
     block_v: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """[heads, block_v]: the attention of a group over all splits of a row."""
+    num_heads: tl.constexpr = sizes.num_groups * sizes.run * sizes.group
+    v_head_dim: tl.constexpr = sizes.v_head_dim
     block_g: tl.constexpr = triton.next_power_of_2(group)
     block_s: tl.constexpr = max(1, _MERGED // (block_g * block_v))  # splits at a time
     heads, dims = tl.arange(0, block_g), first_dim + tl.arange(0, block_v)

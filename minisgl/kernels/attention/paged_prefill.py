@@ -22,9 +22,8 @@ from minisgl.kernels.attention.tile_loop import (
     attend,
     cache_of,
     finished,
-    load_heads,
+    load_query,
     nothing,
-    to_multiply,
 )
 from minisgl.kernels.inlined import arrive
 from minisgl.kernels.launch_options import pdl_options
@@ -87,7 +86,8 @@ def paged_prefill(
     out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0 or num_chunks == 0:
         return out
-    sizes = Sizes.of(num_heads, k, v, spec, tiles)
+    searched = MOST_SPLIT_CHUNKS if target_splits else max(LOOKED_THROUGH, num_chunks)
+    sizes = Sizes.of(num_heads, k, v, spec, tiles, searched=searched)
     num_items = num_rows // (tiles.block_m // sizes.group) + num_chunks
     tensors = Tensors(out, q, q.stride(0), k, None if spec.v_in_k else v)
     chunks: dict[str, Any] = {
@@ -113,11 +113,9 @@ def paged_prefill(
             workspace=workspace,
             target_splits=target_splits,
             min_split=max(tiles.min_split, target_splits),  # see _find_split
-            block_chunks=MOST_SPLIT_CHUNKS,
         )
     else:
-        block_chunks = max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks))
-        _whole_kernel[(sizes.num_groups, num_items)](**chunks, block_chunks=block_chunks)
+        _whole_kernel[(sizes.num_groups, num_items)](**chunks)
     return out
 
 
@@ -146,7 +144,6 @@ def _whole_kernel(
     num_chunks,
     window,
     sizes: tl.constexpr,
-    block_chunks: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
@@ -162,7 +159,7 @@ def _whole_kernel(
     """
     kv_head, number = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = sizes.block_m // sizes.group
-    chunks = tl.arange(0, block_chunks)
+    chunks = tl.arange(0, sizes.searched)
     first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
     chunk = tl.sum(((first_items <= number) & (chunks < num_chunks)).to(tl.int32)) - 1
     first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
@@ -202,7 +199,6 @@ def _split_kernel(
     min_split,
     window,
     sizes: tl.constexpr,
-    block_chunks: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """As _whole_kernel, but a program has one split of the keys of an item, which it finds by sums
@@ -211,9 +207,8 @@ def _split_kernel(
     kv_head, unit = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = sizes.block_m // sizes.group
     chunk, unit, first_slot, split_size = _find_split(
-        row_starts, ends, unit, num_chunks, target_splits, min_split, window, most_tokens,
-        block_chunks,
-    )  # fmt: skip
+        row_starts, ends, unit, num_chunks, target_splits, min_split, window, sizes
+    )
     live = chunk < num_chunks  # otherwise there is no token left
     first_row = tl.load(row_starts + chunk, live, 0)
     end_row = tl.load(row_starts + chunk + 1, live, 0)
@@ -286,13 +281,7 @@ def _attend(item, tensors, cache, kv_head, first, stop, end, window, scoring, si
     tokens = tl.arange(0, sizes.block_m) // sizes.group
     rows = item.row.to(tl.int64) + tokens
     places = rows * tensors.q_stride + _heads(kv_head, sizes) * sizes.head_dim
-    real = tokens < item.num_tokens
-    query = load_heads(tensors.q, places, real, sizes.key_dim, sizes)
-    tail = None
-    if sizes.key_dim < sizes.head_dim:
-        tail_dim: tl.constexpr = sizes.head_dim - sizes.key_dim
-        tail = load_heads(tensors.q + sizes.key_dim, places, real, tail_dim, sizes)
-    query = to_multiply(query, tail, scoring, sizes)
+    query = load_query(tensors.q, places, tokens < item.num_tokens, scoring, sizes)
     softmax = nothing(0, sizes)
     positions = item.position + tokens
     if window is not None:  # first the tiles of which some tokens no longer see all keys
@@ -300,35 +289,13 @@ def _attend(item, tensors, cache, kv_head, first, stop, end, window, scoring, si
         whole = item.begin + tl.cdiv(last_begin - item.begin, sizes.block_n) * sizes.block_n
         left_edge = tl.minimum(whole, stop)
         softmax = attend(
-            softmax,
-            query,
-            scoring.softcap,
-            cache,
-            None,
-            first,
-            left_edge,
-            positions,
-            window,
-            True,
-            sizes,
+            softmax, query, scoring, cache, first, left_edge, sizes, None, positions, window
         )
         first = tl.maximum(first, whole)
     # Then those of which every token sees all keys, and those on the diagonal.
-    softmax = attend(
-        softmax, query, scoring.softcap, cache, None, first, stop, None, None, False, sizes
-    )
+    softmax = attend(softmax, query, scoring, cache, first, stop, sizes, whole=True)
     return attend(
-        softmax,
-        query,
-        scoring.softcap,
-        cache,
-        None,
-        item.diagonal,
-        end,
-        positions,
-        window,
-        True,
-        sizes,
+        softmax, query, scoring, cache, item.diagonal, end, sizes, None, positions, window
     )
 
 
@@ -346,15 +313,7 @@ def _store(out, result, item, kv_head, sizes: tl.constexpr):
 
 @triton.jit
 def _find_split(
-    row_starts,
-    ends,
-    unit,
-    num_chunks,
-    target_splits,
-    min_split,
-    window,
-    most_tokens: tl.constexpr,
-    block_chunks: tl.constexpr,
+    row_starts, ends, unit, num_chunks, target_splits, min_split, window, sizes: tl.constexpr
 ):
     """(chunk of `unit`, num_chunks or more if there is none; number of `unit` in the chunk; slot of
     the chunk's first unit in the workspace; keys in a split).
@@ -364,7 +323,8 @@ def _find_split(
     K // split_size, which is no more than target_splits: K < target_splits * (split_size + 1), and
     split_size >= min_split >= target_splits.
     """
-    chunks = tl.arange(0, block_chunks)
+    most_tokens: tl.constexpr = sizes.block_m // sizes.group
+    chunks = tl.arange(0, sizes.searched)
     real = chunks < num_chunks
     first_rows = tl.load(row_starts + chunks, real, 0)
     num_items = tl.cdiv(tl.load(row_starts + chunks + 1, real, 0) - first_rows, most_tokens)

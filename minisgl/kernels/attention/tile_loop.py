@@ -61,20 +61,20 @@ def nothing(lanes: tl.constexpr, sizes: tl.constexpr):
 def attend(
     softmax,
     query,
-    softcap,
+    scoring,
     cache,
-    pages,
     first,
     end,
-    positions,
-    window,
-    masked: tl.constexpr,
     sizes: tl.constexpr,
+    pages=None,
+    positions=None,
+    window=None,
+    whole: tl.constexpr = False,
 ):
-    """The softmax with the keys first..end added. pages: of the first tile; None: not yet loaded.
+    """The softmax with the keys first..end added. pages: those of the first tile, if loaded.
 
-    Unless `masked`, the keys are whole tiles, and every query sees them. Otherwise it sees those up
-    to its position, with a window so many of them; positions None: all."""
+    A query sees the keys up to its position, with a window so many of them; positions None: all.
+    `whole`: all keys are seen, in whole tiles."""
     if pages is None:
         pages = load_pages(cache.table, first, end, sizes)
     acc, peak, totals = softmax.acc, softmax.peak, softmax.totals
@@ -85,7 +85,7 @@ def attend(
         pages = load_pages(cache.table, start + sizes.block_n, end, sizes)
         keys = start + tl.arange(0, sizes.block_n)
         live, visible = None, None
-        if masked:
+        if not whole:
             live = (keys < end)[:, None]
             visible = _visible(keys, end, positions, window)
         tile = _load(cache.k, slots, live, sizes.head_dim, sizes.key_dim, dtype, sizes)
@@ -94,7 +94,7 @@ def attend(
             tails: tl.constexpr = sizes.head_dim - sizes.key_dim
             tail = _load(cache.k + sizes.key_dim, slots, live, sizes.head_dim, tails, dtype, sizes)
             scores = _dot(query.tail, tail, scores)
-        weights, decay, peak = _fold(scores, visible, query.scale, softcap, peak, sizes.fp8)
+        weights, decay, peak = _fold(scores, visible, query.scale, scoring.softcap, peak, sizes.fp8)
         if sizes.key_dim == sizes.head_dim:
             tile = _load(cache.v, slots, live, sizes.v_head_dim, sizes.v_head_dim, dtype, sizes)
         acc = _add(acc, decay, weights, tile)
@@ -250,7 +250,18 @@ def _add(acc, decay, weights, tile):
 
 
 @triton.jit
-def load_heads(q, places, real, width: tl.constexpr, sizes: tl.constexpr):
+def load_query(q, places, real, scoring, sizes: tl.constexpr):
+    """The Query of the real rows, which are at these places."""
+    query = _load_heads(q, places, real, sizes.key_dim, sizes)
+    tail = None
+    if sizes.key_dim < sizes.head_dim:
+        tails: tl.constexpr = sizes.head_dim - sizes.key_dim
+        tail = _load_heads(q + sizes.key_dim, places, real, tails, sizes)
+    return to_multiply(query, tail, scoring, sizes)
+
+
+@triton.jit
+def _load_heads(q, places, real, width: tl.constexpr, sizes: tl.constexpr):
     """[rows, dims]: `width` numbers of each real query, from its place on."""
     dims = tl.arange(0, padded(width, sizes.paired))[None, :]
     return tl.load(q + (places[:, None] + dims), real[:, None] & (dims < width), 0.0)
