@@ -103,8 +103,8 @@ def paged_decode(
 
     run: rows of one request that follow each other, of which the first n have lengths that grow by
     1, and the others length 0. The first is read with all others of its run, so that keys and
-    values are read once; of a run of n tokens, the page table of the last is used. Without windows
-    and `norm_rope` only.
+    values are read once; of a run of n tokens, the page table of the last is used. Without windows,
+    `norm_rope` and values in keys only.
 
     The keys that the rows see are divided into about `target_splits` splits of equal size. Every
     row has at least one, so there are up to `target_splits + num_rows` work *items*, for which the
@@ -124,6 +124,7 @@ def paged_decode(
     assert norm_rope is None if spec.v_in_k else v.is_contiguous()
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
     assert run == 1 or (spec.window is None and norm_rope is None and num_rows % run == 0)
+    assert run == 1 or not spec.v_in_k
     out = torch.empty((num_rows, num_heads, v_head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
@@ -143,8 +144,14 @@ def paged_decode(
         **pdl_options(q.device, pdl),
     }
     grid = (sizes.num_groups, target_splits + num_rows)
+    if run > 1:
+        _runs_kernel[grid](*given, **work, num_warps=tiles.num_warps)
+    else:
+        flags = {"norms_v": False, "v_is_k": False}
+        if norm_rope is not None:
+            flags = {"norms_v": norm_rope.norms_v, "v_is_k": norm_rope.v_is_k}
+        _rows_kernel[grid](*given, own, **flags, **work, num_warps=tiles.num_warps)
     if spec.v_in_k:
-        _latents_kernel[grid](*given, **work, num_warps=tiles.num_warps)
         width = sizes.block_v
         while (
             width > _LEAST_MERGED and num_rows * num_heads * sizes.block_v < target_splits * width
@@ -152,13 +159,6 @@ def paged_decode(
             width //= 2
         merge_grid = (num_rows, num_heads, triton.cdiv(v_head_dim, width))
         _merge_kernel[merge_grid](out, **work, block_v=width, num_warps=4)
-    elif run > 1:
-        _runs_kernel[grid](*given, **work, num_warps=tiles.num_warps)
-    else:
-        flags = {"norms_v": False, "v_is_k": False}
-        if norm_rope is not None:
-            flags = {"norms_v": norm_rope.norms_v, "v_is_k": norm_rope.v_is_k}
-        _rows_kernel[grid](*given, own, **flags, **work, num_warps=tiles.num_warps)
     return out
 
 
@@ -186,6 +186,8 @@ def _rows_kernel(
     merges the splits, which costs less than a second launch in a short step; a row of one split
     needs no merging. Tensor cores are used with the group padded to 16 heads, even for a single
     one: compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA cores.
+    Where the keys hold the values, splits are left to _merge_kernel: a row has a single KV head,
+    for whose many query heads one program would take longer than all others.
 
     With a rotary table, q is qkv, and each program norms and rotates the queries that it needs. The
     program whose split has the row's own token starts its softmax with it, and writes it to the
@@ -269,44 +271,6 @@ def _runs_kernel(
     softmax = nothing(sizes.block_n, sizes)
     softmax = attend(softmax, query, scoring, cache, split.first, end, sizes, pages, positions)
     _finish(tensors, workspace, scoring, softmax, sinks, split, kv_head, sizes, pdl)
-
-
-@triton.jit(**_VARYING)
-def _latents_kernel(
-    tensors,
-    page_table,
-    table_stride,
-    scoring,
-    workspace,
-    lengths,
-    num_rows,
-    target_splits,
-    min_split,
-    window,
-    sizes: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """As _rows_kernel, where the keys hold the values. Splits are left to _merge_kernel: a row has
-    a single KV head, for whose many query heads one program would take longer than all others."""
-    group, item = tl.program_id(0), tl.program_id(1)
-    row, first_item, split_size = _find_row(
-        lengths, item, num_rows, target_splits, min_split, window, sizes
-    )
-    if row >= num_rows:
-        return  # without a wait; every row has a program that waits
-    split = _find_keys(lengths, row, first_item, item, split_size, window, sizes)
-    if (item > first_item) & (split.first >= split.length):
-        return
-    cache = cache_of(tensors, page_table + split.row * table_stride, group, sizes)
-    pages = load_pages(cache.table, split.first, split.end, sizes)
-    sinks = None if scoring.sinks is None else _load_sinks(scoring, split, group, sizes)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-    q = tensors.q + split.row.to(tl.int64) * tensors.q_stride
-    query = _load_group(q, group, scoring, sizes)
-    softmax = nothing(sizes.block_n, sizes)
-    softmax = attend(softmax, query, scoring, cache, split.first, split.end, sizes, pages)
-    _finish(tensors, workspace, scoring, softmax, sinks, split, group, sizes, pdl)
 
 
 @triton.jit
