@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.adapters import Delta
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.inlined import prefetch, wait_for_previous
 
 
 def adding(delta: Delta | None) -> tuple[Any, ...] | None:
@@ -29,6 +29,21 @@ def wait_before_loop(delta, pdl: tl.constexpr):
         wait_for_previous(pdl)
     elif pdl:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_delta(delta, first, end, block_n: tl.constexpr, lanes: tl.constexpr):
+    """Prefetches what `add_delta` reads of B for block_n rows of W, of as many adapters as the
+    program has lanes: from memory while the loop runs, instead of after it."""
+    b, ranks, active, b_stride = delta[1], delta[2], delta[4], delta[7]
+    lane = tl.arange(0, lanes)
+    mine = tl.load(active + 1 + lane, mask=lane < tl.load(active), other=0)
+    rank = tl.load(ranks + mine - 1, mask=mine > 0, other=0)
+    row_bytes = rank * (b.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch(
+        b + (mine - 1).to(tl.int64) * b_stride + first * rank,
+        row_bytes * tl.minimum(block_n, end - first),
+    )
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import apply_norm
-from minisgl.kernels.linear.delta_parts import wait_before_loop
+from minisgl.kernels.linear.delta_parts import fetch_delta, wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -71,6 +71,11 @@ def stream_kernel(
         if gated:
             fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
     wait_before_loop(delta, pdl)
+    if pdl and delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
+        if part == 0:
+            fetch_delta(delta, n_tile * block_n, n, block_n, lanes)
+            if gated:
+                fetch_delta(delta, n + n_tile * block_n, 2 * n, block_n, lanes)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
