@@ -36,7 +36,7 @@ class _Splits(NamedTuple):
 
     block_k: int
     pieces: int  # blocks of a split
-    count: int
+    num_splits: int
 
     @classmethod
     def of(cls, k: int) -> _Splits:
@@ -73,7 +73,7 @@ def shrink(
     if num_tiles == 0:
         return Delta(v, weights, rows)
     spread_over = num_tiles * places <= _MOST_SPREAD
-    _shrink[(num_tiles, places, splits.count if spread_over else 1)](
+    _shrink[(num_tiles, places, splits.num_splits if spread_over else 1)](
         v,
         x,
         weights.a,
@@ -91,7 +91,7 @@ def shrink(
         unit=RANK_UNIT,
         block_k=splits.block_k,
         pieces=splits.pieces,
-        splits=splits.count,
+        splits=splits.num_splits,
         spread_over=spread_over,
         groups=4,
         num_warps=4,
@@ -185,8 +185,8 @@ def _shrink(
                     for i in tl.static_range(splits):  # all loads are in flight
                         at = block_at + i * (tile_rows * unit)
                         parts += (tl.load(at, cache_modifier=".cg"),)
-                    acc = parts[0]
-                    for i in tl.static_range(1, splits):
+                    acc = tl.zeros((tile_rows, unit), tl.float32)
+                    for i in tl.static_range(splits):
                         acc += parts[i]
         else:
             for i in tl.range(0, splits, num_stages=1):
