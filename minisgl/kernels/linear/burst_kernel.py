@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, from_here
+from minisgl.kernels.linear.delta_parts import wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -40,6 +41,7 @@ def burst_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     normed,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -73,7 +75,7 @@ def burst_kernel(
             up_w += (load(up_weight + w_place + i * block_k, at < k, whole_k),)
         if norm_weight is not None:
             factor += (load(norm_weight + at, at < k, whole_k),)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     x += spread(row * x_stride, groups) + columns
     for i in tl.static_range(pieces):
@@ -117,5 +119,5 @@ def burst_kernel(
     up = total(up, groups) if gated else acc
     finish(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        row, column, num_rows, n, gated, gelu,
+        row, column, num_rows, n, gated, gelu, delta, pdl,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.linear.delta_parts import fetch_delta, wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -41,6 +42,7 @@ def stream_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -68,7 +70,12 @@ def stream_kernel(
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
         if gated:
             fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
+    if pdl and delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
+        if part == 0:
+            fetch_delta(delta, n_tile * block_n, n, block_n, lanes)
+            if gated:
+                fetch_delta(delta, n + n_tile * block_n, 2 * n, block_n, lanes)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -117,4 +124,5 @@ def stream_kernel(
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
+        delta, pdl,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.linear.delta_parts import wait_before_loop
 from minisgl.kernels.linear.gemm_parts import fetch, finish_split, load, next_exchange
 
 
@@ -43,6 +43,7 @@ def fp8_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -72,7 +73,7 @@ def fp8_kernel(
     weight += n_tile.to(tl.int64) * block_n * k
     if pdl and whole_n and prefetch > 0:
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -113,4 +114,5 @@ def fp8_kernel(
     finish_split(
         out, None, acc, acc, bias, acc, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, False, False,
+        delta, pdl,
     )  # fmt: skip

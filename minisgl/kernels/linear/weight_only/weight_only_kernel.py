@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.linear.delta_parts import wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
     finish_split,
@@ -46,6 +47,7 @@ def weight_only_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -82,7 +84,7 @@ def weight_only_kernel(
         fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
         if gated:
             fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -131,4 +133,5 @@ def weight_only_kernel(
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
+        delta, pdl,
     )  # fmt: skip
