@@ -52,8 +52,6 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class AdapterError(CallerError):
     """An adapter's files are broken, do not fit to the model, or need what is not supported."""
 
-    exit_code = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:

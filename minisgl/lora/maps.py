@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,8 @@ def maps_of(model: CausalLM | AdoptedModel, config: ModelConfig) -> Maps:
     if isinstance(model, CausalLM):
         module: Any = model
         prefix, name_of = "", FAMILIES[config.architecture].name_of
+        first, end = model.num_layers, model.num_layers + model.num_left_out
+        ignored = [rf"^layers\.{number}\." for number in range(first, end)]
     else:
         from minisgl.models.adopted.config import AdoptedConfig
         from minisgl.models.adopted.names import names_of
@@ -202,6 +205,7 @@ def maps_of(model: CausalLM | AdoptedModel, config: ModelConfig) -> Maps:
         module = model.module
         prefix = f"{module.base_model_prefix}."
         name_of = names_of(module, has_towers=config.has_towers)
+        ignored = [*(module._keys_to_ignore_on_load_unexpected or ())]
     sites: dict[str, Site] = {}
     places: dict[str, list[_Place]] = {}
     adaptable = {*linears_in(module)}
@@ -211,11 +215,14 @@ def maps_of(model: CausalLM | AdoptedModel, config: ModelConfig) -> Maps:
             _add_experts(sites, places, path, each)
         elif each in adaptable and "." in full_path:  # the others are heads
             _add_linear(sites, places, path, each)
+    is_left_out = destinations(model, config.quantization).is_left_out
+
+    def is_elsewhere(name: str) -> bool:
+        """What no rank has, such as layers that draft, is not."""
+        return is_left_out(name) and not any(re.search(each, prefix + name) for each in ignored)
+
     return Maps(
-        sites,
-        {name: tuple(of_map) for name, of_map in places.items()},
-        name_of,
-        destinations(model, config.quantization).is_left_out,
+        sites, {name: tuple(found) for name, found in places.items()}, name_of, is_elsewhere
     )
 
 

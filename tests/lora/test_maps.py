@@ -29,7 +29,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "first-rank": {"ranks": Rank(0, 2)},
     "last-rank": {"ranks": Rank(1, 2)},
     "last-stage": {"last_layers": 1},
-    "experts-of-last-rank": {"ranks": Rank(1, 2), "by_rank": True},
+    "experts-of-last-rank": {"ranks": Rank(1, 2), "changes": {"experts_by_rank": True}},
 }
 SOME = ("llama", "moe-stacked", "qwen3.5", "phi3", "deepseek-v2", "qwen3-moe-adopted", "gpt-oss")
 WITH_EXPERTS = ("moe-stacked", "moe-apart", "deepseek-v2", "lfm2-moe", "qwen3-moe-adopted")
@@ -43,11 +43,12 @@ CASES = [
 
 
 def load(
-    base: Base, folder: Path, *, last_layers: int = 0, by_rank: bool = False, **options: Any
+    base: Base, folder: Path, *, last_layers: int = 0, changes: Any = None, **options: Any
 ) -> Maps:
-    """The maps of a part of a model with the weights in `folder`."""
+    """The maps of a part of a model with the weights in `folder`. changes: of fields of its
+    config."""
     impl = "adopted" if base.is_adopted else "auto"
-    config = replace(read_model_config(folder, model_impl=impl), experts_by_rank=by_rank)
+    config = replace(read_model_config(folder, model_impl=impl), **changes or {})
     if last_layers:
         options["layers"] = range(config.num_layers - last_layers, config.num_layers)
     model = load_model(
@@ -246,6 +247,15 @@ def test_what_does_not_fit_is_named(adapter: Adapter, message: str) -> None:
     base = base_of("moe")
     with pytest.raises(AdapterError, match=message):
         load(base, base.folder).fit(adapter, RANK)
+
+
+def test_an_adapter_of_a_layer_that_drafts_is_refused() -> None:
+    """A checkpoint's tensors of this layer are left aside; an adapter's would be skipped."""
+    base, path = base_of("moe"), Q.replace("0", "2")
+    with pytest.raises(AdapterError, match="is no map of this model"):
+        load(base, base.folder, changes={"num_drafting_layers": 1}).fit(
+            an_adapter(path, (4, 128), (256, 4)), RANK
+        )
 
 
 def test_the_map_from_latents_is_refused() -> None:

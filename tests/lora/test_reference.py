@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import Trained, train
-from support.checkpoints import TOLERANCE, load_reference, reference_logits, relative_error
+from support.adapters import ALL, STACKED, Base, Trained, train, train_on
+from support.checkpoints import (
+    TOLERANCE,
+    Spec,
+    load_reference,
+    random_prompt,
+    reference_logits,
+    relative_error,
+)
 from support.native_models import load_in_float32
 from support.paged import PagedModel, PagedSequence
+from support.quantized import FORMATS, load_plain, quantize, round_inputs
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
@@ -26,6 +35,7 @@ from minisgl.lora.reference import AdaptedProduct, Stacks
 from minisgl.models.registry import read_model_config
 
 RANK, NUM_SLOTS = 16, 4
+QUANTIZED_TOLERANCE = 1e-4
 NAMES = (
     *("llama", "llama-patterns", "qwen3", "moe-stacked", "moe-router", "moe-apart", "gpt-oss"),
     *("deepseek-v2", "deepseek-v3", "gemma4"),
@@ -86,6 +96,44 @@ def test_each_row_has_the_adapter_of_its_slot(name: str, tmp_path: Path) -> None
             assert relative_error(found, wanted) < TOLERANCE
             others = [of[request] for place, of in enumerate(alone) if place != numbers[request]]
             assert all(relative_error(wanted, other) > 1000 * TOLERANCE for other in others)
+
+
+DENSE = Spec("dense", "Qwen3ForCausalLM", hidden_size=256, tied=True)
+MOE = Spec(
+    "moe",
+    "Qwen3MoeForCausalLM",
+    extra={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "format"),
+    [
+        *((DENSE, format) for format in ("fp8-block", "ct-fp8-channel", "ct-fp8-static", "awq")),
+        *((MOE, format) for format in ("ct-fp8-weights", "awq")),
+    ],
+    ids=str,
+)
+def test_a_quantised_base_rounds_its_rows_and_not_those_of_the_adapter(
+    spec: Spec, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In transformers, the weights are dequantised, and only their inputs rounded."""
+    case = quantize(spec, FORMATS[format], tmp_path)
+    plain = load_plain(case)
+    round_inputs(case, plain, monkeypatch)
+    options = ALL | (STACKED if spec is MOE else {})
+    base = Base(case.folder, AutoModelForCausalLM)
+    trained = train_on(base, plain, options, tmp_path / "adapter")
+    tokens = random_prompt(spec, 12)
+    wanted = reference_logits(trained.model, tokens)
+    monkeypatch.undo()
+    model, config, maps, stacks = load(trained)
+    unadapted = PagedModel(model, config, page_size=4).run(tokens)
+    stacks.fill(1, maps.fit(read_adapter(trained.folder), RANK))
+    stacks.numbers[:] = 1
+    found = PagedModel(model, config, page_size=4).run(tokens)
+    assert relative_error(found, wanted) < QUANTIZED_TOLERANCE
+    assert relative_error(unadapted, wanted) > 0.1
 
 
 def test_a_part_without_an_adapter_is_cleared(tmp_path: Path) -> None:

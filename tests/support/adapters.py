@@ -162,22 +162,26 @@ class Trained:
 
 def train(name: str, folder: Path, seed: int = 1) -> Trained:
     """Save a random adapter of ADAPTERS."""
-    peft = pytest.importorskip("peft")
     of_base, options = ADAPTERS[name]
     base = base_of(of_base)
-    model = load_reference(base.folder, base.architecture)
+    return train_on(base, load_reference(base.folder, base.architecture), options, folder, seed)
+
+
+def train_on(
+    base: Base, model: PreTrainedModel, options: dict[str, Any], folder: Path, seed: int = 1
+) -> Trained:
+    """Save a random adapter of a model, which gets it. options: of PEFT."""
+    peft = pytest.importorskip("peft")
     with warnings.catch_warnings():  # PEFT asks transformers by a name that is deprecated
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6} | options))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for of, matrix in adapted.named_parameters():
-            noise = torch.randn(matrix.shape, generator=generator)
-            if ".lora_A." in of:
-                matrix.copy_(noise / matrix.shape[1] ** 0.5)
-            elif ".lora_B." in of:
-                matrix.copy_(0.3 * noise)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, matrix in adapted.named_parameters():
+                noise = torch.randn(matrix.shape, generator=generator)
+                if ".lora_A." in name:
+                    matrix.copy_(noise / matrix.shape[1] ** 0.5)
+                elif ".lora_B." in name:
+                    matrix.copy_(0.3 * noise)
         adapted.save_pretrained(folder)
     return Trained(base, folder, adapted.eval())
