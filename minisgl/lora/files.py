@@ -24,7 +24,7 @@ MAX_TENSORS_BYTES = 16 << 30
 # Of a pattern: with more repetitions, or with repetitions within them, matching may take ages.
 _MAX_PATTERN, _MAX_REPETITIONS = 256, 3
 _REPETITION, _REPEATED_GROUP = re.compile(r"(?<!\\)[*+?{]"), re.compile(r"\)[*+{]")
-_KEY = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+_KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_(A|B)\.weight", re.ASCII)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Fields that are read here, or that change nothing once an adapter is trained. The tensors say what
 # is adapted, so lists and patterns of targets are not looked at.
@@ -45,8 +45,8 @@ _NAMED = {
     "trainable_token_indices": "trained tokens",
     "layer_replication": "replicated layers",
 }
-# PEFT subtracts these initial matrices from the weights of the base model when it loads the file.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Others, such as PiSSA, change the weights of the base model, too, when PEFT loads the file.
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class AdapterError(CallerError):
@@ -108,7 +108,7 @@ def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
         base if isinstance(base, str) else None,
         _number(config, "lora_alpha", config.get("lora_alpha", 8)),
         _patterns(config),
-        config.get("use_rslora", False) is True,
+        bool(config.get("use_rslora")),
     )
 
 
@@ -162,17 +162,19 @@ def refuse_config(config: Mapping[str, Any]) -> None:
             "allowed: 'none'."
         )
     initial = config.get("init_lora_weights", True)
-    if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
+    if initial not in _INITIAL:
         raise AdapterError(
-            f"{CONFIG_FILE}: init_lora_weights is {initial!r:.80}, for which the weights of the "
-            "base model are changed, too; allowed: an adapter that PEFT has converted to plain "
-            "LoRA (path_initial_model_for_weight_conversion of save_pretrained)."
+            f"{CONFIG_FILE}: init_lora_weights is {initial!r:.80}, which may change the weights of "
+            "the base model, too; allowed: an adapter that PEFT has converted to plain LoRA "
+            "(path_initial_model_for_weight_conversion of save_pretrained)."
         )
+    if config.get("use_rslora") not in (None, True, False):
+        raise AdapterError(f"{CONFIG_FILE}: use_rslora is no flag; allowed: true and false.")
     for name, value in config.items():
         if name not in _HARMLESS and value:
             what = f" ({_NAMED[name]})" if name in _NAMED else ""
             raise AdapterError(
-                f"{CONFIG_FILE}: {name:.80}{what} is not supported; allowed: plain LoRA, without "
+                f"{CONFIG_FILE}: {name!r:.80}{what} is not supported; allowed: plain LoRA, without "
                 "this field."
             )
 
