@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.moe.experts_product import ExpertsProduct
@@ -118,11 +117,8 @@ class AdaptedExperts(ExpertsProduct):
 
     def __init__(self, base: ExpertsProduct, parts: Sequence[Pair], numbers: Tensor) -> None:
         """parts: those of gates, ups and maps down. numbers: as of Stacks."""
-        if not isinstance(base, DenseExperts | ExpertsOfProducts):
-            raise UnsupportedModelError(
-                "Experts in MXFP4 cannot have adapters; allowed: a checkpoint in another format."
-            )
-        self.base: DenseExperts | ExpertsOfProducts = base
+        assert isinstance(base, DenseExperts | ExpertsOfProducts), "maps_of leaves others out"
+        self.base = base
         self._parts, self._numbers = parts, numbers
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import ALL, STACKED, Base, Trained, train, train_on
+from support.adapters import ALL, STACKED, Base, Trained, base_of, train, train_on
 from support.checkpoints import (
     TOLERANCE,
     Spec,
@@ -18,6 +18,7 @@ from support.checkpoints import (
     reference_logits,
     relative_error,
 )
+from support.mxfp4_checkpoints import quantised
 from support.native_models import load_in_float32
 from support.paged import PagedModel, PagedSequence
 from support.quantized import FORMATS, load_plain, quantize, round_inputs
@@ -29,7 +30,7 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import Rows
 from minisgl.lora import reference
-from minisgl.lora.files import Pair, read_adapter
+from minisgl.lora.files import AdapterError, Pair, read_adapter
 from minisgl.lora.maps import Maps, maps_of
 from minisgl.lora.reference import AdaptedProduct, Stacks
 from minisgl.models.registry import read_model_config
@@ -238,9 +239,20 @@ def test_mistakes_change_logits(
     assert relative_error(found, reference_logits(trained.model, tokens)) > 1000 * TOLERANCE
 
 
-def test_experts_in_mxfp4_are_refused() -> None:
-    from minisgl.errors import UnsupportedModelError
-    from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
-
-    with pytest.raises(UnsupportedModelError, match="MXFP4 cannot have adapters"):
-        reference.AdaptedExperts(Mxfp4Experts.__new__(Mxfp4Experts), [], torch.empty(0))
+def test_attention_beside_experts_in_mxfp4_is_adapted_and_these_are_refused(
+    tmp_path: Path,
+) -> None:
+    quantised(base_of("gpt-oss").folder, tmp_path / "exact", tmp_path / "mxfp4")
+    base = Base(tmp_path / "mxfp4", AutoModelForCausalLM)
+    refused, taken = (
+        train_on(base, load_reference(tmp_path / "exact"), options, tmp_path / str(number))
+        for number, options in enumerate((ALL | STACKED, ALL))
+    )
+    model, config, maps, stacks = load(taken)
+    with pytest.raises(AdapterError, match=r"mlp\.experts.*, which is no map of this model"):
+        maps.fit(read_adapter(refused.folder), RANK)
+    stacks.fill(1, maps.fit(read_adapter(taken.folder), RANK))
+    stacks.numbers[:] = 1
+    tokens = [*range(3, 30)]
+    found = PagedModel(model, config, page_size=4).run(tokens)
+    assert relative_error(found, reference_logits(taken.model, tokens)) < TOLERANCE
