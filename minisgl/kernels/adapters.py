@@ -18,8 +18,9 @@ class AdapterWeights(NamedTuple):
     read, so that a slot costs the bytes of its adapter.
     """
 
-    a: Tensor  # [num_slots, num_parts, max_rank, k], of x's dtype
-    # [num_slots, n · max_rank], the same: of a slot of rank r the first n · r are B [n, r].
+    # Of x's dtype; numbers of other products may lie between two slots.
+    a: Tensor  # [num_slots, num_parts, max_rank, k]
+    # [num_slots, n · max_rank], likewise: of a slot of rank r the first n · r are B [n, r].
     b: Tensor
     scales: Tensor  # [num_slots, num_parts] float32: by which x Aᵀ is multiplied
     ranks: Tensor  # [num_slots] int32, multiples of RANK_UNIT; 0: the slot adds nothing

@@ -84,8 +84,9 @@ class Maps:
     is_elsewhere: Callable[[str], bool]  # of a tensor by that name: another rank has it
 
     def fit(self, adapter: Adapter, rank: int) -> Fitted:
-        """What an adapter adds to each part of the sites that it adapts, cut for this rank and
-        padded to `rank`. Raises AdapterError for what meets no map, or not its shape."""
+        """What an adapter adds to each part of the sites that it adapts, cut for this rank. All
+        parts of a site have one rank, to which they are padded. Raises AdapterError for what meets
+        no map, or not its shape, and for ranks above `rank`."""
         found = _Found(self.sites, rank)
         for path, pair in adapter.pairs.items():
             module_path = path.replace(_BASE_LAYER, "")
@@ -102,7 +103,7 @@ class Maps:
                     found.put(path, place, Pair(pair.a, b))
             elif not self.is_elsewhere(stored):  # where it is checked
                 raise AdapterError(self._unknown(path))
-        return {path: tuple(parts) for path, parts in found.of_sites.items()}
+        return found.fitted()
 
     def _unknown(self, path: str) -> str:
         last = sorted({name.rpartition(".")[2] for name in self.places})
@@ -117,8 +118,9 @@ class _Found:
 
     def __init__(self, sites: Mapping[str, Site], rank: int) -> None:
         self.of_sites: dict[str, list[Pair | None]] = {}
-        self.rank = rank
+        self.rank = rank  # the highest that is allowed
         self._sites = sites
+        self._ranks: dict[str, int] = {}  # of the sites
         self._filled: set[tuple[str, int, int | None]] = set()
 
     def put(self, path: str, place: _Place, pair: Pair) -> None:
@@ -128,6 +130,7 @@ class _Found:
                 f"{TENSORS_FILE} adapts {path:.200} twice, under two names; allowed: one."
             )
         self._filled.add(key)
+        self._ranks[place.site] = max(self._ranks.get(place.site, 0), len(pair.a))
         site = self._sites[place.site]
         part, parts = site.parts[place.part], self.of_sites.setdefault(place.site, _none_of(site))
         if (kept := parts[place.part]) is None:
@@ -140,6 +143,12 @@ class _Found:
         a, b = pair.a[:, first : first + size], place.rows(pair.b, part.outputs)
         to_a[: len(a), :size] = a
         to_b[: len(b), : b.shape[1]] = b
+
+    def fitted(self) -> Fitted:
+        return {
+            path: tuple(part and part.cut(self._ranks[path]) for part in parts)
+            for path, parts in self.of_sites.items()
+        }
 
 
 def _none_of(site: Site) -> list[Pair | None]:

@@ -16,7 +16,7 @@ def adding(delta: Delta | None) -> tuple[Any, ...] | None:
     if delta is None:
         return None
     v, weights, rows = delta
-    numbers = (weights.max_rank, v.shape[1], weights.b.shape[1])
+    numbers = (weights.max_rank, v.shape[1], weights.b.stride(0))
     return (v, weights.b, weights.ranks, rows.adapters, rows.active, *numbers, weights.starts)
 
 

@@ -38,7 +38,7 @@ def expand(y: Tensor, delta: Delta, *, pdl: bool = True) -> None:
         ends,
         y.stride(0),
         v.shape[1],
-        weights.b.shape[1],
+        weights.b.stride(0),
         weights.max_rank,
         tile_rows=TILE_ROWS,
         block_n=_BLOCK_N,

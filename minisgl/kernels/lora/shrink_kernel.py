@@ -85,6 +85,7 @@ def shrink(
         workspace.semaphores,
         k,
         x.stride(0),
+        weights.a.stride(0),
         num_parts,
         max_rank,
         tile_rows=TILE_ROWS,
@@ -136,6 +137,7 @@ def _shrink(
     semaphores,
     k,
     x_stride,
+    a_stride,
     num_parts,
     max_rank,
     tile_rows: tl.constexpr,
@@ -156,8 +158,8 @@ def _shrink(
     part, first_rank = place // (max_rank // unit), place % (max_rank // unit) * unit
     has_work = (adapter > 0) & (first_rank < tl.load(ranks + slot))
     lane = tl.arange(0, unit)
-    a_row = (slot * num_parts + part) * max_rank + first_rank + lane
-    a += spread(a_row * k, groups)
+    a_row = part * max_rank + first_rank + lane
+    a += slot * a_stride + spread(a_row * k, groups)
     some = spread(lane < tl.where(has_work, unit, 0), groups)
     if spread_over:
         w = _load_a(a, split * split_size, k, some, block_k, pieces, groups)

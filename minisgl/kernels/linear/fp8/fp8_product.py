@@ -66,7 +66,7 @@ class TensorCoreProduct(Fp8Product):
             x = quantize(normed, *scales)
         return self._multiply(x), stream
 
-    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Input:
+    def gated_mul(self, gate_up: Tensor, rows: Rows | None = None, *, gelu: bool = False) -> Input:
         return quantize(gate_up, self._group, self.input_scale, gated=True, gelu=gelu)
 
     def send(self, x: Input, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
