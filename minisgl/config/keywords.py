@@ -109,6 +109,9 @@ class EngineOptions(OtherSpellings, total=False):
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None
+    lora: tuple[str, ...]
+    max_loras: int | None
+    max_lora_rank: int
     attn: str
     cuda_graph_max_bs: int | None
 

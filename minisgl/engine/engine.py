@@ -54,6 +54,7 @@ class AsyncEngine:
         self.tokenizer = loaded.tokenizer
         self.defaults = loaded.defaults
         self.model_name = loaded.model_name
+        self.adapters = loaded.adapters
         self._runner = loaded.runner
         self._process_id = os.getpid()
         self._meter = Meter()
@@ -138,6 +139,13 @@ class AsyncEngine:
         if self._refusal is not None:
             raise EngineStoppedError(self._refusal)
         return self._intake
+
+    def adapter(self, name: str) -> Extra:
+        """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
+        if name in self.adapters:
+            return self.adapters[name]
+        loaded = ", ".join(self.adapters) or "none"
+        raise InvalidRequestError("lora", f"there is no adapter {name:.80}; loaded: {loaded}.")
 
     async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         """Compile a constraint, for the matchers of requests; None constrains only reasoning.
@@ -242,14 +250,16 @@ class AsyncEngine:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Submit a request and yield its deltas. Closing the iterator aborts the request.
 
-        `params.structured` is compiled first; raises as `compile` does.
+        `params.structured` is compiled first; raises as `compile` does. lora: the name of its
+        adapter.
         """
-        extras: Sequence[Extra] = ()
+        extras: list[Extra] = [] if lora is None else [self.adapter(lora)]
         if params.structured is not None:
-            extras = AnswerPlan(grammar=await self.compile(params.structured)).extras()
+            extras += AnswerPlan(grammar=await self.compile(params.structured)).extras()
         stream = self.submit(
             prompt_token_ids,
             params,
