@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minisgl.kernels.adapters import AdaptedRows, AdapterWeights, Delta
+from minisgl.kernels.adapters import AdapterWeights
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear.dense_product import DenseProduct
-from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
-from minisgl.kernels.linear.fusing_product import FusingProduct
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.quantized import Fp8Product
 from minisgl.kernels.lora.select_kernels import AdapterKernels
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual
 from minisgl.kernels.rows import Rows
+from minisgl.lora.adding import Adding, AddingDense
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
@@ -25,15 +26,14 @@ class AdaptedProduct(Product):
     """y of another product, with B·A added to W for each row that has an adapter."""
 
     def __init__(self, base: Product, adapters: AdapterWeights, kernels: AdapterKernels) -> None:
-        self.base, self.adapters, self._kernels = base, adapters, kernels
+        self.base, self._adapters, self._kernels = base, adapters, kernels
+        self._adding = _kind_of(base)
 
     def of(self, rows: Rows | None) -> Product:
         """What multiplies these rows."""
         if rows is None or rows.adapted is None:
             return self.base
-        if isinstance(self.base, DenseProduct):
-            return _AddingGemm(self.base, self.adapters, rows.adapted, self._kernels)
-        return _Adding(self.base, self.adapters, rows.adapted, self._kernels)
+        return self._adding(self.base, self._adapters, rows.adapted, self._kernels)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -84,49 +84,14 @@ class AdaptedProduct(Product):
         self.base.prepare(dtype)
 
 
-class _Adding(Product):
-    """The product of the adapted rows of one step. The other methods are the defaults, so that x is
-    a tensor, also where the base would take rounded rows of a norm or an activation."""
+def _kind_of(base: Product) -> Callable[..., Product]:
+    """What multiplies adapted rows in the place of a product."""
+    if isinstance(base, DenseProduct):
+        return AddingDense
+    if isinstance(base, Fp8Product) and runs_triton(base.weight.data.device):
+        from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct
+        from minisgl.lora.adding_fp8 import AddingFp8
 
-    def __init__(
-        self, base: Product, adapters: AdapterWeights, rows: AdaptedRows, kernels: AdapterKernels
-    ) -> None:
-        self.base, self._adapters, self._rows, self._kernels = base, adapters, rows, kernels
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.base.weights
-
-    def _delta(self, x: Tensor) -> Delta:
-        return self._kernels.shrink(x, self._adapters, self._rows)
-
-    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
-        y = self.base(x, rows)
-        self._kernels.expand(y, self._delta(x))
-        return y
-
-
-class _AddingGemm(_Adding, FusingProduct):
-    """The same where a GEMM of ours may add to its sums what the adapters do."""
-
-    def __init__(
-        self,
-        base: DenseProduct,
-        adapters: AdapterWeights,
-        rows: AdaptedRows,
-        kernels: AdapterKernels,
-    ) -> None:
-        super().__init__(base, adapters, rows, kernels)
-        self.dense, self.bias = base, base.bias
-
-    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
-        return self.gemm(x) if self.fuses(len(x)) else super().__call__(x, rows)
-
-    def fuses(self, num_rows: int, *, gated: bool = False, normed: bool = False) -> bool:
-        return not normed and self.dense.fuses(num_rows, gated=gated)  # x is shrunk, too
-
-    def gemm(
-        self, x: Tensor, epilogue: Epilogue = PLAIN, *, norm: FusedNorm | None = None
-    ) -> Tensor:
-        assert norm is None
-        return self.dense.gemm(x, epilogue._replace(delta=self._delta(x)))
+        if isinstance(base, TensorCoreProduct):
+            return AddingFp8
+    return Adding

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import ALL, STACKED, Base, Trained, base_of, train, train_on
+from support.adapters import ALL, COMPUTED, STACKED, Base, Trained, base_of, train, train_on
 from support.checkpoints import (
     TOLERANCE,
     Spec,
@@ -32,11 +32,6 @@ from minisgl.models.registry import read_model_config
 
 RANK, NUM_SLOTS = 16, 4
 QUANTIZED_TOLERANCE = 1e-4
-NAMES = (
-    *("llama", "llama-patterns", "qwen3", "moe-stacked", "moe-router", "moe-apart", "gpt-oss"),
-    *("deepseek-v2", "deepseek-v3", "gemma4"),
-    *("phi3", "gemma2", "mixtral", "qwen3-moe-adopted", "gpt-neox"),
-)
 
 
 class Adapted:
@@ -86,7 +81,7 @@ def steps_of(adapted: Adapted, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.cat([*of_request]) for of_request in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_each_row_has_the_adapter_of_its_slot(name: str, tmp_path: Path) -> None:
     both = [train(name, tmp_path / str(seed), seed) for seed in (1, 2)]
     adapted = Adapted(both[0].base)

@@ -117,6 +117,13 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeForCausalLM", ALL | STACKED),
 }
 
+# Those whose logits are compared with PEFT's; of the others, what is added to the weights.
+COMPUTED = (
+    *("llama", "llama-patterns", "qwen3", "moe-stacked", "moe-router", "moe-apart", "gpt-oss"),
+    *("deepseek-v2", "deepseek-v3", "gemma4"),
+    *("phi3", "gemma2", "mixtral", "qwen3-moe-adopted", "gpt-neox"),
+)
+
 
 @dataclass(frozen=True)
 class Base:
