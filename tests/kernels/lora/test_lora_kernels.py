@@ -33,6 +33,8 @@ STREAM = LinearTiles(64, 16, 32, num_stages=2)
 HOW = {
     "stream": STREAM,
     "split": replace(STREAM, splits=3),
+    "32 rows": replace(STREAM, block_m=32),
+    "64 rows": replace(STREAM, block_m=64, num_stages=3),
     "groups": LinearTiles(16, 16, 64, groups=4, num_stages=2),
     "burst": LinearTiles(16, 16, 256, groups=4, burst=True),
 }
@@ -117,12 +119,11 @@ def test_rows_are_sorted_as_torch_sorts_them(num_rows: int, num_slots: int) -> N
     ):
         found = sort_kernel.sort_rows(adapters, num_slots)
         expected = reference.sort_rows(adapters, num_slots)
-        count, num_active = int((adapters > 0).sum()), int(expected.active[0])
+        count = int((adapters > 0).sum())
         assert torch.equal(found.order[:count], expected.order[:count])
         used = expected.tiles[:, 0] > 0
         assert torch.equal(found.tiles[:, 0], expected.tiles[:, 0])
         assert torch.equal(found.tiles[used], expected.tiles[used])
-        assert torch.equal(found.active[: 1 + num_active], expected.active[: 1 + num_active])
 
 
 CASES = [  # ranks of the slots, rows, k, rows of W of each part
