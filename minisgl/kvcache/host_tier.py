@@ -161,26 +161,18 @@ class HostTier(Residency):
         """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
         on, and free the others. beside: what is beside the last of these.
 
-        Those that the tree has in any tier are not taken, and none if it lacks what is before them.
+        Those that are here are not taken, and none if the tree lacks what is before them.
         """
-        if not num_pages:
-            self.pool.free([*host_pages, *beside])
-            return
-        tree, end = self.tree, start + num_pages
-        root = tree.root(namespace)
-        path = tree.path(tree.below(root, key, 0, end), end)
-        last, at = path[-1] if path else root, sum(each.num_pages for each in path)
-        num_refused = num_pages
-        if start <= at < end:
-            last = tree.add(last, key, at, end)
-            num_refused = at - start
-            self.put(last, list(host_pages[num_refused:num_pages]))
-        held = self.pages.get(last, ())
-        if beside and start <= at and held and not self.pool.beside_of(held):
-            self.pool.beside[held[-1]] = [*beside]
-            beside = ()
+        tree = self.tree
+        last, refused = tree.root(namespace), [*host_pages[:num_pages]]
+        path = tree.path(tree.below(last, key, 0, start), start)
+        if sum(each.num_pages for each in path) == start:
+            last, refused = self.put_run(path[-1] if path else last, key, start, refused)
+            if beside and not self.pool.beside_of(self.pages[last]):
+                self.pool.beside[self.pages[last][-1]] = [*beside]
+                beside = ()
         tree.let_go(last)
-        self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused], *beside])
+        self.pool.free([*host_pages[num_pages:], *refused, *beside])
 
 
 class CopiesAhead(Residency):
