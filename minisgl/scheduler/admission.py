@@ -116,7 +116,7 @@ class Admission:
         num_known = len(request.token_ids)
         reuse = not request.computes_all_tokens
         lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
-        waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self._kv.loads.num_begun
+        waiting.wants_load, waiting.num_loads = lease.must_load, self._kv.loads.num_begun
         if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
             if lease.windows is not None:
                 lease.windows.num_expected = num_known + int(self.ratio.expected(request))
@@ -151,7 +151,7 @@ class Admission:
         it; None if nobody decodes."""
         if not any(running.decoding for running in self._slots.running):
             return None
-        if lease.num_to_load or self._kv.is_loading(lease):
+        if lease.must_load or self._kv.is_loading(lease):
             return work.num_computed
         own = num_known - lease.num_committed * self._kv.page_size
         return work.num_computed + min(work.budget, own)
