@@ -104,6 +104,14 @@ async def test_answers_are_streamed_and_become_part_of_the_conversation() -> Non
     assert ui.said == []
 
 
+async def test_the_first_adapter_answers_until_another_one_is_chosen() -> None:
+    engine = FakeEngine(["a"] * 3, adapters={"sql": "S", "poems": "P"})
+    ui = await converse(engine, "ab", "/lora poems", "ab", "/lora off", "ab", "/lora")
+    assert engine.extras == [("S",), ("P",), ()]
+    assert ui.said == ["toy answers; /lora takes sql, poems or off."]
+    assert (await converse(FakeEngine([]), "/lora")).said == ["toy answers; no adapter is there."]
+
+
 async def test_reset_starts_a_new_conversation() -> None:
     engine = FakeEngine(["abc", "cd"])
     await converse(engine, "ab", "/reset", "h")
