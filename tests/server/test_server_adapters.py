@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
 
 import openai
 import pytest
-from support.fake_engine import FakeEngine
+from support.demo_adapters import greedy_tokens, save_demo_adapter
+from support.fake_engine import FakeEngine, names_of
 from support.http_server import HELLO, error_of, http_client
 from support.scripted_engine import ScriptedEngine, qwen
-from support.serving import Served, served
+from support.serving import Served, demo_engine, served
 
 from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess
+from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess
 
@@ -129,6 +134,37 @@ async def test_masks_parsers_and_tools_go_with_an_adapter(model: str) -> None:
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
+class HandingOver(FakeEngine):
+    """Records for which adapters pages are offered and fetched."""
+
+    handed_over: list[tuple[str, list[str]]]
+
+    async def offer_pages(self, *_: object, extras: Any, **__: object) -> bool:
+        self.handed_over.append(("offered", names_of(extras)))
+        return True
+
+    async def fetch_pages(self, *_: object, extras: Any, **__: object) -> bool:
+        self.handed_over.append(("fetched", names_of(extras)))
+        return True
+
+
+def test_prompts_are_handed_over_for_their_adapters() -> None:
+    async def start() -> HandingOver:
+        engine = HandingOver(adapters=ADAPTERS)
+        engine.handed_over = []
+        return engine
+
+    with served(start) as ours, ours.http() as client:
+        ours.state.around = Handover(cast("AsyncEngine", ours.engine), "there").around
+        for model in ("sql", "fake"):
+            for header in (PREFILL, PREFILLED):
+                body = {"messages": HELLO, "max_tokens": 3, "model": model}
+                headers = {header.decode(): "there"}
+                client.post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
+    names = [("offered", ["sql"]), ("fetched", ["sql"]), ("offered", []), ("fetched", [])]
+    assert ours.engine.handed_over == names
+
+
 @pytest.fixture(scope="module")
 def adapted() -> Iterator[Served[FakeEngine]]:
     async def start() -> FakeEngine:
@@ -166,8 +202,29 @@ def test_a_client_streams_from_an_adapter(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "abcd"
 
 
+def test_answers_over_http_have_the_tokens_of_their_adapters(tmp_path: Path) -> None:
+    models = {f"{seed}": save_demo_adapter(tmp_path / f"{seed}", seed) for seed in range(2)}
+    lora = tuple(f"{name}={tmp_path / name}" for name in models)
+    prompts = [[*range(300, 320)], [*range(500, 530)]]
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 8, "temperature": 0}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+
+    async def start() -> AsyncEngine:
+        return await demo_engine(lora=lora, max_loras=1, dtype="float32")
+
+    with served(start) as ours, ours.openai() as client, ThreadPoolExecutor(3) as pool:
+
+        def tokens_of(model: str) -> list[list[int]]:
+            answer = client.completions.create(model=model, extra_body=extra, **asked)
+            return [choice.to_dict()["token_ids"] for choice in answer.choices]  # type: ignore
+
+        found = [*pool.map(tokens_of, ["0", "demo", "1"])]  # at once, with room for one adapter
+    wanted = [models["0"], None, models["1"]]
+    assert found == [[greedy_tokens(model, each, 8) for each in prompts] for model in wanted]
+
+
 @pytest.mark.parametrize(
-    ("name", "model", "served", "said"),
+    ("name", "model", "names", "said"),
     [
         ("sql", "folder", ("mine", "sql"), "this is a name of the model itself; allowed: another"),
         ("sql", "sql", (), "this is a name of the model itself"),
@@ -176,11 +233,11 @@ def test_a_client_streams_from_an_adapter(client: openai.OpenAI) -> None:
     ],
 )
 def test_a_name_that_an_adapter_cannot_have_is_refused_before_loading(
-    name: str, model: str, served: tuple[str, ...], said: str
+    name: str, model: str, names: tuple[str, ...], said: str
 ) -> None:
     lora = ("other=there", f"{name}=there")
     options = EngineConfig(model=model, lora=lora, device="cpu")
-    config = ServerConfig(served_model_name=served)
+    config = ServerConfig(served_model_name=names)
     name = name if name.isascii() else ascii(name)
     for start in (
         lambda: ServerProcess(options, config),
