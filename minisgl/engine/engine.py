@@ -206,6 +206,7 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> bool:
         """Compute a prompt, and offer its pages to the other engines; False if there are none.
 
@@ -213,7 +214,12 @@ class AsyncEngine:
         """
         params = SamplingParams(max_tokens=1)
         stream = self.submit(
-            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            extras=extras,
         )
         try:
             await stream.wait_finished()
@@ -228,13 +234,14 @@ class AsyncEngine:
         *,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> bool:
         """Have the engine at `address` send the pages of a prompt that this one lacks.
 
         Returns whether the cache has any page of the prompt afterwards. Raises InvalidRequestError
         for the salt.
         """
-        namespace = cache_namespace(tenant, cache_salt)
+        namespace = cache_namespace(tenant, cache_salt, extras)
         return await self._steps.moves.exchange.fetch(address, prompt_token_ids, namespace)
 
     def check(self, params: SamplingParams) -> None:
