@@ -334,4 +334,5 @@ def refuse_engine_options(config: EngineConfig) -> None:
         value = getattr(config, spec.name)
         if spec.name != "model" and value != spec.default:
             reason = "is for an engine of its own, and with --url there is none"
-            raise ConfigError(option_names(spec)[0], value, reason)
+            first = value[0] if isinstance(value, tuple) else value
+            raise ConfigError(option_names(spec)[0], first, reason)

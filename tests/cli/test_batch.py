@@ -100,9 +100,12 @@ def test_lines_name_the_adapters_that_answer_them(tmp_path: Path) -> None:
     options = ("--lora", f"poems={tmp_path / 'adapter'}", "--device", "cpu", "--dtype", "float32")
     assert batch(tmp_path, *options).returncode == 1
     found = {name: line["response"] for name, line in answers(tmp_path).items()}
+    kinds = set[tuple[int, ...]]()
     for name, model in (("poems", adapted), ("None", None)):
         [choice] = found[name]["body"]["choices"]
-        assert choice["token_ids"] == greedy_tokens(model, prompt, 8)
+        assert choice["token_ids"] == (told := greedy_tokens(model, prompt, 8))
+        kinds.add((*told,))
+    assert len(kinds) == 2
     assert found["prose"]["status_code"] == 404
     assert found["prose"]["body"]["error"]["message"].endswith("; adapters: poems.")
 

@@ -221,6 +221,7 @@ def test_answers_over_http_have_the_tokens_of_their_adapters(tmp_path: Path) -> 
         found = [*pool.map(tokens_of, ["0", "demo", "1"])]  # at once, with room for one adapter
     wanted = [models["0"], None, models["1"]]
     assert found == [[greedy_tokens(model, each, 8) for each in prompts] for model in wanted]
+    assert len({(*each[0],) for each in found}) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,12 @@ from minisgl.models.hub import DEMO_FOLDER
 
 
 def save_demo_adapter(folder: Path, seed: int) -> PreTrainedModel:
-    """Write an adapter of all linear maps. Returns the adapted model."""
+    """Write an adapter of all linear maps, under which the model forgets what it was trained for.
+    Returns the adapted model."""
     base = Base(DEMO_FOLDER, AutoModelForCausalLM)
-    trained = train_on(base, load_reference(DEMO_FOLDER), {"r": 4, **ALL}, folder, seed=seed)
+    trained = train_on(
+        base, load_reference(DEMO_FOLDER), {"r": 4, "lora_alpha": 64, **ALL}, folder, seed=seed
+    )
     adapted: PreTrainedModel = trained.model.base_model.model
     return adapted
 

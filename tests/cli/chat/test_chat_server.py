@@ -316,6 +316,8 @@ def test_engine_options_are_refused_with_a_server() -> None:
     refuse_engine_options(EngineConfig(model="thinker"))
     with pytest.raises(ConfigError, match="--dtype float16: is for an engine of its own"):
         refuse_engine_options(EngineConfig(dtype="float16"))
+    with pytest.raises(ConfigError, match="--lora a=x: is for an engine of its own"):
+        refuse_engine_options(EngineConfig(lora=("a=x", "b=y")))
 
 
 # -- in a pipe and in a terminal ------------------------------------------------------------------
