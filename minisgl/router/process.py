@@ -203,11 +203,8 @@ class RouterProcess:
         welcome = Welcome(self._server, self._listener)
         peer = Peer(index, self._replica_paths[index])
         task = await _task_of(peer, self._server.api_key)
-        welcome.log(
-            f"{', '.join(self._names)} with {counted(len(self._states), 'replica')}",
-            self._names[0],
-            task,
-        )
+        served = ", ".join((*self._names, *self._engine.adapters))
+        welcome.log(f"{served} with {counted(len(self._states), 'replica')}", self._names[0], task)
         if not self._engine.model:
             log_demo_note()
         if self._server.open and welcome.page is not None:

@@ -166,7 +166,8 @@ class ServerProcess:
         self._announce(welcome, names, engine.vectors.task)
 
     def _announce(self, welcome: Welcome, names: Sequence[str], task: str) -> None:
-        welcome.log(", ".join(names), names[0], task)
+        served = ", ".join((*names, *self._engine_config.adapters))
+        welcome.log(served, names[0], task)
         if not self._engine_config.model:
             log_demo_note()
 

@@ -197,14 +197,14 @@ def stream_lines(url: str) -> Iterator[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_idle_process_exits_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
     loaded = tmp_path / "loaded"
-    with serving_process({"loads_until": str(loaded)}) as (process, url):
+    with serving_process({"loads_until": str(loaded), "adapters": ["sql"]}) as (process, url):
         wait_for_health(process, url, 503)
         loaded.touch()
         wait_for_health(process, url, 200)
         process.send_signal(number)
         _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
-    assert f"Serving fake at {url}" in log
+    assert f"Serving fake, sql at {url}" in log
     assert f"curl {url}/v1/chat/completions" in log
     assert "Traceback" not in log
 

@@ -379,7 +379,8 @@ def main() -> int:
         options = ServerConfig(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in given}
         )
-        return ServerProcess(EngineConfig(model="fake"), options, start).run()
+        lora = tuple(f"{name}=there" for name in behaviour.get("adapters", ()))
+        return ServerProcess(EngineConfig(model="fake", lora=lora), options, start).run()
     except MinisglError as error:
         print(error, file=sys.stderr)
         return error.exit_code
