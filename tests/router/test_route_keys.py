@@ -81,11 +81,12 @@ def test_clients_and_salts_have_caches_of_their_own() -> None:
 
 def test_adapters_have_caches_of_their_own_and_long_names_are_no_prefix_in_common() -> None:
     path, names = "/v1/chat/completions", (f"{'long/' * 20}base", f"{'long/' * 20}adapter", None)
-    keys = [key(path, {"model": name, "messages": [FIRST]}) for name in names]
+    first = {**FIRST, "content": FIRST["content"] * 5}
+    keys = [key(path, {"model": name, "messages": [first]}) for name in names]
     assert max(num_common(*pair) for pair in combinations(keys, 2)) < BLOCK_BYTES
     another = key(path, {"messages": [SECOND], "model": names[0]})
     assert num_common(keys[0], another) < BLOCK_BYTES
-    longer = key(path, {"messages": [FIRST, ANSWER, SECOND], "model": names[0]})
+    longer = key(path, {"messages": [first, ANSWER, SECOND], "model": names[0]})
     assert num_common(keys[0], longer) >= len(keys[0]) - 2
 
 
