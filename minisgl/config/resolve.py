@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minisgl.config.engine import EngineConfig
+from minisgl.config.engine import DEFAULT_LORAS, EngineConfig
 from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first, slot_bytes
 from minisgl.config.options import refuse
 from minisgl.config.parallel import Advice, Layout, advise
@@ -80,6 +80,9 @@ class ResolvedConfig:
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right
+    adapters: tuple[tuple[str, str], ...]  # name and folder of each
+    max_loras: int  # of these, at once on the device; 0: there are none
+    max_lora_rank: int
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int
@@ -186,6 +189,12 @@ def resolve(
     num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
     num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
     if num_snapshots == 0 and model.states and config.cache_type != "naive":
+        if config.host_cache:
+            reason = (
+                "this model keeps a state for each request, and cached prefixes are of use only"
+            )
+            reason += " with snapshots of it, for which there is no memory"
+            refuse(config, "host_cache", f"{reason}; allowed: 0, or with --state-cache above 0")
         notes.append("prefix cache off: no memory is for snapshots of the states of requests")
     max_seq_len = _resolve_max_seq_len(config, model, notes)
     resolved: dict[str, Any] = {
@@ -205,6 +214,8 @@ def resolve(
         "speculative": config.speculative or "",
         "num_drafts": _resolve_drafts(config, model),
         "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
+        "adapters": tuple(config.adapters.items()),
+        "max_loras": config.max_loras or min(len(config.lora), DEFAULT_LORAS),
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
         "cuda_graph_max_bs": _resolve_graphs(config, device, decode, notes),

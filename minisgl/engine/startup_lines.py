@@ -126,7 +126,7 @@ def _tell_of_tiers(
 
 
 def _warn_if_useless(rule: LoadRule, config: ResolvedConfig, place: str, option: str) -> None:
-    if not rule.pays(config.num_host_pages):
+    if not rule.pays(config.num_host_pages, config.num_host_pages):
         logger.warning(
             f"This model computes tokens faster than they are read from {place}: nothing will be "
             f"read, and {option} is of no use here."

@@ -20,9 +20,9 @@ class Rows:
     adapted: AdaptedRows | None = None  # by their adapters; None: none has one
 
     @staticmethod
-    def of(slots: Tensor, positions: Tensor) -> Rows:
+    def of(slots: Tensor, positions: Tensor, adapted: AdaptedRows | None = None) -> Rows:
         """Rows that are rotated by their positions."""
-        return Rows(slots, positions, positions)
+        return Rows(slots, positions, positions, adapted)
 
     def part(self, rows: slice, adapted: AdaptedRows | None = None) -> Rows:
         """A view of some of them. adapted: these, by their adapters."""

@@ -42,10 +42,9 @@ class LoadRule:
     compute_s: float  # of the tokens of a page
     delay_s: float = 0.0  # of any load
 
-    def pays(self, num_pages: int, num_beside: int = 0) -> bool:
-        """num_beside: pages that are loaded besides, and computed with the others."""
-        load_s = (num_pages + num_beside) * self.load_s
-        return self.delay_s + load_s < num_pages * self.compute_s
+    def pays(self, num_pages: int, num_saved: int) -> bool:
+        """Whether to load `num_pages` is faster than to compute the tokens of `num_saved`."""
+        return self.delay_s + num_pages * self.load_s < num_saved * self.compute_s
 
 
 ALWAYS = LoadRule(load_s=0.0, compute_s=1.0)

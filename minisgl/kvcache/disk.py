@@ -66,20 +66,24 @@ class DiskTier:
             if all(map(index.holds, beside)):
                 break
             keys.pop()
-        count, num_all = len(keys), len(keys) + len(beside)
-        pays = bool(keys) and self._disk.rule.pays(count, len(beside))
+        num_saved = len(keys)
+        # Without those that the tree has; but what is beside a page comes with it.
+        first = start + max(0, min(match.num_found - start, num_saved - bool(beside)))
+        count = start + num_saved - first
+        num_all = count + len(beside)
+        pays = count > 0 and self._disk.rule.pays(num_all, num_saved)
         begins = pays and self._host.make_room(num_all)
         if begins:
             pages = pool.take(num_all)
-            keys += beside
+            keys = [*keys[first - start :], *beside]
 
             def move_ended(num_moved: int) -> None:
                 index.forget(keys[num_moved:])  # a rank does not have them
                 num_pages = min(count, num_moved)
                 own = pages[count:] if num_moved == num_all else []
                 pool.free(pages[count + len(own) :])
-                self._host.adopt(namespace, key, start, pages[:count], num_pages, own)
-                ended(range(start, start + num_pages))
+                self._host.adopt(namespace, key, first, pages[:count], num_pages, own)
+                ended(range(first, first + num_pages))
 
             self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
         self._host.tree.release(match.node)

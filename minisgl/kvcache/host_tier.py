@@ -38,13 +38,15 @@ class HostTier(Residency):
         """How many pages the next plan may offload to provide `missing` ones; None: any number.
 
         Where host memory pays, a page is copied in a fraction of the time in which it is computed.
-        So a plan may offload as many pages as it computes. And it may offload as many as its rows
-        take: otherwise a request would wait for room for as long as they are many.
+        So a plan may offload as many pages as it computes, if that is enough for what may be beside
+        each of them. And it may offload as many as its rows take: otherwise a request would wait
+        for room for as long as they are many.
         """
         if self.offloads_per_plan is None or num_beside is None:
             return None
         pace = self.offloads_per_plan + num_granted
         most = pace + num_beside // self.tree.page_size
+        missing *= 1 + sum(group.pages_each for group in self.device.groups)
         return most if len(self.pool.offloads) + missing <= most else pace
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> None:
@@ -59,8 +61,8 @@ class HostTier(Residency):
             node = self.device.pop()
             assert node is not None, "the caller has checked that there are enough"
             at_most = max(num_pages, self.pool.piece)
-            if max_offloads is not None and node not in self.pages:
-                at_most = min(at_most, max_offloads - len(self.pool.offloads))
+            if max_offloads is not None and (node not in self.pages or self.beside(node)):
+                at_most = min(at_most, self.room_for(node, max_offloads))
                 if at_most <= 0:
                     self.device.offer(node)
                     return
@@ -71,6 +73,14 @@ class HostTier(Residency):
                 self.offer(node)
             else:
                 self._forget(node)
+
+    def room_for(self, node: Node, max_offloads: int) -> int:
+        """How many of the last pages of `node` the next plan may offload with what groups have of
+        it, if it offloads `max_offloads` at most. If that is less than this takes, the first page
+        of a plan goes nevertheless: no other plan would have more room."""
+        left = max_offloads - len(self.pool.offloads)
+        least = 0 if self.pool.offloads or not max_offloads else 1
+        return max(least, left - len(self.beside(node)))
 
     def offload(self, node: Node) -> bool:
         """Copy a node here with the next plan, and what groups have of it; False if there is no
@@ -161,26 +171,18 @@ class HostTier(Residency):
         """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
         on, and free the others. beside: what is beside the last of these.
 
-        Those that the tree has in any tier are not taken, and none if it lacks what is before them.
+        Those that are here are not taken, and none if the tree lacks what is before them.
         """
-        if not num_pages:
-            self.pool.free([*host_pages, *beside])
-            return
-        tree, end = self.tree, start + num_pages
-        root = tree.root(namespace)
-        path = tree.path(tree.below(root, key, 0, end), end)
-        last, at = path[-1] if path else root, sum(each.num_pages for each in path)
-        num_refused = num_pages
-        if start <= at < end:
-            last = tree.add(last, key, at, end)
-            num_refused = at - start
-            self.put(last, list(host_pages[num_refused:num_pages]))
-        held = self.pages.get(last, ())
-        if beside and start <= at and held and not self.pool.beside_of(held):
-            self.pool.beside[held[-1]] = [*beside]
-            beside = ()
+        tree = self.tree
+        last, refused = tree.root(namespace), [*host_pages[:num_pages]]
+        path = tree.path(tree.below(last, key, 0, start), start)
+        if sum(each.num_pages for each in path) == start:
+            last, refused = self.put_run(path[-1] if path else last, key, start, refused)
+            if beside and not self.pool.beside_of(self.pages[last]):
+                self.pool.beside[self.pages[last][-1]] = [*beside]
+                beside = ()
         tree.let_go(last)
-        self.pool.free([*host_pages[num_pages:], *host_pages[:num_refused], *beside])
+        self.pool.free([*host_pages[num_pages:], *refused, *beside])
 
 
 class CopiesAhead(Residency):
@@ -208,9 +210,11 @@ class CopiesAhead(Residency):
             if node is None:
                 return
             missing = max(num_wanted - self.num_copied, pool.piece)
-            self.tree.cut(node, min(most - len(pool.offloads), missing))
+            room = min(self._host.room_for(node, most), missing)
+            if room:
+                self.tree.cut(node, room)
             num_pages = node.num_pages + len(self._host.beside(node))
-            if not (self._makes_room(num_pages) and self._host.offload(node)):
+            if not (room and self._makes_room(num_pages) and self._host.offload(node)):
                 self.offer(node)
                 return
             self.copied.add(node)

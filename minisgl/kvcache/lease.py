@@ -38,6 +38,7 @@ class Lease:
     node: Node  # the last node of the committed pages, or of those to be loaded
     num_committed: int
     num_to_load: int  # at the end of the match, in host memory only: `reserve` loads them
+    num_beside: int  # pages that groups load with these
     loads: dict[int, int]  # that write committed pages, and how many of these each
     rank: int = 0  # which has the pages, of several that divide the requests
     start_snapshot: int | None = None  # at the end of the match; None: there is no state
@@ -45,6 +46,10 @@ class Lease:
     # the cache yet.
     snapshots: dict[int, int | None] = field(default_factory=dict)
     windows: WindowPages | None = None  # pages of windowed layers, if these have their own
+
+    @property
+    def must_load(self) -> bool:
+        return bool(self.num_to_load or self.num_beside)
 
     @property
     def owned(self) -> list[int]:
@@ -61,8 +66,9 @@ class PageGroup(Protocol):
 
     pages_each: int  # that a tier keeps beside the last page of a prefix
 
-    def usable(self, found: Found, num_pages: int) -> int:
-        """Of the first `num_pages` pages of a match, how many a request can go on behind."""
+    def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
+        """Of the first `num_pages` pages of a match, how many a request can go on behind.
+        may_load: what it needs beside them may be in host memory."""
 
     def on_device(self, node: Node) -> Sequence[int]:
         """What a prefix that ends with `node` needs beside its pages, and a tier keeps with them:
@@ -72,7 +78,7 @@ class PageGroup(Protocol):
         """The same in host memory, where the device has it not."""
 
     def load(self, lease: Lease) -> Sequence[int]:
-        """Where on the device the latter goes for a lease that loads the end of its match."""
+        """Where on the device the latter goes for a lease that loads."""
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         """Begin a lease on a prefix that is `usable`. ends: numbers of pages of its prompt after

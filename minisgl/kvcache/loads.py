@@ -23,10 +23,9 @@ class Loads:
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
     num_begun: int = 0  # since the start
-    # Those that are not known to have landed: the last node that each fills, and its pages.
+    # Those that are not known to have landed: the last node that each fills, and what it writes.
     in_flight: dict[int, tuple[Node, Sequence[int]]] = field(default_factory=dict)
     _of_page: dict[int, int] = field(default_factory=dict)  # the load that fills each page
-    _num_beside: dict[int, int] = field(default_factory=dict)  # of each load in flight
     # What the next plan begins, and awaits.
     new: list[Load] = field(default_factory=list)
     awaits: list[int] = field(default_factory=list)
@@ -34,8 +33,7 @@ class Loads:
     @property
     def is_lane_busy(self) -> bool:
         """Whether a load that began now would only queue up behind others."""
-        num_pages = len(self._of_page) + sum(self._num_beside.values())
-        return self._max_pages is not None and num_pages >= self._max_pages
+        return self._max_pages is not None and len(self._of_page) >= self._max_pages
 
     def begin(
         self,
@@ -55,20 +53,20 @@ class Loads:
             host_pages += copied[each]
             self._cache.put(each, list(pages[start : len(host_pages)]))
         self._cache.tree.lock(node)
-        self.in_flight[load_id] = node, pages
-        self._num_beside[load_id] = len(beside)
-        self._of_page.update(dict.fromkeys(pages, load_id))
         sources = (*host_pages, *(source for source, _ in beside))
         targets = (*pages, *(target for _, target in beside))
+        self.in_flight[load_id] = node, targets
+        self._of_page.update(dict.fromkeys(targets, load_id))
         self._cache.pool.mark_written(targets, UNPLANNED)
         self.new.append(Load(load_id, sources, targets))
         return load_id
 
-    def of(self, pages: Sequence[int]) -> dict[int, int]:
-        """The loads that write some of `pages`, and how many each."""
+    def of(self, pages: Sequence[int], beside: Iterable[int] = ()) -> dict[int, int]:
+        """The loads that write some of `pages`, or what is beside them, and how many pages each."""
         if not self.in_flight:
             return {}
-        return Counter(self._of_page[page] for page in pages if page in self._of_page)
+        loads = dict.fromkeys((self._of_page[each] for each in beside if each in self._of_page), 0)
+        return loads | Counter(self._of_page[page] for page in pages if page in self._of_page)
 
     def landed(self, load_id: int) -> None:
         """Make the pages of a load ordinary ones from the next plan on, which awaits it.
@@ -79,7 +77,6 @@ class Loads:
             node, pages = self.in_flight.pop(load_id)
             for page in pages:
                 del self._of_page[page]
-            del self._num_beside[load_id]
             self._cache.tree.release(node)
             self.awaits.append(load_id)
 
@@ -110,6 +107,7 @@ class Loads:
         """AssertionError if a page is filled that is not locked, or has no copy to fill it from."""
         filled = {page for _, pages in self.in_flight.values() for page in pages}
         assert filled == self._of_page.keys()
+        filled = {page for page in filled if page < self._cache.pool.num_pages}
         for node, pages in self._cache.pages.items():
             if node.num_users and node in copied:
                 filled.difference_update(pages)

@@ -127,11 +127,6 @@ class KVCacheManager:
     def disk(self) -> DiskTier | None:
         return None if self._tiers is None else self._tiers.disk
 
-    @property
-    def is_copying_out(self) -> bool:
-        """Whether another engine waits for what the next plan copies."""
-        return self._tiers is not None and self._tiers.transits.is_copying_out
-
     def snapshot_stats(self) -> SnapshotStats | None:
         """None: the model keeps no states."""
         return None if self.snapshots is None else self.snapshots.stats
@@ -151,8 +146,12 @@ class KVCacheManager:
         """
         max_pages = self._cache.max_match(num_tokens)
         match = self._cache.acquire(key, max_pages if reuse else 0, namespace)
-        loads = self.loads.of(match.pages)
-        lease = Lease(match.pages, match.node, len(match.pages), match.num_to_load, loads)
+        on_device = (number for group in self._groups for number in group.on_device(match.node))
+        loads = self.loads.of(match.pages, on_device)
+        num_pages = len(match.pages)
+        lease = Lease(
+            match.pages, match.node, num_pages, match.num_to_load, match.num_beside, loads
+        )
         for group in self._groups:
             # Where the prompt leaves another, and where it ends.
             group.open(lease, {match.num_found, max_pages})
@@ -189,9 +188,10 @@ class KVCacheManager:
                 return None
         pages = pool.take(count)
         lease.pages += pages
-        if lease.num_to_load:
+        if lease.must_load:
             first = lease.num_committed
             lease.num_committed, lease.num_to_load = first + lease.num_to_load, 0
+            lease.num_beside = 0
             assert lease.num_committed <= len(lease.pages), "it has room for the whole match"
             landing = lease.pages[first : lease.num_committed]
             beside = [
@@ -294,7 +294,7 @@ class KVCacheManager:
             shared = lease.pages[: lease.num_committed]
             runs = [self._cache.pages.get(each, []) for each in lease.node.upwards()]
             assert shared == [*chain.from_iterable(reversed(runs))], "it shares what it locks not"
-            assert not lease.num_to_load, "a lease was opened and has reserved nothing"
+            assert not lease.must_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
         assert all(self._pool.written_by[page] <= launched for page in cached), "written too early"
         for group in self._groups:

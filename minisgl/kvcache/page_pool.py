@@ -52,9 +52,8 @@ class HostPool(PagePool):
         Larger pieces mean fewer nodes; smaller ones keep more on the device."""
         super().__init__(num_pages)
         self.piece = piece
-        # What the next plan copies here: the device page by the host page.
+        # What the next plan copies here: the number on the device by the host page.
         self.offloads: dict[int, int] = {}
-        self.beside_offloads: dict[int, int] = {}  # the same of what is beside pages
         # What else a prefix needs that ends with a page: further pages, which leave with it.
         self.beside: dict[int, list[int]] = {}
         self.frozen: set[int] = set()  # somebody reads them
@@ -75,8 +74,7 @@ class HostPool(PagePool):
         """Copy device pages with the next plan; returns their host pages. Enough must be free.
         beside: the host page that they are beside."""
         taken = self.take(len(pages))
-        planned = self.offloads if beside is None else self.beside_offloads
-        planned.update(zip(taken, pages, strict=True))
+        self.offloads.update(zip(taken, pages, strict=True))
         if beside is not None:
             self.beside[beside] = taken
         self.mark_written(taken, UNPLANNED)
@@ -93,7 +91,6 @@ class HostPool(PagePool):
                 self.leaving.add(host_page)
             else:
                 self.offloads.pop(host_page, None)
-                self.beside_offloads.pop(host_page, None)
                 self.free_pages.append(host_page)
 
     def freeze(self, host_pages: Iterable[int]) -> None:
@@ -109,8 +106,7 @@ class HostPool(PagePool):
 
     def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
         """The (device page, host page) pairs for the plan of `step`."""
-        planned = self.offloads | self.beside_offloads
-        offloads = tuple((page, host_page) for host_page, page in planned.items())
-        self.mark_written(planned, step)
-        self.offloads, self.beside_offloads = {}, {}
+        offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
+        self.mark_written(self.offloads, step)
+        self.offloads = {}
         return offloads

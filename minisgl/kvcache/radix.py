@@ -16,11 +16,13 @@ from minisgl.kvcache.tree import Found, Node, PrefixTree
 @dataclass(frozen=True, slots=True)
 class Match:
     """A locked prefix, which stays cached until `tree.release(node)`: pages on the device, then
-    `num_to_load` pages in another memory. Of `num_found` pages it has those that are of use."""
+    `num_to_load` in another memory, and `num_beside` that groups load with them. Of `num_found` it
+    has those that are of use."""
 
     node: Node
     pages: list[int]
     num_to_load: int
+    num_beside: int
     num_found: int
 
 
@@ -58,14 +60,14 @@ class RadixCache(Residency):
         found = self.tree.match(key, max_pages, namespace)
         return self._num_useful(found, sum(common for _, common in found))
 
-    def _num_useful(self, found: Found, num_pages: int) -> int:
+    def _num_useful(self, found: Found, num_pages: int, *, may_load: bool = True) -> int:
         """Of the first `num_pages` pages of a match, those that all groups can go on behind. What
         one leaves may be too much for another, so all are asked until they agree."""
         num_pages, asked = max(0, num_pages - self._num_spared), -1
         while num_pages != asked:
             asked = num_pages
             for group in self.groups:
-                num_pages = group.usable(found, num_pages)
+                num_pages = group.usable(found, num_pages, may_load=may_load)
         return num_pages
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
@@ -82,15 +84,17 @@ class RadixCache(Residency):
         on_device = [*takewhile(self.pages.__contains__, path)]
         pages = [page for node in on_device for page in self.pages[node]]
         num_to_load = sum(node.num_pages for node in path[len(on_device) :])
-        num_beside = (
-            sum(len(group.to_load(path[-1])) for group in self.groups) if num_to_load else 0
-        )
-        if num_to_load and not self.rule.pays(num_to_load, num_beside):
-            path, num_to_load = tree.path(found, self._num_useful(found, len(pages))), 0
-            pages = [page for node in path for page in self.pages[node]]
         node = path[-1] if path else root
+        num_beside = sum(len(group.to_load(node)) for group in self.groups)
+        if num_to_load or num_beside:
+            found = [(each, each.num_pages) for each in path]
+            num_here = self._num_useful(found, len(pages), may_load=False)
+            num_saved = len(pages) + num_to_load - num_here
+            if not self.rule.pays(num_to_load + num_beside, num_saved):
+                path, pages = tree.path(found, num_here), pages[:num_here]
+                node, num_to_load, num_beside = path[-1] if path else root, 0, 0
         tree.lock(node, path)
-        return Match(node, pages, num_to_load, num_found)
+        return Match(node, pages, num_to_load, num_beside, num_found)
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class RadixCache(Residency):
         """
         if not self._keeps or self.tree.child(node, key, start) in self.pages:
             return None
-        added, _ = self._put_run(node, key, start, pages)
+        added, _ = self.put_run(node, key, start, pages)
         self.tree.lock(added)
         self.tree.release(node)
         return added
@@ -114,31 +118,9 @@ class RadixCache(Residency):
         """
         if not (self._keeps and pages):
             return pages
-        last, refused = self._put_run(node, key, start, pages)
+        last, refused = self.put_run(node, key, start, pages)
         self.tree.let_go(last)
         return refused
-
-    def _put_run(
-        self, node: Node, key: bytes, start: int, pages: Sequence[int]
-    ) -> tuple[Node, list[int]]:
-        """Add pages below `node`, where the device has none; returns the last node and the others.
-
-        Nodes that are in another memory only get theirs back.
-        """
-        tree, num_put, refused = self.tree, 0, list[int]()
-        found = tree.below(node, key, start, start + len(pages))
-        for node in tree.path(found, len(pages)):
-            run = pages[num_put : num_put + node.num_pages]
-            if node in self.pages:
-                refused += run
-            else:
-                self.put(node, list(run))
-                tree.let_go(node)
-            num_put += len(run)
-        if num_put < len(pages):
-            node = tree.add(node, key, start + num_put, start + len(pages))
-            self.put(node, list(pages[num_put:]))
-        return node, refused
 
     # -- what may go -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.tree import Follower, Node, PrefixTree
@@ -40,6 +40,28 @@ class Residency(Follower):
         self.pages[node] = pages
         self._num_below[node.parent] = self._num_below.get(node.parent, 0) + 1
         self.watcher(node)
+
+    def put_run(
+        self, node: Node, key: bytes, start: int, pages: Sequence[int]
+    ) -> tuple[Node, list[int]]:
+        """Have pages of `key` below `node`, where none are; returns the last node and the others.
+
+        Nodes that are in another memory only get theirs back.
+        """
+        tree, num_put, refused = self.tree, 0, list[int]()
+        found = tree.below(node, key, start, start + len(pages))
+        for node in tree.path(found, len(pages)):
+            run = pages[num_put : num_put + node.num_pages]
+            if node in self.pages:
+                refused += run
+            else:
+                self.put(node, list(run))
+                tree.let_go(node)
+            num_put += len(run)
+        if num_put < len(pages):
+            node = tree.add(node, key, start + num_put, start + len(pages))
+            self.put(node, list(pages[num_put:]))
+        return node, refused
 
     def take(self, node: Node) -> list[int]:
         """Have a node no longer, of which the caller gets the pages; its parent may go then."""

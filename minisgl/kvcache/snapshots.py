@@ -88,16 +88,15 @@ class Snapshots(Follower):
         self._cached[lease.node] = lease.start_snapshot = snapshot
         return self._parts(snapshot)
 
-    def usable(self, found: Found, num_pages: int) -> int:
-        """A request can go on behind the deepest node that has a snapshot, on the device or where
-        its pages are loaded from."""
+    def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
+        """A request can go on behind the deepest node that has a snapshot."""
+        may_load = may_load and self.num > 0
         usable = end = 0
         for node, common in found:
             end += common
             if common != node.num_pages or end > num_pages:
                 break
-            is_here = node in self._cached
-            if is_here or (node not in self._cache.pages and self.num and self.to_load(node)):
+            if node in self._cached or (may_load and self.to_load(node)):
                 usable = end
         return usable
 
@@ -109,7 +108,7 @@ class Snapshots(Follower):
         lease.snapshots = {end: None for end in sorted(ends) if end > len(lease.pages)}
 
     def claim(self, lease: Lease, num_tokens: int) -> bool:
-        if not (lease.num_to_load and self.to_load(lease.node)):
+        if not self.to_load(lease.node):
             return True
         return bool(self._free) or self._least_used() is not None
 

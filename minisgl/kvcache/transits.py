@@ -48,7 +48,7 @@ class Transits:
         match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
         pages = match.pages
         settled = self._cache.pool.are_settled(pages)
-        whole = not (match.num_to_load or self._loads.of(match.pages))
+        whole = not (match.num_to_load or match.num_beside or self._loads.of(match.pages))
         if pages and settled and whole and self.has_room(len(pages)):
             return self._begin(Transit(Place.DEVICE, pages, match.node))
         self._cache.tree.release(match.node)

@@ -50,7 +50,7 @@ class Windows:
         pages = self._cache.pages
         return [page for node, common in found for page in pages[node][:common]]
 
-    def usable(self, found: Found, num_pages: int) -> int:
+    def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
         """A request can go on behind a page if all are left that its window reaches back to."""
         full_pages, end, at = self._full_pages(found), num_pages, num_pages
         while end and at > self.sizes.first_seen(end):

@@ -33,10 +33,11 @@ from minisgl.ray.routing import PrefixRouter
 from minisgl.router.config import DECODE, PREFILL, RouterConfig
 from minisgl.router.exchange import EngineLostError, HTTPRequest
 from minisgl.router.process import with_pages_shared
+from minisgl.router.replica import start_sharing
 from minisgl.server import with_all_keys
 from minisgl.server.answers.handover import Handover
 from minisgl.server.config import ServerConfig
-from minisgl.server.engine_state import NotReadyError
+from minisgl.server.engine_state import NotReadyError, base_names
 from minisgl.server.http.hosts import Hosts, allowed_names, is_loopback
 from minisgl.server.http.request_ids import HEADER
 from minisgl.server.process import start_engine
@@ -69,6 +70,7 @@ def build(
                 refuse(server, name, "the address is the cluster's; set it in its http_options")
     if engine.nnodes > 1:
         refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
+    base_names(server, engine)
     server = with_all_keys(server)
     hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
@@ -179,7 +181,7 @@ class EngineDeployment(EngineReplica):
             super().__init__(await start_engine(engine), config, name=_own_name(), options=engine)
         else:
             address = _pages_address(engine)
-            started = await start_engine(with_pages_shared(engine, num_engines))
+            started = await start_sharing(with_pages_shared(engine, num_engines))
             try:
                 address = await started.share_pages(address, always_load=role == DECODE)
             except BaseException:

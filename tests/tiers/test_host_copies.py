@@ -215,7 +215,7 @@ def test_loads_are_timed_without_harm_to_any_page() -> None:
     cache = HostCopies(kv, 10, Lanes(CPU), lambda lanes: HostCopyLane())
     rule = cache.measure(compute_s=7.0)
     assert rule.load_s > 0 and rule.compute_s == 7.0 and rule.delay_s >= 0
-    assert rule.pays(2) and not cache.measure(compute_s=0.0).pays(2)
+    assert rule.pays(2, 2) and not cache.measure(compute_s=0.0).pays(2, 2)
     assert holds(kv, 1, 3.0)
     assert cache.traffic().loads.num_pages == 0
 

@@ -29,10 +29,8 @@ def sort_rows(adapters: Tensor, num_slots: int) -> AdaptedRows:
         first, end = end, end + count
         tiles += [(adapter, at, min(at + TILE_ROWS, end)) for at in range(first, end, TILE_ROWS)]
     tiles += [(0, 0, 0)] * (tiles_of(len(adapters), num_slots, TILE_ROWS) - len(tiles))
-    active = torch.zeros(1 + num_slots, dtype=torch.int32, device=adapters.device)
-    active[0], active[1 : 1 + len(found)] = len(found), found
     made = torch.tensor(tiles, dtype=torch.int32, device=adapters.device).view(-1, 3)
-    return AdaptedRows(adapters, order, made, active)
+    return AdaptedRows(adapters, order, made)
 
 
 def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
@@ -62,5 +60,4 @@ def expand(y: Tensor, delta: Delta) -> None:
 
 
 def _active(rows: AdaptedRows) -> list[int]:
-    count, *found = rows.active.tolist()
-    return found[:count]
+    return [adapter for adapter in rows.adapters.unique().tolist() if adapter > 0]

@@ -1,0 +1,160 @@
+"""Snapshots of states in host memory and on disk: when they come back, and what they count."""
+
+from __future__ import annotations
+
+import pytest
+from support.memory_store import MemoryStore
+
+from minisgl.kvcache.copies import Copies, LoadRule
+from minisgl.kvcache.disk import Disk
+from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.moves import Move, Place
+from minisgl.kvcache.page_keys import keys_beside, page_keys
+from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
+
+FIRST, SECOND, LONG = [1, 2, 3, 4, 0], [5, 0], [*range(10, 18)]
+PAGES_EACH = 2
+
+
+def make(
+    store: MemoryStore | None = None,
+    num_pages: int = 9,
+    num_snapshots: int = 1,
+    pages_each: int = PAGES_EACH,
+    offloads_per_plan: int | None = None,
+) -> KVCacheManager:
+    return KVCacheManager(
+        num_pages=num_pages,
+        page_size=1,
+        cache_type="radix",
+        num_host_pages=500,
+        num_snapshots=num_snapshots,
+        pages_each=pages_each,
+        offloads_per_plan=offloads_per_plan,
+        disk=None if store is None else Disk(store, b"model"),
+    )
+
+
+def open_lease(kv: KVCacheManager, tokens: list[int]) -> Lease:
+    lease = kv.acquire(pack_tokens(tokens), len(tokens))
+    assert kv.reserve(lease, len(tokens)) is not None
+    return lease
+
+
+def finish(kv: KVCacheManager, lease: Lease, tokens: list[int], step: int) -> None:
+    """Compute the prompt of a lease, whose loads have landed, and close it."""
+    kv.take_snapshots(lease, lease.num_committed, len(tokens), step)
+    kv.commit(lease, pack_tokens(tokens), len(tokens), step)
+    kv.close(lease)
+    kv.settled(step)
+    kv.audit(step)
+
+
+def run(kv: KVCacheManager, tokens: list[int], step: int) -> Copies:
+    """Run a request; returns what it copies."""
+    lease = open_lease(kv, tokens)
+    copies = kv.tiers.take_copies(step) or Copies()
+    for load in copies.loads:
+        kv.loads.landed(load.id)
+    finish(kv, lease, tokens, step)
+    return copies
+
+
+def parts(kv: KVCacheManager) -> tuple[int, ...]:
+    """Of the first snapshot."""
+    return tuple(range(kv.num_pages, kv.num_pages + PAGES_EACH))
+
+
+def in_both(kv: KVCacheManager) -> None:
+    """Have the pages of FIRST on the device and in host memory, with its snapshot in the latter
+    alone."""
+    run(kv, FIRST, 1)
+    assert len(run(kv, LONG, 2).offloads) == len(FIRST) + PAGES_EACH
+    assert len(run(kv, FIRST, 3).loads) == 1
+    run(kv, SECOND, 4)
+
+
+def test_a_snapshot_that_the_device_has_lost_comes_back_from_host_memory_alone() -> None:
+    kv = make()
+    in_both(kv)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 4
+    leases = [open_lease(kv, FIRST) for _ in range(2)]  # which share a load
+    copies = kv.tiers.take_copies(5)
+    assert copies is not None
+    (load,) = copies.loads
+    assert load.pages == parts(kv)
+    for lease in leases:
+        assert lease.start_snapshot == 0 and lease.num_committed == 4
+        assert kv.is_loading(lease) and not lease.loaded
+    kv.audit(5)
+    kv.loads.landed(load.id)
+    assert not any(map(kv.is_loading, leases))
+    for lease in leases:
+        finish(kv, lease, FIRST, 6)
+
+
+def test_it_does_not_come_back_where_computing_is_faster() -> None:
+    kv = make()
+    in_both(kv)
+    for load_s, num_found in ((2.0, 0), (1.9, 4)):  # for two parts, and 1.0 for each page
+        kv.tiers.host.device.rule = LoadRule(load_s, compute_s=1.0)
+        lease = kv.acquire(pack_tokens(FIRST), len(FIRST))
+        assert (lease.num_committed, lease.must_load) == (num_found, num_found > 0)
+        kv.close(lease)
+
+
+def names(tokens: list[int]) -> list[bytes]:
+    packed = pack_tokens(tokens)
+    pages = [*page_keys(b"model", b"", packed, TOKEN_BYTES, 0, len(tokens))]
+    return [*pages, *keys_beside(pages[-1], PAGES_EACH)]
+
+
+def carry_out(kv: KVCacheManager) -> list[Move]:
+    moves = [*kv.moves.take()]
+    for move in moves:
+        kv.moves.end(move.id, len(move.pages))
+    return moves
+
+
+def test_a_snapshot_that_the_device_has_lost_comes_back_from_disk_with_its_page() -> None:
+    store = MemoryStore()
+    store.write(names(FIRST[:4]), [memoryview(b"page")] * 6)
+    kv = make(store)
+    assert run(kv, FIRST, 1) == Copies()
+    run(kv, SECOND, 2)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 0
+    assert kv.disk is not None and kv.disk.read(pack_tokens(FIRST), len(FIRST))
+    (move,) = carry_out(kv)
+    assert move.source is Place.DISK and [*move.keys] == names(FIRST[:4])[3:]
+    kv.audit(2)
+    lease = open_lease(kv, FIRST)
+    copies = kv.tiers.take_copies(3)
+    assert copies is not None
+    assert lease.num_committed == 4 and [load.pages for load in copies.loads] == [parts(kv)]
+    kv.loads.landed(copies.loads[0].id)
+    finish(kv, lease, FIRST, 4)
+    assert not kv.disk.read(pack_tokens(FIRST), len(FIRST)), "the disk is asked in vain"
+
+
+@pytest.mark.parametrize(("pages_each", "most"), [(1, 4), (2, 4), (3, 4), (20, 1 + 20)])
+def test_snapshots_count_in_the_pace_of_offloads(pages_each: int, most: int) -> None:
+    """What is larger than the pace goes alone, with one page."""
+    kv = make(num_pages=17, num_snapshots=8, pages_each=pages_each, offloads_per_plan=4)
+    counts = [len(run(kv, [10 * step, 0], step).offloads) for step in range(1, 9)]
+    assert not kv.num_free
+    step, lease, pages = 8, kv.acquire(b"", 1), None
+    while pages is None:
+        pages = kv.reserve(lease, 16, num_beside=0)
+        step += 1
+        counts.append(len((kv.tiers.take_copies(step) or Copies()).offloads))
+        kv.audit(step)
+    assert max(counts) <= most and sum(counts) == 8 * (2 + pages_each)
+
+
+@pytest.mark.parametrize(("pages_each", "most"), [(3, 4), (20, 1 + 20)])
+def test_snapshots_count_in_what_is_copied_ahead(pages_each: int, most: int) -> None:
+    kv = make(num_pages=65, num_snapshots=32, pages_each=pages_each, offloads_per_plan=4)
+    counts = [len(run(kv, [2 * step, 1], step).offloads) for step in range(1, 33)]
+    counts += [len((kv.tiers.take_copies(step) or Copies()).offloads) for step in range(33, 40)]
+    assert max(counts) <= most and sum(counts) > 2 * pages_each
