@@ -70,6 +70,7 @@ class GroupedMoeBlock(nn.Module):
     def forward(self, residual: Residual, norm: RMSNorm, rows: Rows) -> Residual:
         hidden, logits, stream = self.gate.product.of_kept_norm(residual, norm, rows)
         joins = self._joins and joins_shared(len(hidden), hidden.device)
+        joins = joins and rows.adapted is None  # the MLP may have adapters, which are not stacked
         routing = self._routing._replace(num_shared=int(joins))
         choice = ByScores(logits, routing, self.e_score_correction_bias)
         if joins or self.shared_experts is None:

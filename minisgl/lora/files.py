@@ -60,10 +60,6 @@ class Pair:
     a: Tensor
     b: Tensor
 
-    def cut(self, rank: int) -> Pair:
-        """The first rows of A [.., r, k] and columns of B [.., n, r]."""
-        return Pair(self.a[..., :rank, :], self.b[..., :rank])
-
 
 @dataclass(frozen=True)
 class Adapter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class Site:
 
     module: Linear | FusedExperts
     parts: tuple[Part, ...]
-    num_experts: int | None = None  # of this rank, and those behind them; None: it is of a layer
+    num_experts: int | None = None  # of this rank; None: it is of a layer
 
     def shapes(self, part: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those of A and B of an adapter, padded to this rank."""
@@ -114,28 +114,39 @@ class Maps:
 
 
 class _Found:
-    """What an adapter adds, while it is put together."""
+    """What an adapter adds, by the place where it goes."""
 
-    def __init__(self, sites: Mapping[str, Site], rank: int) -> None:
-        self.of_sites: dict[str, list[Pair | None]] = {}
-        self.rank = rank  # the highest that is allowed
-        self._sites = sites
-        self._ranks: dict[str, int] = {}  # of the sites
-        self._filled: set[tuple[str, int, int | None]] = set()
+    def __init__(self, sites: Mapping[str, Site], most: int) -> None:
+        """most: the highest rank that is allowed."""
+        self.most, self._sites = most, sites
+        # Of each site, by part and expert.
+        self._pairs: dict[str, dict[tuple[int, int | None], tuple[_Place, Pair]]] = {}
 
     def put(self, path: str, place: _Place, pair: Pair) -> None:
-        """Add this rank's part of the pair of the map that an adapter calls `path`."""
-        if (key := (place.site, place.part, place.expert)) in self._filled:
+        """Add the pair of the map that an adapter calls `path`."""
+        of_site, key = self._pairs.setdefault(place.site, {}), (place.part, place.expert)
+        if key in of_site:
             raise AdapterError(
                 f"{TENSORS_FILE} adapts {path:.200} twice, under two names; allowed: one."
             )
-        self._filled.add(key)
-        self._ranks[place.site] = max(self._ranks.get(place.site, 0), len(pair.a))
-        site = self._sites[place.site]
-        part, parts = site.parts[place.part], self.of_sites.setdefault(place.site, _none_of(site))
-        if (kept := parts[place.part]) is None:
-            kept = Pair(*(torch.zeros(shape) for shape in site.shapes(place.part, self.rank)))
-            parts[place.part] = kept
+        of_site[key] = place, pair
+
+    def fitted(self) -> Fitted:
+        return {
+            path: _joined(self._sites[path], [*pairs.values()])
+            for path, pairs in self._pairs.items()
+        }
+
+
+def _joined(site: Site, pairs: Sequence[tuple[_Place, Pair]]) -> tuple[Pair | None, ...]:
+    """This rank's part of the pairs of a site, put together."""
+    rank = max(len(pair.a) for _, pair in pairs)
+    found: list[Pair | None] = [None] * len(site.parts)
+    for place, pair in pairs:
+        part, kept = site.parts[place.part], found[place.part]
+        if kept is None:
+            kept = Pair(*(torch.zeros(shape) for shape in site.shapes(place.part, rank)))
+            found[place.part] = kept
         to_a, to_b = kept.a, kept.b
         if place.expert is not None:
             to_a, to_b = to_a[place.expert], to_b[place.expert]
@@ -143,16 +154,7 @@ class _Found:
         a, b = pair.a[:, first : first + size], place.rows(pair.b, part.outputs)
         to_a[: len(a), :size] = a
         to_b[: len(b), : b.shape[1]] = b
-
-    def fitted(self) -> Fitted:
-        return {
-            path: tuple(part and part.cut(self._ranks[path]) for part in parts)
-            for path, parts in self.of_sites.items()
-        }
-
-
-def _none_of(site: Site) -> list[Pair | None]:
-    return [None] * len(site.parts)
+    return tuple(found)
 
 
 def _put_stacked(
@@ -164,7 +166,7 @@ def _put_stacked(
     inner, hidden, number = module.inner.whole, module.hidden.whole, module.num_experts
     is_down = (pair.a.shape[1], pair.b.shape[0]) == (inner, hidden)
     k, n = (inner, hidden) if is_down else (hidden, 2 * inner)
-    _check(path, pair, k, n, number, found.rank)
+    _check(path, pair, k, n, number, found.most)
     parameter = f"{path}.{'down_proj' if is_down else 'gate_up_proj'}"
     a = pair.a.unflatten(0, (number, -1))
     b = pair.b.float().unflatten(1, (-1, number)).permute(2, 0, 1)
@@ -257,13 +259,9 @@ def _add_linear(
 def _add_experts(
     sites: dict[str, Site], places: dict[str, list[_Place]], path: str, module: FusedExperts
 ) -> None:
-    number = len(next(iter(module.product.weights.values())))
     to_inner, down = Part(module.hidden, module.inner), Part(module.inner, module.hidden)
-    site = sites[path] = Site(module, (to_inner, to_inner, down), number)
-    names = [f"{path}.{expert}" for expert in module.held]
-    # One that every row takes may stand behind the others, too.
-    names += [f"{path.rpartition('.')[0]}.shared_experts"] * (number - module.own.size)
-    for place, expert in enumerate(names):
+    site = sites[path] = Site(module, (to_inner, to_inner, down), module.own.size)
+    for place, expert in enumerate(module.held):
         for part, map_name in enumerate(EXPERT_MAPS):
             to = _Place(path, part, site.parts[part].outputs.whole, expert=place)
-            places.setdefault(f"{expert}.{map_name}", []).append(to)
+            places.setdefault(f"{path}.{expert}.{map_name}", []).append(to)

@@ -85,8 +85,15 @@ class AdapterPool:
     ) -> AdapterPool:
         """Put products with a pool's adapters into a model, whose products are prepared.
 
-        num_slots: of the tables, without the scratch slot.
+        num_slots: of the tables, without the scratch slot. Raises UnsupportedModelError for a model
+        whose own code leaves them out.
         """
+        if not isinstance(model, CausalLM):
+            from minisgl.models.adopted.config import AdoptedConfig
+            from minisgl.models.adopted.load import check_adapters
+
+            assert isinstance(config, AdoptedConfig)
+            check_adapters(config)
         pool = AdapterPool(
             maps_of(model, config), num_loras, max_rank, num_slots, dtype=dtype, device=device
         )

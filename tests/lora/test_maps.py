@@ -73,7 +73,9 @@ def weights_of(found: Maps) -> dict[str, list[Tensor]]:
             sizes = [part.outputs.size for part in site.parts]
             weights[path] = [*tensors["weight"].split(sizes)]
         else:
-            weights[path] = [*tensors["gate_up_proj"].chunk(2, dim=1), tensors["down_proj"]]
+            of_rank = slice(site.num_experts)  # one that every row takes may stand behind them
+            gate_up, down = (tensors[name][of_rank] for name in ("gate_up_proj", "down_proj"))
+            weights[path] = [*gate_up.chunk(2, dim=1), down]
     return weights
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.adapters import ALL, COMPUTED, STACKED, Base, Trained, base_of, train, train_on
 from support.checkpoints import (
     TOLERANCE,
@@ -25,8 +26,11 @@ from support.paged import PagedModel, PagedSequence
 from support.quantized import FORMATS, load_plain, quantize, round_inputs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.lora.files import AdapterError, Pair, read_adapter
+from minisgl.lora.maps import maps_of
 from minisgl.lora.pool import AdapterPool
 from minisgl.models.registry import read_model_config
 
@@ -173,6 +177,30 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     adapted.pool.pack(adapter)
     with pytest.raises(AdapterError, match=r"numbers that torch\.float16 cannot hold; allowed: sm"):
         adapted.pool.pack(replace(adapter, alpha=1e7))
+
+
+def test_code_that_multiplies_itself_cannot_have_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of("GPTNeoXForCausalLM")
+    Adapted(base)
+
+    def forward(mlp: Any, x: Tensor) -> Tensor:
+        inner = mlp.act(mlp.dense_h_to_4h(x))
+        return mlp.dense_4h_to_h(inner) + F.linear(inner, mlp.dense_4h_to_h.weight)
+
+    monkeypatch.setattr(GPTNeoXMLP, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="GPTNeoXForCausalLM cannot have adapters"):
+        Adapted(base)
+
+
+def test_experts_cannot_have_adapters_on_a_gpu(tmp_path: Path) -> None:
+    refused, taken = (train(name, tmp_path / name) for name in ("moe-stacked", "moe-router"))
+    config = read_model_config(refused.base.folder)
+    maps = maps_of(load_in_float32(config, refused.base.folder), config)
+    device = torch.device("meta")  # any but the CPU
+    pool = AdapterPool(maps, 1, RANK, NUM_SLOTS, dtype=torch.bfloat16, device=device)
+    with pytest.raises(AdapterError, match=r"experts: experts cannot have adapters on a GPU yet"):
+        pool.pack(read_adapter(refused.folder))
+    assert pool.pack(read_adapter(taken.folder)).matrices.nbytes == pool.num_bytes
 
 
 def test_attention_beside_experts_in_mxfp4_is_adapted_and_these_are_refused(

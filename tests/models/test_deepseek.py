@@ -40,6 +40,7 @@ from minisgl.kernels.moe import grouped, reference
 from minisgl.kernels.moe.grouped import ByScores, GroupRouting
 from minisgl.kernels.moe.reference import Chosen
 from minisgl.kernels.residual import Residual, joined
+from minisgl.kernels.rows import Rows
 from minisgl.layers import grouped_experts
 from minisgl.layers.grouped_experts import GroupedMoeBlock
 from minisgl.layers.norm import RMSNorm
@@ -243,6 +244,7 @@ def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
     block = next(each for each in model.modules() if isinstance(each, GroupedMoeBlock))
     x = torch.randn(5, model.embed_tokens.weight.shape[1])
     norm = next(each for each in model.modules() if isinstance(each, RMSNorm))
+    rows = Rows.of(torch.zeros(5), torch.arange(5))
     numbers: list[int] = []
 
     def choose(choice: ByScores) -> Chosen:
@@ -253,7 +255,7 @@ def test_a_shared_expert_is_the_same_beside_the_others_and_among_them(
     results: list[Tensor] = []
     for joins in (True, False):
         monkeypatch.setattr(grouped_experts, "joins_shared", lambda *_, joins=joins: joins)
-        results.append(joined(block(Residual(x.clone()), norm, None), norm))
+        results.append(joined(block(Residual(x.clone()), norm, rows), norm))
     assert numbers == [1, 0]
     torch.testing.assert_close(*results)
     stack, shared = block.experts.product.weights, block.shared_experts

@@ -14,12 +14,18 @@ from minisgl.models.adopted.assembly import assemble, skeleton
 from minisgl.models.adopted.config import AdoptedConfig
 from minisgl.models.adopted.model import AdoptedModel
 from minisgl.models.adopted.names import names_of
-from minisgl.models.adopted.proof import prove_parts
+from minisgl.models.adopted.proof import prove_adapters, prove_parts
 from minisgl.models.adopted.reader import model_class, transformers_config
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Names
 
 _ROUTERS = re.compile(r"(^|\.)(gate|router)(\.|$)")
+
+
+def check_adapters(config: AdoptedConfig) -> None:
+    """Raise UnsupportedModelError if adapters of the model would not reach all that it computes."""
+    made = transformers_config(config.values, config.architecture)
+    prove_adapters(model_class(config.architecture), made, config.found, config.way)
 
 
 @dataclass(frozen=True, slots=True)

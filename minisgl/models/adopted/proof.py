@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,9 +24,11 @@ from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import KVSpec, SharedKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, SingleRank
 from minisgl.errors import UnsupportedModelError, in_one_line
+from minisgl.kernels.linear.product import Product
 from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.layers.formats import WeightFormat
+from minisgl.layers.linear import Linear
 from minisgl.models.adopted.assembly import assemble, skeleton
 from minisgl.models.adopted.config import facts_of
 from minisgl.models.adopted.discover import Discovered, discover, inputs, num_layers_of_each_kind
@@ -95,6 +97,39 @@ def prove_parts(
                 way, experts_by_rank=experts_by_rank, by_request=by_request
             ),
         )
+
+
+def prove_adapters(architecture: type[Any], config: Any, found: Discovered, way: Way) -> None:
+    """Raise UnsupportedModelError if the code of a model multiplies with the weights of linear maps
+    itself, or with rows of no step: what adapters (LoRA) add would be missing."""
+    small = Small.of(architecture, config, found)
+    part = small.part(way)
+    for name, module in part.module.named_modules():
+        if isinstance(module, Linear) and "." in name:  # the others are heads
+            module.replace_product(_Halved(module.product))
+    with contextlib.suppress(Exception):  # the code takes the product for another
+        if _are_equal(small.wanted, small.logits([part])):
+            return
+    raise UnsupportedModelError(
+        f"{architecture.__name__} cannot have adapters (LoRA): its code multiplies with the "
+        "weights of linear maps itself."
+    )
+
+
+class _Halved(Product):
+    """Halves the weights of another product, and adds the other half for the rows of a step."""
+
+    def __init__(self, base: Product) -> None:
+        self._base = base
+        self._half = base.weights["weight"].mul_(0.5).clone()
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._base.weights
+
+    def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
+        y = self._base(x, rows)
+        return y if rows is None else y + x @ self._half.mT
 
 
 def _check_parts(small: Small, kind: str, logits: Callable[[], Tensor]) -> None:
