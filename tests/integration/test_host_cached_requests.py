@@ -22,6 +22,7 @@ from support.parity import (
 from support.slow_lanes import SlowLane
 from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
 
+from minisgl.config import page_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.runner import load
@@ -58,8 +59,8 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
             config = loaded.config
             layers = loaded.model.stages(config.pp)[-1]  # of rank 0
             facts = loaded.model.on_rank(config.tp).on_stage(layers)
-            page_bytes = facts.kv_bytes_per_token(config.kv_dtype)
-            assert loads.num_bytes == loads.num_pages * page_bytes * config.page_size
+            specs = config.whole_layers(facts.kv_specs(config.kv_dtype))
+            assert loads.num_bytes == loads.num_pages * page_bytes(specs, config.page_size)
             assert 0 < stats.counters.num_host_tokens <= stats.counters.num_cached_tokens
 
     asyncio.run(run())
