@@ -202,6 +202,12 @@ def resolve(
     num_pages = _resolve_num_pages(config, model, device, kv_dtype, page_size)
     num_snapshots = _resolve_snapshots(config, model, num_pages * page_size, kv_dtype)
     if num_snapshots == 0 and model.states and config.cache_type != "naive":
+        if config.host_cache:
+            reason = (
+                "this model keeps a state for each request, and cached prefixes are of use only"
+            )
+            reason += " with snapshots of it, for which there is no memory"
+            refuse(config, "host_cache", f"{reason}; allowed: 0, or with --state-cache above 0")
         notes.append("prefix cache off: no memory is for snapshots of the states of requests")
     max_seq_len = _resolve_max_seq_len(config, model, notes)
     specs = model.on_rank(config.tp).kv_specs(kv_dtype)

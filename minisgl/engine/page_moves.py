@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from minisgl.config import EngineConfig, ModelFacts, ResolvedConfig
 from minisgl.distributed.addresses import check_address
 from minisgl.engine.prefix_exchange import OwnSide, PrefixExchange
 from minisgl.engine.startup import Loaded
@@ -17,8 +18,33 @@ from minisgl.engine.waiting_thread import WaitingThread
 from minisgl.errors import ConfigError, EngineStoppedError, UnsupportedModelError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.parts.copies.host import CopyPlan
+from minisgl.runner.setup import read_setup
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
+
+
+def check_sharing(config: EngineConfig) -> None:
+    """Raise MinisglError if an engine with these options cannot share pages. Reads what the model
+    is, but not its weights. Blocks."""
+    setup = read_setup(config)
+    _check(setup.config, setup.facts)
+
+
+def _check(config: ResolvedConfig, model: ModelFacts) -> None:
+    if not config.num_host_pages:
+        reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
+        raise ConfigError("--host-cache", 0, reason)
+    if model.states:
+        raise UnsupportedModelError(
+            "This model keeps a state for each request, which engines do not send to others; "
+            "run its replicas without --roles."
+        )
+    if config.windows is not None:
+        reason = "engines that exchange pages keep them whole; allowed: on"
+        raise ConfigError("--whole-pages", False, reason)
+    if config.nnodes > 1:
+        reason = "engines that exchange pages are on one node each; allowed: 1"
+        raise ConfigError("--nnodes", config.nnodes, reason)
 
 
 class PageMoves:
@@ -100,20 +126,7 @@ class PageMoves:
         """Let other engines find this one; see `AsyncEngine.share_pages`. Raises what `check_open`
         raises, where the engine stops meanwhile."""
         config = self._config
-        if not config.num_host_pages:
-            reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
-            raise ConfigError("--host-cache", 0, reason)
-        if self._model.states:
-            raise UnsupportedModelError(
-                "This model keeps a state for each request, which engines do not send to others; "
-                "run its replicas without --roles."
-            )
-        if config.windows is not None:
-            reason = "engines that exchange pages keep them whole; allowed: on"
-            raise ConfigError("--whole-pages", False, reason)
-        if config.nnodes > 1:
-            reason = "engines that exchange pages are on one node each; allowed: 1"
-            raise ConfigError("--nnodes", config.nnodes, reason)
+        _check(config, self._model)
         check_open()
         place, token = await asyncio.to_thread(check_address, address, config)
         fingerprint = await asyncio.to_thread(self._fingerprint)

@@ -7,7 +7,9 @@ Some are copied ahead of their eviction, so that a decode plan need not wait for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 
 from minisgl.kvcache.lease import Beside
 from minisgl.kvcache.page_pool import HostPool
@@ -39,13 +41,15 @@ class HostTier(Residency):
         """How many pages the next plan may offload to provide `missing` ones; None: any number.
 
         Where host memory pays, a page is copied in a fraction of the time in which it is computed.
-        So a plan may offload as many pages as it computes. And it may offload as many as its rows
-        take: otherwise a request would wait for room for as long as they are many.
+        So a plan may offload as many pages as it computes, if that is enough for what may be beside
+        each of them. And it may offload as many as its rows take: otherwise a request would wait
+        for room for as long as they are many.
         """
         if self.offloads_per_plan is None or num_beside is None:
             return None
         pace = self.offloads_per_plan + num_granted
         most = pace + num_beside // self.tree.page_size
+        missing *= 1 + sum(len(group.indices) for group in self.device.groups)
         return most if len(self.pool.offloads) + missing <= most else pace
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> None:
@@ -60,8 +64,8 @@ class HostTier(Residency):
             node = self.device.pop()
             assert node is not None, "the caller has checked that there are enough"
             at_most = max(num_pages, self.pool.piece)
-            if max_offloads is not None and node not in self.pages:
-                at_most = min(at_most, max_offloads - len(self.pool.offloads))
+            if max_offloads is not None and (node not in self.pages or self.beside(node)):
+                at_most = min(at_most, self.room_for(node, max_offloads))
                 if at_most <= 0:
                     self.device.offer(node)
                     return
@@ -72,6 +76,16 @@ class HostTier(Residency):
                 self.offer(node)
             else:
                 self._forget(node)
+
+    def room_for(self, node: Node, max_offloads: int) -> int:
+        """How many of the last pages of `node` the next plan may offload with what groups have of
+        it, if it offloads `max_offloads` at most. If that is less than this takes, the first page
+        of a plan goes nevertheless: no other plan would have more room."""
+        left = max_offloads - len(self.pool.offloads)
+        least = 0 if self.pool.offloads or not max_offloads else 1
+        own, beside = int(node not in self.pages), Counter(at for at, _ in self.beside(node))
+        taken = accumulate(own + beside[at] for at in reversed(range(node.num_pages)))
+        return max(least, sum(1 for _ in takewhile(lambda num: num <= left, taken)))
 
     def offload(self, node: Node) -> bool:
         """Copy a node here with the next plan, and what groups have of it; False if there is no
@@ -214,9 +228,11 @@ class CopiesAhead(Residency):
             if node is None:
                 return
             missing = max(num_wanted - self.num_copied, pool.piece)
-            self.tree.cut(node, min(most - len(pool.offloads), missing))
+            room = min(self._host.room_for(node, most), missing)
+            if room:
+                self.tree.cut(node, room)
             num_pages = node.num_pages + len(self._host.beside(node))
-            if not (self._makes_room(num_pages) and self._host.offload(node)):
+            if not (room and self._makes_room(num_pages) and self._host.offload(node)):
                 self.offer(node)
                 return
             self.copied.add(node)

@@ -53,9 +53,8 @@ class HostPool(PagePool):
         Larger pieces mean fewer nodes; smaller ones keep more on the device."""
         super().__init__(num_pages)
         self.piece = piece
-        # What the next plan copies here: the device page by the host page.
+        # What the next plan copies here: the number on the device by the host page.
         self.offloads: dict[int, int] = {}
-        self.beside_offloads: dict[int, int] = {}  # the same of what is beside pages
         # What groups keep beside a page, by their indices: further pages, which leave with it.
         self.beside: dict[int, dict[int, int]] = {}
         self.frozen: set[int] = set()  # somebody reads them
@@ -82,11 +81,9 @@ class HostPool(PagePool):
     def offload_beside(self, numbers: Mapping[tuple[int, int], int]) -> None:
         """Copy what belongs beside host pages with the next plan: numbers of the device, by host
         page and index. Enough must be free."""
-        taken = self.take(len(numbers))
+        taken = self.offload([*numbers.values()])
         for (host_page, index), further in zip(numbers, taken, strict=True):
             self.beside.setdefault(host_page, {})[index] = further
-        self.beside_offloads.update(zip(taken, numbers.values(), strict=True))
-        self.mark_written(taken, UNPLANNED)
 
     def beside_of(self, host_page: int, indices: range) -> list[int]:
         """What is beside a page with these indices, if all of it is."""
@@ -105,7 +102,6 @@ class HostPool(PagePool):
                 self.leaving.add(host_page)
             else:
                 self.offloads.pop(host_page, None)
-                self.beside_offloads.pop(host_page, None)
                 self.free_pages.append(host_page)
 
     def freeze(self, host_pages: Iterable[int]) -> None:
@@ -121,8 +117,7 @@ class HostPool(PagePool):
 
     def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
         """The (device page, host page) pairs for the plan of `step`."""
-        planned = self.offloads | self.beside_offloads
-        offloads = tuple((page, host_page) for host_page, page in planned.items())
-        self.mark_written(planned, step)
-        self.offloads, self.beside_offloads = {}, {}
+        offloads = tuple((page, host_page) for host_page, page in self.offloads.items())
+        self.mark_written(self.offloads, step)
+        self.offloads = {}
         return offloads

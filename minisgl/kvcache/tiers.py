@@ -80,7 +80,6 @@ class Tiers:
             frozen += move.pages if move.target is Place.DISK else ()
         assert len(set(frozen)) == len(frozen) and pool.frozen.issuperset(frozen)
         assert sorted(owners) == list(range(pool.num_pages)), "a host page is lost or owned twice"
-        planned = pool.offloads | pool.beside_offloads
         for page in host_pages:
             step = pool.written_by[page]
-            assert step <= launched or (step == UNPLANNED and page in planned)
+            assert step <= launched or (step == UNPLANNED and page in pool.offloads)

@@ -33,6 +33,7 @@ from minisgl.ray.routing import PrefixRouter
 from minisgl.router.config import DECODE, PREFILL, RouterConfig
 from minisgl.router.exchange import EngineLostError, HTTPRequest
 from minisgl.router.process import with_pages_shared
+from minisgl.router.replica import start_sharing
 from minisgl.server import with_all_keys
 from minisgl.server.answers.handover import Handover
 from minisgl.server.config import ServerConfig
@@ -179,7 +180,7 @@ class EngineDeployment(EngineReplica):
             super().__init__(await start_engine(engine), config, name=_own_name(), options=engine)
         else:
             address = _pages_address(engine)
-            started = await start_engine(with_pages_shared(engine, num_engines))
+            started = await start_sharing(with_pages_shared(engine, num_engines))
             try:
                 address = await started.share_pages(address, always_load=role == DECODE)
             except BaseException:

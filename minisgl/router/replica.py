@@ -59,10 +59,24 @@ class ReplicaProcess(ServerProcess):
         pass
 
 
+async def start_sharing(config: EngineConfig) -> AsyncEngine:
+    """Start an engine that is to share pages. What cannot share them is refused before its weights
+    are loaded."""
+
+    def check() -> None:  # imports torch
+        from minisgl.engine.page_moves import check_sharing
+
+        check_sharing(config)
+
+    await asyncio.to_thread(check)
+    return await start_engine(config)
+
+
 def run_replica(
-    start: Callable[[EngineConfig], Awaitable[AsyncEngine]] = start_engine,
+    start: Callable[[EngineConfig], Awaitable[AsyncEngine]] | None = None,
 ) -> int:
-    """Serve as the parent process says, and end with it; returns the exit code.
+    """Serve as the parent process says, and end with it; returns the exit code. start: other than
+    the engines of the options.
 
     Raises the errors of starting the engine.
     """
@@ -79,6 +93,7 @@ def run_replica(
         sockets += [pages.path, *(pages.of_rank(rank).path for rank in range(spec.engine.tp))]
     end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout, sockets)
     try:
-        return ReplicaProcess(spec, start).run()
+        begin = start or (start_sharing if spec.pages_path else start_engine)
+        return ReplicaProcess(spec, begin).run()
     finally:
         remove_sockets(*sockets)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.memory_store import MemoryStore
 
-from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
+from minisgl.kvcache.copies import Copies, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
@@ -20,16 +21,17 @@ def make(
     store: MemoryStore | None = None,
     num_pages: int = 9,
     num_snapshots: int = 1,
-    rule: LoadRule = ALWAYS,
+    pages_each: int = PAGES_EACH,
+    offloads_per_plan: int | None = None,
 ) -> KVCacheManager:
     return KVCacheManager(
         num_pages=num_pages,
         page_size=1,
         cache_type="radix",
-        num_host_pages=50,
+        num_host_pages=500,
         num_snapshots=num_snapshots,
-        pages_each=PAGES_EACH,
-        load_rule=rule,
+        pages_each=pages_each,
+        offloads_per_plan=offloads_per_plan,
         disk=None if store is None else Disk(store, b"model"),
     )
 
@@ -40,15 +42,13 @@ def open_lease(kv: KVCacheManager, tokens: list[int]) -> Lease:
     return lease
 
 
-def finish(kv: KVCacheManager, lease: Lease, tokens: list[int], step: int) -> Copies:
+def finish(kv: KVCacheManager, lease: Lease, tokens: list[int], step: int) -> None:
     """Compute the prompt of a lease, whose loads have landed, and close it."""
     kv.take_snapshots(lease, lease.num_committed, len(tokens), step)
-    copies = kv.tiers.take_copies(step) or Copies()
     kv.commit(lease, pack_tokens(tokens), len(tokens), step)
     kv.close(lease)
     kv.settled(step)
     kv.audit(step)
-    return copies
 
 
 def run(kv: KVCacheManager, tokens: list[int], step: int) -> Copies:
@@ -57,8 +57,8 @@ def run(kv: KVCacheManager, tokens: list[int], step: int) -> Copies:
     copies = kv.tiers.take_copies(step) or Copies()
     for load in copies.loads:
         kv.loads.landed(load.id)
-    more = finish(kv, lease, tokens, step)
-    return Copies(copies.offloads + more.offloads, copies.loads, more.awaits)
+    finish(kv, lease, tokens, step)
+    return copies
 
 
 def parts(kv: KVCacheManager) -> tuple[int, ...]:
@@ -135,3 +135,26 @@ def test_a_snapshot_that_the_device_has_lost_comes_back_from_disk_with_its_page(
     kv.loads.landed(copies.loads[0].id)
     finish(kv, lease, FIRST, 4)
     assert not kv.disk.read(pack_tokens(FIRST), len(FIRST)), "the disk is asked in vain"
+
+
+@pytest.mark.parametrize(("pages_each", "most"), [(1, 4), (2, 4), (3, 4), (20, 1 + 20)])
+def test_snapshots_count_in_the_pace_of_offloads(pages_each: int, most: int) -> None:
+    """What is larger than the pace goes alone, with one page."""
+    kv = make(num_pages=17, num_snapshots=8, pages_each=pages_each, offloads_per_plan=4)
+    counts = [len(run(kv, [10 * step, 0], step).offloads) for step in range(1, 9)]
+    assert not kv.num_free
+    step, lease, pages = 8, kv.acquire(b"", 1), None
+    while pages is None:
+        pages = kv.reserve(lease, 16, num_beside=0)
+        step += 1
+        counts.append(len((kv.tiers.take_copies(step) or Copies()).offloads))
+        kv.audit(step)
+    assert max(counts) <= most and sum(counts) == 8 * (2 + pages_each)
+
+
+@pytest.mark.parametrize(("pages_each", "most"), [(3, 4), (20, 1 + 20)])
+def test_snapshots_count_in_what_is_copied_ahead(pages_each: int, most: int) -> None:
+    kv = make(num_pages=65, num_snapshots=32, pages_each=pages_each, offloads_per_plan=4)
+    counts = [len(run(kv, [2 * step, 1], step).offloads) for step in range(1, 33)]
+    counts += [len((kv.tiers.take_copies(step) or Copies()).offloads) for step in range(33, 40)]
+    assert max(counts) <= most and sum(counts) > 2 * pages_each

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.forked_programs import minisgl
 from support.parity import NOISE, batch, greedy, load_engine
 from support.state_cases import (
     EXPERTS,
@@ -385,6 +386,17 @@ def test_engines_send_each_other_no_states(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_replicas_with_roles_are_refused_before_their_weights_are_loaded(tmp_path: Path) -> None:
+    folder = shutil.copytree(case_of(TEXT[0]).folder, tmp_path / "checkpoint")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--device", "cpu", "--port", "0")
+    # Of a KV cache in FP8 there may be scales among the weights.
+    ended = minisgl("serve", "--model", folder, *options, "--kv-cache-dtype", "model")
+    assert ended.returncode == UnsupportedModelError.exit_code
+    assert "keeps a state for each request" in ended.stderr, ended.stderr
+    assert "without --roles" in ended.stderr
+
+
 @pytest.mark.parametrize("option", [{"host_cache": 1.0, "pp": 2}])
 def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="keeps a state for each request"):
@@ -395,6 +407,10 @@ def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> 
     ("options", "message"),
     [
         ({"state_cache": 1e300}, "allowed: a number of GB up to 1,000,000"),
+        (
+            {"state_cache": 0.0, "host_cache": 1.0},
+            "of use only with snapshots .* --state-cache above",
+        ),
         ({"state_cache": -1.0}, "allowed: a number of GB up to 1,000,000"),
         ({"state_cache": 1e-6}, r"a snapshot takes .* GB; allowed: 0, or more"),
         ({"state_cache": 1.0, "cache_type": "naive"}, "it is for --cache-type radix"),

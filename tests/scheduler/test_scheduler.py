@@ -282,8 +282,9 @@ class Harness:
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
-        num_pages = sum(page < self.num_pages for page, _ in copies_of(plan).offloads)
-        assert num_pages <= granted + max(most, piece)
+        each = 1 + (0 if self.num_snapshots is None else self.pages_each)
+        each += 0 if self.window is None else self.window_pages_each
+        assert len(copies_of(plan).offloads) <= granted * each + max(most, piece, each)
 
     def check_loads(self, plan: StepPlan) -> None:
         """None begins while others keep the lane busy."""
