@@ -30,11 +30,12 @@ class WindowPages:
 
     first: int
     pages: list[int]
+    ends: set[int] = field(default_factory=set)  # numbers of pages behind which others may go on
     num_expected: int = 0  # tokens that its request is expected to have in the end
     claim: int = 0
     extra: int = 0  # number of pages beyond the claim, until its chunk is launched
-    ends: set[int] = field(default_factory=set)  # numbers of pages behind which others may go on
-    num_marked: int = 0  # up to which the cache knows these
+    prompt_end: int = 0  # the last of these of the prompt
+    num_marked: int = 0  # up to which the cache knows them
 
     @property
     def end(self) -> int:

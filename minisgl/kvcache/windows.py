@@ -138,7 +138,8 @@ class Windows(Follower):
         return [number for page in taken for number in self._parts(page)]
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
-        lease.windows = held = WindowPages(self.first_needed(len(lease.pages)), [], ends={*ends})
+        held = WindowPages(self.first_needed(len(lease.pages)), [], {*ends}, prompt_end=max(ends))
+        lease.windows = held
         if not lease.must_load:  # otherwise `load` does this
             full_pages = lease.pages[held.first :]
             self._use(full_pages, lease)
@@ -234,20 +235,17 @@ class Windows(Follower):
             self._mark_ends(lease, key, num_pages)
 
     def _mark_ends(self, lease: Lease, key: bytes, num_pages: int) -> None:
-        """Have prefixes end where the lease may leave its own to others, and no more where one is
-        passed that no other has left."""
-        held, tree, path = _held(lease), self._cache.tree, list[Node]()
+        """Have prefixes end with the prompt and with the answer of a lease. Those in the middle of
+        the prompt end no more, unless another one goes on there."""
+        held, tree = _held(lease), self._cache.tree
         for end in sorted(held.ends):
-            if held.num_marked < end <= num_pages:
-                path = tree.path(tree.along(lease.node, key, end), end)
+            if max(held.num_marked + 1, held.prompt_end) <= end <= num_pages:
                 held.num_marked = end
-        at = 0
-        for node in path:
-            at += node.num_pages
-            if at in held.ends:
-                self._ends.add(node)
-            elif len(node.children) == 1:
-                self._ends.discard(node)
+                path = tree.path(tree.along(lease.node, key, end), end)
+                if sum(node.num_pages for node in path) == end:
+                    self._ends.add(path.pop())
+                    if end == held.prompt_end:
+                        self._ends.difference_update(path)
 
     def forget(self, full_pages: Iterable[int]) -> None:
         """Note that these pages of full layers are no longer in the cache."""
