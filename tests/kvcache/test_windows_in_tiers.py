@@ -21,9 +21,13 @@ class WindowedCache(KVCacheManager):
 
 
 def make(
-    *, num_window_pages: int = 60, pages_each: int = 1, store: MemoryStore | None = None
+    *,
+    num_window_pages: int = 60,
+    spare: int = 20,
+    pages_each: int = 1,
+    store: MemoryStore | None = None,
 ) -> WindowedCache:
-    sizes = WindowSizes(window=WINDOW, page_size=1, in_flight=1, spare=20, pages_each=pages_each)
+    sizes = WindowSizes(window=WINDOW, page_size=1, in_flight=1, spare=spare, pages_each=pages_each)
     return WindowedCache(
         num_pages=NUM_PAGES,
         page_size=1,
@@ -173,6 +177,27 @@ def test_a_load_that_nobody_wants_gives_its_windows_to_whoever_needs_them() -> N
     assert awaited is not None and awaited.awaits == (copies.loads[0].id,)
 
 
+def test_a_load_waits_while_chunks_of_its_plan_have_the_windows_that_are_left() -> None:
+    kv, prompt, other = (
+        make(num_window_pages=1 + 4 + 2 * (WINDOW + 1), spare=4),
+        PROMPT[:12],
+        [7] * 18,
+    )
+    run(kv, prompt, 1)
+    offload_all(kv, 2)
+    lease = begin(kv, other)
+    assert lease.windows is not None
+    kv.windows.cover(lease.windows, kv.windows.room(lease.windows))
+    waiting = kv.acquire(pack_tokens(prompt), 12)
+    assert waiting.must_load and kv.reserve(waiting, 12) is None
+    kv.close(waiting)
+    kv.tiers.take_copies(3)
+    kv.commit(lease, pack_tokens(other), 14, 3)
+    load, found = load_of(kv, prompt, 4)
+    assert (len(load.pages), found) == (11 + WINDOW - 1, 11)
+    kv.close(lease)
+
+
 def test_pages_that_no_end_needs_make_way_before_older_ones_that_one_needs() -> None:
     kv = make(num_window_pages=1 + 20 + WINDOW + 1)
     run(kv, PROMPT, 1)
@@ -181,10 +206,13 @@ def test_pages_that_no_end_needs_make_way_before_older_ones_that_one_needs() -> 
     assert kv.match(pack_tokens(list(range(30, 49))), 19) == 18
 
 
+@pytest.mark.parametrize("pages_each", [1, 3])
 @pytest.mark.parametrize("lost", [None, 1, 2, 3])
-def test_windows_come_back_from_disk_if_all_of_them_are_there(lost: int | None) -> None:
+def test_windows_come_back_from_disk_if_all_of_them_are_there(
+    lost: int | None, pages_each: int
+) -> None:
     store = MemoryStore()
-    kv = make(store=store)
+    kv = make(store=store, pages_each=pages_each)
     run(kv, PROMPT, 1)
     offload_all(kv, 2)
     assert kv.disk is not None
@@ -194,11 +222,11 @@ def test_windows_come_back_from_disk_if_all_of_them_are_there(lost: int | None) 
         store.write(move.keys, [memoryview(b"page") for _ in move.keys])
         kv.moves.end(move.id, len(move.keys))
         of_pages += move.pages
-    again = make(store=store)
+    again = make(store=store, pages_each=pages_each)
     if lost is not None:  # of what pages have beside them, but the last one
         around = [*kv.tiers.host.pool.beside.items()]
         assert len(around) == 3 + 1
-        (host_page,) = around[lost][1].values()
+        *_, host_page = around[lost][1].values()
         name = [*store.pages][of_pages.index(host_page)]
         store.forget([name])
     assert again.disk is not None
@@ -209,4 +237,4 @@ def test_windows_come_back_from_disk_if_all_of_them_are_there(lost: int | None) 
     again.audit(0)
     if began:
         load, found = load_of(again, PROMPT, 1)
-        assert found == 19 and len(load.pages) == 19 + WINDOW - 1
+        assert found == 19 and len(load.pages) == 19 + pages_each * (WINDOW - 1)
