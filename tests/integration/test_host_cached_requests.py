@@ -85,6 +85,13 @@ def test_pages_in_fp8_survive_host_memory() -> None:
     check_rounds(shortened(fp8_case("llama3", scaled=True)))
 
 
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("option", [{}, {"tp": 2}], ids=str)
+def test_pages_of_windowed_layers_survive_host_memory(option: dict[str, Any]) -> None:
+    """Where retracted requests, too, go on behind what is loaded."""
+    check_rounds(short_case_of("gpt-oss"), max_running_requests=2, **option)
+
+
 def test_latents_survive_host_memory() -> None:
     """Whose pages have no values beside the keys."""
     check_rounds(short_case_of("glm-flash"))
