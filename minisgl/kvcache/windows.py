@@ -46,6 +46,7 @@ class Windows(Follower):
         # Of the cache: the page beside each full page, least recently used first; and these pages.
         self._beside: OrderedDict[int, int] = OrderedDict()
         self._cached: set[int] = set()
+        self._needless: set[int] = set()  # full pages beside which no end needs what there is
         self._num_claimed = 0
         self._num_extra = 0
         self._ends: set[Node] = set()  # with which prefixes end that requests may go on behind
@@ -150,6 +151,7 @@ class Windows(Follower):
         """Keep the cached pages beside these for a lease."""
         for full_page in full_pages:
             self._beside.move_to_end(full_page)
+            self._needless.discard(full_page)
             self._num_leases[self._beside[full_page]] += 1
             if self._loads is not None:
                 self._loads.wait_for(self._parts(self._beside[full_page]), lease)
@@ -197,7 +199,8 @@ class Windows(Follower):
     def _take(self, count: int) -> list[int]:
         """Take pages for one lease."""
         while self._pool.num_free < count:
-            self._evict()
+            if not self._demote():
+                self._evict()
         pages = self._pool.take(count)
         for page in pages:
             self._num_leases[page] = 1
@@ -231,6 +234,7 @@ class Windows(Follower):
                 ends = (end for end in {*held.ends, num_pages} if end > column)
                 is_needed = self.first_needed(min(ends)) <= column
                 self._beside.move_to_end(full_page, last=is_needed)
+                (self._needless.discard if is_needed else self._needless.add)(full_page)
         if self._host is not None:
             self._mark_ends(lease, key, num_pages)
 
@@ -251,6 +255,7 @@ class Windows(Follower):
         """Note that these pages of full layers are no longer in the cache."""
         for full_page in full_pages:
             page = self._beside.pop(full_page, None)
+            self._needless.discard(full_page)
             if page is not None:
                 self._leave_cache(page)
 
@@ -263,12 +268,22 @@ class Windows(Follower):
         """The last step that may have written a page."""
         return self._written_by[self._parts(page)[0]]
 
+    def _demote(self) -> bool:
+        """Let the device evict a prefix, where it would lose pages that one needs before host
+        memory has them; False if there is nothing to gain."""
+        num_evictable = self._cache.num_evictable
+        if self._host is None or not num_evictable or next(iter(self._beside)) in self._needless:
+            return False
+        self._host.evict(1, self._host.offloads_per_plan)
+        return self._cache.num_evictable < num_evictable
+
     def _evict(self) -> None:
         """Take the least recently used page from the cache. One that a lease has counts as used."""
         full_page, page = self._beside.popitem(last=False)
         if self._num_leases[page]:
             self._beside[full_page] = page
         else:
+            self._needless.discard(full_page)
             if self._loads is not None:  # the next plan awaits one that nobody wants any more
                 for load_id in self._loads.of(self._parts(page)):
                     self._loads.landed(load_id)
@@ -301,6 +316,7 @@ class Windows(Follower):
         assert all(len(set(each.pages)) == len(each.pages) for each in held)
         assert all(_held(lease).end <= len(lease.pages) for lease in leases)
         assert self._cached == set(self._beside.values())
+        assert self._needless <= self._beside.keys()
         assert len(self._cached) == len(self._beside), "two pages of the cache share one"
         full_pages = {page for run in self._cache.pages.values() for page in run}
         assert self._beside.keys() <= full_pages, "a page is left of a prefix that is gone"

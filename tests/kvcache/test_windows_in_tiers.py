@@ -198,6 +198,16 @@ def test_a_load_waits_while_chunks_of_its_plan_have_the_windows_that_are_left() 
     kv.close(lease)
 
 
+def test_short_prompts_go_to_host_memory_before_their_windows_are_lost() -> None:
+    """Of which the device has more than windowed pages for their ends."""
+    kv = make(num_window_pages=1 + 4 + 2 * (WINDOW + 1), spare=4)
+    prompts = [list(range(first, first + 6)) for first in range(0, 60, 10)]
+    for step, prompt in enumerate(prompts, 1):
+        run(kv, prompt, step)
+    assert [kv.match(pack_tokens(prompt), 6) for prompt in prompts] == [5] * len(prompts)
+    assert kv.num_free > 0
+
+
 def test_pages_that_no_end_needs_make_way_before_older_ones_that_one_needs() -> None:
     kv = make(num_window_pages=1 + 20 + WINDOW + 1)
     run(kv, PROMPT, 1)
