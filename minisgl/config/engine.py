@@ -146,6 +146,11 @@ class EngineConfig:
         "GB of host memory for prefixes that fall out of the KV cache, over all ranks; they are "
         "loaded again where that is faster than computing them. 0 turns it off.",
     )
+    whole_pages: bool = memory_option(
+        False,
+        "Keep what is behind sliding windows in the KV cache, too: engines that exchange pages "
+        "need it, and --roles gives it.",
+    )
     state_cache: float | None = memory_option(
         None,
         "For models that keep a state of each request: GB on the devices, over all ranks, for "

@@ -96,6 +96,7 @@ class EngineOptions(OtherSpellings, total=False):
     kv_cache_dtype: Literal["auto", "model", "fp8"]
     dense_copies: Literal["auto", "always", "never"]
     host_cache: float
+    whole_pages: bool
     state_cache: float | None
     disk_cache: Text | None
     disk_cache_gb: float

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minisgl.config.engine import DEFAULT_LORAS, EngineConfig
-from minisgl.config.facts import FP8, BackendFacts, DeviceFacts, ModelFacts, best_first, slot_bytes
+from minisgl.config.facts import (
+    FP8,
+    BackendFacts,
+    DeviceFacts,
+    KVSpec,
+    LayerSpec,
+    ModelFacts,
+    best_first,
+    page_bytes,
+    slot_bytes,
+)
 from minisgl.config.options import refuse
 from minisgl.config.parallel import Advice, Layout, advise
 from minisgl.config.windows import WindowSizes
@@ -99,6 +110,11 @@ class ResolvedConfig:
         """Maximum number of decode rows of a step that verifies drafts; none does with more, since
         its rows would cost more than their drafts save."""
         return max(self.max_run, min(self.max_run * self.max_running_requests, MOST_RUN_ROWS))
+
+    def whole_layers(self, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+        """Those of whose KV cache a page in another memory has a part. What windowed layers have
+        of their own is beside it."""
+        return [spec for spec in layers if self.windows is None or not self.windows.has(spec)]
 
     @property
     def num_ranks(self) -> int:
@@ -197,6 +213,9 @@ def resolve(
             refuse(config, "host_cache", f"{reason}; allowed: 0, or with --state-cache above 0")
         notes.append("prefix cache off: no memory is for snapshots of the states of requests")
     max_seq_len = _resolve_max_seq_len(config, model, notes)
+    specs = model.on_rank(config.tp).kv_specs(kv_dtype)
+    windows = _resolve_windows(config, model, max_seq_len, num_pages, page_size, specs, notes)
+    host_page = page_bytes(specs, page_size) if windows is None else windows.page_bytes(specs).full
     resolved: dict[str, Any] = {
         "dtype": dtype,
         "kv_dtype": kv_dtype,
@@ -206,9 +225,9 @@ def resolve(
         "num_pages": num_pages,
         "page_size": page_size,
         "num_snapshots": num_snapshots,
-        "windows": _resolve_windows(config, model, max_seq_len, num_pages, page_size, notes),
+        "windows": windows,
         "dense_copies_share": DENSE_COPIES_SHARES[config.dense_copies],
-        "num_host_pages": _resolve_host_pages(config, model, device, kv_dtype, page_size),
+        "num_host_pages": _resolve_host_pages(config, device, host_page),
         "disk_cache": config.disk_cache or "",
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
@@ -592,9 +611,11 @@ def _resolve_windows(
     max_seq_len: int,
     num_pages: int,
     page_size: int,
+    specs: Sequence[KVSpec],
     notes: list[str],
 ) -> WindowSizes | None:
-    """The sizes of the pages of windowed layers; None if all layers share one page table."""
+    """The sizes of the pages of windowed layers; None if all layers share one page table. specs: of
+    the layers of a rank."""
     sizes = WindowSizes.of(
         model,
         page_size,
@@ -606,21 +627,26 @@ def _resolve_windows(
     if sizes is None:
         return None
     num_slots = config.max_running_requests // _num_attending(config)
-    if config.host_cache:
-        notes.append("pages behind sliding windows are kept: --host-cache keeps whole pages")
+    full, windowed = sizes.page_bytes(specs)
+    if config.whole_pages:
+        notes.append("pages behind sliding windows are kept: --whole-pages")
+    elif config.host_cache and (config.pp > 1 or not full):
+        reason = "on each stage (--pp)" if full else "in this model"
+        notes.append(
+            "pages behind sliding windows are kept: --host-cache needs layers without a window "
+            f"{reason}"
+        )
     elif any(spec.window for spec in model.draft_layers):
         notes.append("pages behind sliding windows are kept: the draft model has windows, too")
     elif num_pages and sizes.pages_for(num_slots) >= num_pages:
         notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
     else:
-        return sizes
+        return replace(sizes, pages_each=-(-windowed // max(1, full)))
     return None
 
 
-def _resolve_host_pages(
-    config: EngineConfig, model: ModelFacts, device: DeviceFacts, kv_dtype: str, page_size: int
-) -> int:
-    """Number of host pages of each rank."""
+def _resolve_host_pages(config: EngineConfig, device: DeviceFacts, page_bytes: int) -> int:
+    """Number of host pages of each rank. page_bytes: of one."""
     if not config.host_cache:
         return 0
     if config.cache_type != "radix":
@@ -634,7 +660,6 @@ def _resolve_host_pages(
             f"{most / GB:.1f}"
         )
         refuse(config, "host_cache", reason)
-    page_bytes = model.on_rank(config.tp).kv_bytes_per_token(kv_dtype) * page_size
     num_pages = int(num_bytes / config.tp) // page_bytes
     if num_pages == 0:
         least = page_bytes * config.tp / GB

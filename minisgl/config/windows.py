@@ -28,6 +28,7 @@ class WindowSizes:
     # Tokens of a request that the steps in flight, and the next one, may compute.
     in_flight: int
     spare: int  # pages beside those that requests need, for the chunks of a step
+    pages_each: int = 1  # of full layers, into which one of windowed layers fits
 
     @staticmethod
     def of(

@@ -39,6 +39,9 @@ def _check(config: ResolvedConfig, model: ModelFacts) -> None:
             "This model keeps a state for each request, which engines do not send to others; "
             "run its replicas without --roles."
         )
+    if config.windows is not None:
+        reason = "engines that exchange pages keep them whole; allowed: on"
+        raise ConfigError("--whole-pages", False, reason)
     if config.nnodes > 1:
         reason = "engines that exchange pages are on one node each; allowed: 1"
         raise ConfigError("--nnodes", config.nnodes, reason)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from minisgl.config import (
     Capacity,
     EngineConfig,
+    LayerSpec,
     ModelFacts,
     ResolvedConfig,
     page_bytes,
@@ -142,7 +143,9 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     config, capacity = loaded.config, loaded.capacity
     page_size, num_host_pages = capacity.page_size, config.num_host_pages
     on_rank = loaded.model.on_rank(config.tp)
-    layers = on_rank.kv_specs(config.kv_dtype)
+    layers: Sequence[LayerSpec] = on_rank.kv_specs(config.kv_dtype)
+    if num_host_pages:
+        layers = config.whole_layers(layers)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
     caches = [
         KVCacheManager(

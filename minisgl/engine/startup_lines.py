@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from minisgl.config import Capacity, ModelFacts, ResolvedConfig, slot_bytes
+from minisgl.config import Capacity, ModelFacts, ResolvedConfig, page_bytes, slot_bytes
 from minisgl.kvcache.copies import LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.generation import GenerationDefaults
@@ -110,10 +110,11 @@ def _tell_of_tiers(
         return f"{1e6 * seconds / config.page_size:.2f} us"
 
     of_rank = facts.on_rank(config.tp).on_stage(facts.stages(config.pp)[-1])
-    page_bytes = of_rank.kv_bytes_per_token(config.kv_dtype) * config.page_size
+    layers = config.whole_layers(of_rank.kv_specs(config.kv_dtype))
+    num_bytes = page_bytes(layers, config.page_size)
     logger.info(
         f"Host cache of {config.num_host_pages * config.page_size} tokens: a token is loaded in "
-        f"{of_token(rule.load_s)} ({page_bytes / rule.load_s / 1e9:.1f} GB/s per rank), computed "
+        f"{of_token(rule.load_s)} ({num_bytes / rule.load_s / 1e9:.1f} GB/s per rank), computed "
         f"in {of_token(rule.compute_s)}"
     )
     _warn_if_useless(rule, config, "host memory", "--host-cache")

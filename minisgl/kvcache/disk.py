@@ -14,8 +14,9 @@ from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
+from minisgl.kvcache.lease import last_end
 from minisgl.kvcache.moves import Moves, Place
-from minisgl.kvcache.page_keys import PageIndex, keys_beside, page_keys
+from minisgl.kvcache.page_keys import PageIndex, key_beside, page_keys
 from minisgl.kvcache.tree import Node
 
 
@@ -37,7 +38,6 @@ class DiskTier:
     _ahead: CopiesAhead
     _moves: Moves
     _num_spare: int  # host pages that are kept free
-    _num_beside: int  # pages that groups need beside the last one of a prefix
 
     def read(
         self,
@@ -58,29 +58,28 @@ class DiskTier:
         start = len(match.pages) + match.num_to_load
         size, fingerprint = self._host.tree.page_bytes, self._disk.fingerprint
         names = page_keys(fingerprint, namespace, key, size, start, max_pages)
-        most = pool.num_pages - self._num_spare - self._num_beside
+        most = pool.num_pages - self._num_spare
+        for group in self._host.device.groups:
+            most -= len(group.indices) * (max_pages - group.first_needed(max_pages))
         keys = [*takewhile(index.holds, names)][: max(0, most)]
-        beside: list[bytes] = []
-        while keys and self._num_beside:  # until a request can go on behind the last one
-            beside = keys_beside(keys[-1], self._num_beside)
-            if all(map(index.holds, beside)):
-                break
-            keys.pop()
-        num_saved = len(keys)
+        num_saved, beside = self._usable(keys, start)
         # Without those that the tree has; but what is beside a page comes with it.
-        first = start + max(0, min(match.num_found - start, num_saved - bool(beside)))
+        wanted = min((page for page, _ in beside), default=start + num_saved)
+        first = max(start, min(match.num_found, wanted))
         count = start + num_saved - first
         num_all = count + len(beside)
         pays = count > 0 and self._disk.rule.pays(num_all, num_saved)
         begins = pays and self._host.make_room(num_all)
         if begins:
             pages = pool.take(num_all)
-            keys = [*keys[first - start :], *beside]
+            names_beside = [key_beside(keys[page - start], index) for page, index in beside]
+            keys = [*keys[first - start : num_saved], *names_beside]
 
             def move_ended(num_moved: int) -> None:
                 index.forget(keys[num_moved:])  # a rank does not have them
                 num_pages = min(count, num_moved)
-                own = pages[count:] if num_moved == num_all else []
+                is_whole = num_moved == num_all
+                own = dict(zip(beside, pages[count:], strict=True)) if is_whole else {}
                 pool.free(pages[count + len(own) :])
                 self._host.adopt(namespace, key, first, pages[:count], num_pages, own)
                 ended(range(first, first + num_pages))
@@ -88,6 +87,28 @@ class DiskTier:
             self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
         self._host.tree.release(match.node)
         return begins
+
+    def _usable(self, keys: Sequence[bytes], start: int) -> tuple[int, list[tuple[int, int]]]:
+        """Of pages on disk from page `start` on, how many a request can go on behind; and what it
+        needs beside them, by page and index."""
+        groups, holds = self._host.device.groups, self._disk.index.holds
+        end, asked = start + len(keys), -1
+        while end != asked:
+            asked = end
+            for group in groups:
+
+                def has(page: int, indices: range = group.indices) -> bool:
+                    beside = (key_beside(keys[page - start], each) for each in indices)
+                    return page < start or all(map(holds, beside))
+
+                end = max(start, last_end(end, group.first_needed, has))
+        beside = [
+            (page, each)
+            for group in groups
+            for page in range(max(start, group.first_needed(end)), end)
+            for each in group.indices
+        ]
+        return end - start, beside
 
     def make_spare(self) -> None:
         """Send host pages to disk, least recently used first, until enough are free or will be.
@@ -122,16 +143,19 @@ class DiskTier:
         what is beside them. They are frozen until that has ended. False if their offload is not
         settled."""
         pool, host_pages = self._host.pool, self._host.pages[node]
-        beside = pool.beside_of(host_pages)
-        if not pool.are_settled([*host_pages, *beside]):
+        if not pool.are_settled(pool.with_beside(host_pages)):
             return False
         namespace, key, start = self._host.tree.place(node)
         size, end = self._host.tree.page_bytes, start + len(host_pages)
-        keys = [*page_keys(self._disk.fingerprint, namespace, key, size, start, end)]
-        keys += keys_beside(keys[-1], len(beside))
+        keys = page_keys(self._disk.fingerprint, namespace, key, size, start, end)
+        named: list[tuple[bytes, int]] = []
+        for name, page in zip(keys, host_pages, strict=True):
+            named.append((name, page))
+            beside = pool.beside.get(page, {}).items()
+            named += [(key_beside(name, index), each) for index, each in beside]
         missing = [
             (name, page)
-            for name, page in zip(keys, [*host_pages, *beside], strict=True)
+            for name, page in named
             if not (self._disk.index.holds(name) or page in pool.frozen)
         ]
         for first in range(0, len(missing), pool.piece):

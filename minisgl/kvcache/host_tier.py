@@ -7,8 +7,11 @@ Some are copied ahead of their eviction, so that a decode plan need not wait for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 
+from minisgl.kvcache.lease import Beside
 from minisgl.kvcache.page_pool import HostPool
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.residency import Residency
@@ -46,7 +49,7 @@ class HostTier(Residency):
             return None
         pace = self.offloads_per_plan + num_granted
         most = pace + num_beside // self.tree.page_size
-        missing *= 1 + sum(group.pages_each for group in self.device.groups)
+        missing *= 1 + sum(len(group.indices) for group in self.device.groups)
         return most if len(self.pool.offloads) + missing <= most else pace
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> None:
@@ -80,29 +83,42 @@ class HostTier(Residency):
         of a plan goes nevertheless: no other plan would have more room."""
         left = max_offloads - len(self.pool.offloads)
         least = 0 if self.pool.offloads or not max_offloads else 1
-        return max(least, left - len(self.beside(node)))
+        own, beside = int(node not in self.pages), Counter(at for at, _ in self.beside(node))
+        taken = accumulate(own + beside[at] for at in reversed(range(node.num_pages)))
+        return max(least, sum(1 for _ in takewhile(lambda num: num <= left, taken)))
 
     def offload(self, node: Node) -> bool:
         """Copy a node here with the next plan, and what groups have of it; False if there is no
         room."""
         beside = self.beside(node)
         if node in self.pages:  # which must not make room for what belongs to it
-            beside = beside if len(beside) <= self.pool.num_free else []
+            beside = beside if len(beside) <= self.pool.num_free else {}
         else:
             if not self.make_room(node.num_pages + len(beside)):
-                beside = []
+                beside = {}
                 if not self.make_room(node.num_pages):
                     return False
             self.put(node, self.pool.offload(self.device.pages[node]))
-        if beside:
-            self.pool.offload(beside, self.pages[node][-1])
+        host_pages = self.pages[node]
+        self.pool.offload_beside(
+            {(host_pages[at], index): number for (at, index), number in beside.items()}
+        )
         return True
 
-    def beside(self, node: Node) -> list[int]:
-        """What groups have on the device alone of a prefix that ends with `node`."""
-        if self.pool.beside_of(self.pages.get(node, ())):
-            return []
-        return [number for group in self.device.groups for number in group.on_device(node)]
+    def beside(self, node: Node) -> Beside:
+        """What groups have of a node on the device alone, and prefixes need."""
+        host_pages, held = self.pages.get(node), self.pool.beside
+        return {
+            (at, index): number
+            for group in self.device.groups
+            for (at, index), number in group.on_device(node).items()
+            if host_pages is None or index not in held.get(host_pages[at], ())
+        }
+
+    def beside_of(self, node: Node, at: int, indices: range) -> Sequence[int]:
+        """What is here beside page `at` of a node."""
+        host_pages = self.pages.get(node)
+        return () if host_pages is None else self.pool.beside_of(host_pages[at], indices)
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""
@@ -148,9 +164,8 @@ class HostTier(Residency):
         be locked."""
         written_by = self.pool.written_by
         for node in reversed([*self.tree.nodes()]):  # children first
-            host_pages = self.pages.get(node, [])
-            beside = self.pool.beside_of(host_pages)
-            if any(written_by[page] >= step for page in (*host_pages, *beside)):
+            host_pages = self.pool.with_beside(self.pages.get(node, ()))
+            if any(written_by[page] >= step for page in host_pages):
                 self.drop(node)
                 self.tree.let_go(node)
             self.device.drop_late(node, step)
@@ -166,23 +181,26 @@ class HostTier(Residency):
         start: int,
         host_pages: Sequence[int],
         num_pages: int,
-        beside: Sequence[int] = (),
+        beside: Beside | None = None,
     ) -> None:
         """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
-        on, and free the others. beside: what is beside the last of these.
+        on, and free the others. beside: what is beside some of these, by their places in `key`.
 
         Those that are here are not taken, and none if the tree lacks what is before them.
         """
-        tree = self.tree
+        tree, left = self.tree, dict(beside or {})
         last, refused = tree.root(namespace), [*host_pages[:num_pages]]
         path = tree.path(tree.below(last, key, 0, start), start)
         if sum(each.num_pages for each in path) == start:
             last, refused = self.put_run(path[-1] if path else last, key, start, refused)
-            if beside and not self.pool.beside_of(self.pages[last]):
-                self.pool.beside[self.pages[last][-1]] = [*beside]
-                beside = ()
+            path = [*reversed([*last.upwards()])]
+            held = [page for each in path for page in self.pages.get(each, [-1] * each.num_pages)]
+            for place, index in [*left]:
+                kept = self.pool.beside.setdefault(held[place], {})
+                if index not in kept:
+                    kept[index] = left.pop((place, index))
         tree.let_go(last)
-        self.pool.free([*host_pages[num_pages:], *refused, *beside])
+        self.pool.free([*host_pages[num_pages:], *refused, *left.values()])
 
 
 class CopiesAhead(Residency):

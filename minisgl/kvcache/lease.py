@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from minisgl.kvcache.tree import Found, Node
+
+# By the place of a page in a node, and the index of what is beside it.
+Beside = dict[tuple[int, int], int]
+
+
+def last_end(num_pages: int, first_needed: Callable[[int], int], has: Callable[[int], bool]) -> int:
+    """The last of the first `num_pages` pages behind which a request finds what it needs. has:
+    whether what belongs beside a page is there."""
+    end = at = num_pages
+    while end and at > first_needed(end):
+        at -= 1
+        if not has(at):
+            end = at
+    return end
 
 
 @dataclass(slots=True, eq=False)
@@ -16,9 +30,12 @@ class WindowPages:
 
     first: int
     pages: list[int]
+    ends: set[int] = field(default_factory=set)  # numbers of pages behind which others may go on
     num_expected: int = 0  # tokens that its request is expected to have in the end
     claim: int = 0
     extra: int = 0  # number of pages beyond the claim, until its chunk is launched
+    prompt_end: int = 0  # the last of these of the prompt
+    num_marked: int = 0  # up to which the cache knows them
 
     @property
     def end(self) -> int:
@@ -64,18 +81,21 @@ class Lease:
 class PageGroup(Protocol):
     """What some layers keep of a request and of prefixes beside the pages of the others."""
 
-    pages_each: int  # that a tier keeps beside the last page of a prefix
+    indices: range  # of the pages that another memory keeps for it beside one page
+
+    def first_needed(self, num_pages: int) -> int:
+        """The first of `num_pages` pages beside which a request finds what it needs to go on."""
 
     def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
         """Of the first `num_pages` pages of a match, how many a request can go on behind.
-        may_load: what it needs beside them may be in host memory."""
+        may_load: what it needs may be in host memory."""
 
-    def on_device(self, node: Node) -> Sequence[int]:
-        """What a prefix that ends with `node` needs beside its pages, and a tier keeps with them:
-        numbers behind those of the device's pages."""
+    def on_device(self, node: Node) -> Beside:
+        """What prefixes that go through `node` need beside its pages: the numbers on the device,
+        which come behind those of its pages."""
 
     def to_load(self, node: Node) -> Sequence[int]:
-        """The same in host memory, where the device has it not."""
+        """What a prefix that ends with `node` needs that the device has not, in host memory."""
 
     def load(self, lease: Lease) -> Sequence[int]:
         """Where on the device the latter goes for a lease that loads."""

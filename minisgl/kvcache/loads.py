@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from minisgl.kvcache.copies import Load
+from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.page_pool import UNPLANNED
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.tree import Node
@@ -61,12 +62,16 @@ class Loads:
         self.new.append(Load(load_id, sources, targets))
         return load_id
 
-    def of(self, pages: Sequence[int], beside: Iterable[int] = ()) -> dict[int, int]:
-        """The loads that write some of `pages`, or what is beside them, and how many pages each."""
+    def of(self, pages: Iterable[int]) -> dict[int, int]:
+        """The loads that write some of `pages`, and how many each."""
         if not self.in_flight:
             return {}
-        loads = dict.fromkeys((self._of_page[each] for each in beside if each in self._of_page), 0)
-        return loads | Counter(self._of_page[page] for page in pages if page in self._of_page)
+        return Counter(self._of_page[page] for page in pages if page in self._of_page)
+
+    def wait_for(self, numbers: Iterable[int], lease: Lease) -> None:
+        """Let a lease wait for the loads that write some of `numbers`."""
+        for load_id in self.of(numbers):
+            lease.loads.setdefault(load_id, 0)
 
     def landed(self, load_id: int) -> None:
         """Make the pages of a load ordinary ones from the next plan on, which awaits it.

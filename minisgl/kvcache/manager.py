@@ -96,8 +96,9 @@ class KVCacheManager:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             host = HostTier(self._cache, HostPool(num_host_pages, piece=piece), offloads_per_plan)
             self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit)
-            if self.snapshots is not None:
-                self.snapshots.use_copies(host, self.loads)
+            for group in (self.snapshots, self.windows):
+                if group is not None:
+                    group.use_copies(host, self.loads)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache that the lease is on."""
@@ -146,11 +147,13 @@ class KVCacheManager:
         """
         max_pages = self._cache.max_match(num_tokens)
         match = self._cache.acquire(key, max_pages if reuse else 0, namespace)
-        on_device = (number for group in self._groups for number in group.on_device(match.node))
-        loads = self.loads.of(match.pages, on_device)
-        num_pages = len(match.pages)
         lease = Lease(
-            match.pages, match.node, num_pages, match.num_to_load, match.num_beside, loads
+            pages=match.pages,
+            node=match.node,
+            num_committed=len(match.pages),
+            num_to_load=match.num_to_load,
+            num_beside=match.num_beside,
+            loads=self.loads.of(match.pages),
         )
         for group in self._groups:
             # Where the prompt leaves another, and where it ends.
@@ -190,8 +193,8 @@ class KVCacheManager:
         lease.pages += pages
         if lease.must_load:
             first = lease.num_committed
-            lease.num_committed, lease.num_to_load = first + lease.num_to_load, 0
-            lease.num_beside = 0
+            lease.num_committed = first + lease.num_to_load
+            lease.num_to_load = lease.num_beside = 0
             assert lease.num_committed <= len(lease.pages), "it has room for the whole match"
             landing = lease.pages[first : lease.num_committed]
             beside = [

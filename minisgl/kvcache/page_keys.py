@@ -23,10 +23,9 @@ class PageIndex(Protocol):
         """Hold these pages no longer, whatever is on disk."""
 
 
-def keys_beside(key: bytes, num: int) -> list[bytes]:
-    """The keys of the pages that are beside the one with `key`."""
-    numbers = (index.to_bytes(4, "little") for index in range(num))
-    return [blake2b(key + number, digest_size=KEY_BYTES).digest() for number in numbers]
+def key_beside(key: bytes, index: int) -> bytes:
+    """The key of what is beside the page with `key`."""
+    return blake2b(key + index.to_bytes(4, "little"), digest_size=KEY_BYTES).digest()
 
 
 def page_keys(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 SCRATCH_PAGE = 0  # of the device, for padded rows
 UNPLANNED = 1 << 62  # written by a plan that is still being made
@@ -54,8 +55,8 @@ class HostPool(PagePool):
         self.piece = piece
         # What the next plan copies here: the number on the device by the host page.
         self.offloads: dict[int, int] = {}
-        # What else a prefix needs that ends with a page: further pages, which leave with it.
-        self.beside: dict[int, list[int]] = {}
+        # What groups keep beside a page, by their indices: further pages, which leave with it.
+        self.beside: dict[int, dict[int, int]] = {}
         self.frozen: set[int] = set()  # somebody reads them
         self.leaving: set[int] = set()  # frozen, and freed as soon as they are not
 
@@ -70,23 +71,33 @@ class HostPool(PagePool):
         self.mark_written(taken, 0)
         return taken
 
-    def offload(self, pages: Sequence[int], beside: int | None = None) -> list[int]:
-        """Copy device pages with the next plan; returns their host pages. Enough must be free.
-        beside: the host page that they are beside."""
+    def offload(self, pages: Sequence[int]) -> list[int]:
+        """Copy device pages with the next plan; returns their host pages. Enough must be free."""
         taken = self.take(len(pages))
         self.offloads.update(zip(taken, pages, strict=True))
-        if beside is not None:
-            self.beside[beside] = taken
         self.mark_written(taken, UNPLANNED)
         return taken
 
-    def beside_of(self, host_pages: Sequence[int]) -> list[int]:
-        """What is beside the last of these."""
-        return self.beside.get(host_pages[-1], []) if host_pages else []
+    def offload_beside(self, numbers: Mapping[tuple[int, int], int]) -> None:
+        """Copy what belongs beside host pages with the next plan: numbers of the device, by host
+        page and index. Enough must be free."""
+        taken = self.offload([*numbers.values()])
+        for (host_page, index), further in zip(numbers, taken, strict=True):
+            self.beside.setdefault(host_page, {})[index] = further
+
+    def beside_of(self, host_page: int, indices: range) -> list[int]:
+        """What is beside a page with these indices, if all of it is."""
+        held = self.beside.get(host_page, {})
+        return [held[index] for index in indices] if held.keys() >= {*indices} else []
+
+    def with_beside(self, host_pages: Sequence[int]) -> list[int]:
+        """Pages, and all that is beside them."""
+        beside = (self.beside.get(host_page, {}).values() for host_page in host_pages)
+        return [*host_pages, *chain.from_iterable(beside)]
 
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
-            self.free(self.beside.pop(host_page, ()))
+            self.free([*self.beside.pop(host_page, {}).values()])
             if host_page in self.frozen:
                 self.leaving.add(host_page)
             else:

@@ -16,8 +16,8 @@ from minisgl.kvcache.tree import Found, Node, PrefixTree
 @dataclass(frozen=True, slots=True)
 class Match:
     """A locked prefix, which stays cached until `tree.release(node)`: pages on the device, then
-    `num_to_load` in another memory, and `num_beside` that groups load with them. Of `num_found` it
-    has those that are of use."""
+    `num_to_load` in another memory, and `num_beside` there that groups load with them. Of
+    `num_found` pages it has those that are of use."""
 
     node: Node
     pages: list[int]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minisgl.kvcache.host_tier import HostTier
-from minisgl.kvcache.lease import Lease
+from minisgl.kvcache.lease import Beside, Lease
 from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.page_pool import UNPLANNED
 from minisgl.kvcache.radix import RadixCache
@@ -54,8 +54,10 @@ class Snapshots(Follower):
         self._host: HostTier | None = None
         self._loads: Loads | None = None
         # The device counts who has written a part of each with who has written its pages.
-        self.pages_each, self._first = pages_each, cache.pool.num_pages
+        first = sum(len(group.indices) for group in cache.groups)
+        self.indices = range(first, first + pages_each)
         self._written_by = cache.pool.written_by
+        self._first = len(self._written_by)
         self._written_by += [0] * (num * pages_each)
         self._tree.followers.append(self)
 
@@ -69,16 +71,22 @@ class Snapshots(Follower):
 
     def _parts(self, snapshot: int) -> range:
         """The numbers of its parts, behind those of the device's pages."""
-        first = self._first + snapshot * self.pages_each
-        return range(first, first + self.pages_each)
+        first = self._first + snapshot * len(self.indices)
+        return range(first, first + len(self.indices))
 
-    def on_device(self, node: Node) -> Sequence[int]:
-        return self._parts(self._cached[node]) if node in self._cached else ()
+    def first_needed(self, num_pages: int) -> int:
+        return max(0, num_pages - 1)
+
+    def on_device(self, node: Node) -> Beside:
+        if node not in self._cached:
+            return {}
+        numbers = zip(self.indices, self._parts(self._cached[node]), strict=True)
+        return {(node.num_pages - 1, index): number for index, number in numbers}
 
     def to_load(self, node: Node) -> Sequence[int]:
         if self._host is None or node in self._cached:
             return ()
-        return self._host.pool.beside_of(self._host.pages.get(node, ()))
+        return self._host.beside_of(node, node.num_pages - 1, self.indices)
 
     def load(self, lease: Lease) -> Sequence[int]:
         if not self.to_load(lease.node):
@@ -104,11 +112,13 @@ class Snapshots(Follower):
         if lease.node in self._cached:
             lease.start_snapshot = self._cached[lease.node]
             self._cached.move_to_end(lease.node)
+            if self._loads is not None:
+                self._loads.wait_for(self._parts(lease.start_snapshot), lease)
         self._waiting.add(lease)
         lease.snapshots = {end: None for end in sorted(ends) if end > len(lease.pages)}
 
     def claim(self, lease: Lease, num_tokens: int) -> bool:
-        if not self.to_load(lease.node):
+        if not (lease.must_load and self.to_load(lease.node)):
             return True
         return bool(self._free) or self._least_used() is not None
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from minisgl.kvcache.copies import ALWAYS, Copies
 from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host_tier import CopiesAhead, HostTier
@@ -35,8 +33,7 @@ class Tiers:
         self._ahead = CopiesAhead(host, num_ahead, may_drop=disk is None)
         if disk is not None:
             num_spare = -(-host.pool.num_pages // SPARE_PART)
-            num_beside = sum(group.pages_each for group in host.device.groups)
-            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare, num_beside)
+            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare)
 
     def take_copies(self, step: int) -> Copies | None:
         """What the plan of `step` copies; None if there is nothing."""
@@ -75,7 +72,7 @@ class Tiers:
         host_pages = [page for run in self.host.pages.values() for page in run]
         host_pages += self.transits.owned(Place.HOST)
         assert pool.beside.keys() <= set(host_pages), "something is left of a prefix"
-        host_pages += chain.from_iterable(pool.beside.values())
+        host_pages = pool.with_beside(host_pages)
         owners = [*pool.free_pages, *pool.leaving, *host_pages]
         frozen: list[int] = []
         for move in self._moves.under_way:

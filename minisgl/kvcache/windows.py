@@ -6,6 +6,9 @@ The cache may keep the others beside its own full pages. Where pages run out, it
 least recently, and keeps the full ones; a request can go on behind a prefix only where all pages
 that its window reaches back to are left.
 
+In another memory, pages are beside those of full layers there, and only those that a prefix needs:
+behind whose end a request begins or has ended.
+
 A page belongs to the free list, or to any number of leases and at most once to the cache. It is
 shared once all of it is written. Launch order is the fence, as for full pages: one that is given up
 may be written by the next step.
@@ -21,16 +24,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from minisgl.config import WindowSizes
-from minisgl.kvcache.lease import Lease, WindowPages
-from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
+from minisgl.kvcache.host_tier import HostTier
+from minisgl.kvcache.lease import Beside, Lease, WindowPages, last_end
+from minisgl.kvcache.loads import Loads
+from minisgl.kvcache.page_pool import SCRATCH_PAGE, UNPLANNED, PagePool
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import Found, Node
+from minisgl.kvcache.tree import Follower, Found, Node
 
 
-class Windows:
+class Windows(Follower):
     """The pages 1 .. num_pages - 1 of windowed layers, as a `PageGroup`."""
-
-    pages_each = 0
 
     def __init__(self, num_pages: int, sizes: WindowSizes, cache: RadixCache) -> None:
         """cache: of full pages."""
@@ -43,42 +46,120 @@ class Windows:
         # Of the cache: the page beside each full page, least recently used first; and these pages.
         self._beside: OrderedDict[int, int] = OrderedDict()
         self._cached: set[int] = set()
+        self._needless: set[int] = set()  # full pages beside which no end needs what there is
         self._num_claimed = 0
         self._num_extra = 0
+        self._ends: set[Node] = set()  # with which prefixes end that requests may go on behind
+        self._host: HostTier | None = None
+        self._loads: Loads | None = None
+        first = sum(len(group.indices) for group in cache.groups)
+        self.indices = range(first, first + sizes.pages_each)
+        # The device counts who has written a page with who has written the full ones.
+        self._written_by = cache.pool.written_by
+        self._first_number = len(self._written_by)
+        self._written_by += [0] * (num_pages * sizes.pages_each)
+        cache.tree.followers.append(self)
+
+    def use_copies(self, host: HostTier, loads: Loads) -> None:
+        """Have a tier behind the device, which keeps pages of windows, too."""
+        self._host, self._loads = host, loads
+
+    def _parts(self, page: int) -> range:
+        """The numbers of the parts of a page, each as large as a full page."""
+        first = self._first_number + page * len(self.indices)
+        return range(first, first + len(self.indices))
+
+    def first_needed(self, num_pages: int) -> int:
+        return self.sizes.first_seen(num_pages)
+
+    def ended(self, node: Node) -> None:
+        self._ends.discard(node)
 
     def _full_pages(self, found: Found) -> list[int]:
+        """The pages that the device has of a match."""
         pages = self._cache.pages
-        return [page for node, common in found for page in pages[node][:common]]
+        return [page for node, common in found for page in pages.get(node, ())[:common]]
 
     def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
         """A request can go on behind a page if all are left that its window reaches back to."""
-        full_pages, end, at = self._full_pages(found), num_pages, num_pages
-        while end and at > self.sizes.first_seen(end):
-            at -= 1
-            if full_pages[at] not in self._beside:
-                end = at
-        return end
+        places = [(node, at) for node, common in found for at in range(common)]
 
-    def on_device(self, node: Node) -> Sequence[int]:
-        return ()  # tiers keep whole pages
+        def has(place: int) -> bool:
+            is_here = self._is_here(*places[place])
+            return is_here or (may_load and bool(self._in_host(*places[place])))
+
+        return last_end(num_pages, self.first_needed, has)
+
+    def _is_here(self, node: Node, at: int) -> bool:
+        """Whether the device has the page beside page `at` of a node."""
+        pages = self._cache.pages.get(node)
+        return pages is not None and pages[at] in self._beside
+
+    def _in_host(self, node: Node, at: int) -> Sequence[int]:
+        return () if self._host is None else self._host.beside_of(node, at, self.indices)
+
+    def on_device(self, node: Node) -> Beside:
+        """The pages that a request sees behind the next end of a prefix."""
+        depth = end = sum(each.num_pages for each in node.upwards())
+        last = node
+        while last not in self._ends and len(last.children) == 1 and self.first_needed(end) < depth:
+            (last,) = last.children.values()
+            end += last.num_pages
+        first = max(0, self.first_needed(end) - (depth - node.num_pages))
+        return {
+            (at, index): number
+            for at, full_page in enumerate(self._cache.pages[node][first:], first)
+            if full_page in self._beside
+            for index, number in zip(
+                self.indices, self._parts(self._beside[full_page]), strict=True
+            )
+        }
 
     def to_load(self, node: Node) -> Sequence[int]:
-        return ()
+        end = at = sum(each.num_pages for each in node.upwards())
+        found: list[int] = []
+        for each in node.upwards():
+            at -= each.num_pages
+            for place in reversed(range(max(0, self.first_needed(end) - at), each.num_pages)):
+                if not self._is_here(each, place):
+                    found += reversed(self._in_host(each, place))
+        return found[::-1]
 
     def load(self, lease: Lease) -> Sequence[int]:
-        return ()
+        held, columns = _held(lease), lease.pages[: lease.num_committed]
+        held.first = self.first_needed(len(columns))
+        columns = columns[held.first :]
+        self._use([each for each in columns if each in self._beside], lease)
+        missing = [each for each in columns if each not in self._beside]
+        taken = self._take(len(missing))
+        self._beside.update(zip(missing, taken, strict=True))
+        self._cached.update(taken)
+        held.pages = [self._beside[each] for each in columns]
+        self._count_extra(held)
+        return [number for page in taken for number in self._parts(page)]
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
-        first = self.sizes.first_seen(len(lease.pages))
-        for full_page in lease.pages[first:]:
+        held = WindowPages(self.first_needed(len(lease.pages)), [], {*ends}, prompt_end=max(ends))
+        lease.windows = held
+        if not lease.must_load:  # otherwise `load` does this
+            full_pages = lease.pages[held.first :]
+            self._use(full_pages, lease)
+            held.pages = [self._beside[each] for each in full_pages]
+            self._count_extra(held)
+
+    def _use(self, full_pages: Sequence[int], lease: Lease) -> None:
+        """Keep the cached pages beside these for a lease."""
+        for full_page in full_pages:
             self._beside.move_to_end(full_page)
+            self._needless.discard(full_page)
             self._num_leases[self._beside[full_page]] += 1
-        lease.windows = WindowPages(first, [self._beside[each] for each in lease.pages[first:]])
-        self._count_extra(lease.windows)
+            if self._loads is not None:
+                self._loads.wait_for(self._parts(self._beside[full_page]), lease)
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
-        self._share(lease, key, num_pages, step)
         held = _held(lease)
+        held.ends.add(num_pages)
+        self._share(lease, key, num_pages, step)
         self._num_claimed -= held.claim
         held.claim = 0
         self._let_go(held, len(held.pages))
@@ -93,6 +174,8 @@ class Windows:
             return True
         if others and others + claim > self._num_usable - self.sizes.spare:
             return False
+        if lease.must_load and others + claim + self._num_extra > self._num_usable:
+            return False  # chunks of the same plan have what it needs at once
         self._num_claimed, held.claim = others + claim, claim
         self._count_extra(held)
         return True
@@ -108,13 +191,19 @@ class Windows:
         count = num_columns - held.end
         if count <= 0:
             return []
+        pages = self._take(count)
+        held.pages += pages
+        self._count_extra(held)
+        return pages
+
+    def _take(self, count: int) -> list[int]:
+        """Take pages for one lease."""
         while self._pool.num_free < count:
-            self._evict()
+            if not self._demote():
+                self._evict()
         pages = self._pool.take(count)
         for page in pages:
             self._num_leases[page] = 1
-        held.pages += pages
-        self._count_extra(held)
         return pages
 
     def trim(self, held: WindowPages, num_columns: int) -> None:
@@ -132,28 +221,61 @@ class Windows:
 
     def _share(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         """Let the cache keep the pages of a lease beside its own full pages with the same tokens.
-        They are written by steps up to `step`."""
-        held = _held(lease)
-        full_pages = self._full_pages(self._cache.tree.along(lease.node, key, num_pages))
-        for full_page, page in zip(full_pages[held.first :], held.pages, strict=False):
-            if full_page in self._beside:
-                self._beside.move_to_end(full_page)
-            elif page not in self._cached:
+        They are written by steps up to `step`. Those that no prefix needs go first."""
+        held, tree = _held(lease), self._cache.tree
+        full_pages = self._full_pages(tree.along(lease.node, key, num_pages))
+        pages = zip(full_pages[held.first :], held.pages, strict=False)
+        for column, (full_page, page) in enumerate(pages, held.first):
+            if full_page not in self._beside and page not in self._cached:
                 self._beside[full_page] = page
                 self._cached.add(page)
-                self._pool.mark_written([page], step)
+                self._cache.pool.mark_written(self._parts(page), step)
+            if full_page in self._beside:
+                ends = (end for end in {*held.ends, num_pages} if end > column)
+                is_needed = self.first_needed(min(ends)) <= column
+                self._beside.move_to_end(full_page, last=is_needed)
+                (self._needless.discard if is_needed else self._needless.add)(full_page)
+        if self._host is not None:
+            self._mark_ends(lease, key, num_pages)
+
+    def _mark_ends(self, lease: Lease, key: bytes, num_pages: int) -> None:
+        """Have prefixes end with the prompt and with the answer of a lease. Those in the middle of
+        the prompt end no more, unless another one goes on there."""
+        held, tree = _held(lease), self._cache.tree
+        for end in sorted(held.ends):
+            if max(held.num_marked + 1, held.prompt_end) <= end <= num_pages:
+                held.num_marked = end
+                path = tree.path(tree.along(lease.node, key, end), end)
+                if sum(node.num_pages for node in path) == end:
+                    self._ends.add(path.pop())
+                    if end == held.prompt_end:
+                        self._ends.difference_update(path)
 
     def forget(self, full_pages: Iterable[int]) -> None:
         """Note that these pages of full layers are no longer in the cache."""
         for full_page in full_pages:
             page = self._beside.pop(full_page, None)
+            self._needless.discard(full_page)
             if page is not None:
                 self._leave_cache(page)
 
     def drop_written_since(self, step: int) -> None:
         """Drop the cached pages that failed steps wrote."""
-        written_by = self._pool.written_by
-        self.forget([full for full, page in self._beside.items() if written_by[page] >= step])
+        beside = self._beside.items()
+        self.forget([full for full, page in beside if self._written(page) >= step])
+
+    def _written(self, page: int) -> int:
+        """The last step that may have written a page."""
+        return self._written_by[self._parts(page)[0]]
+
+    def _demote(self) -> bool:
+        """Let the device evict a prefix, where it would lose pages that one needs before host
+        memory has them; False if there is nothing to gain."""
+        num_evictable = self._cache.num_evictable
+        if self._host is None or not num_evictable or next(iter(self._beside)) in self._needless:
+            return False
+        self._host.evict(1, self._host.offloads_per_plan)
+        return self._cache.num_evictable < num_evictable
 
     def _evict(self) -> None:
         """Take the least recently used page from the cache. One that a lease has counts as used."""
@@ -161,6 +283,10 @@ class Windows:
         if self._num_leases[page]:
             self._beside[full_page] = page
         else:
+            self._needless.discard(full_page)
+            if self._loads is not None:  # the next plan awaits one that nobody wants any more
+                for load_id in self._loads.of(self._parts(page)):
+                    self._loads.landed(load_id)
             self._leave_cache(page)
 
     def _leave_cache(self, page: int) -> None:
@@ -190,12 +316,18 @@ class Windows:
         assert all(len(set(each.pages)) == len(each.pages) for each in held)
         assert all(_held(lease).end <= len(lease.pages) for lease in leases)
         assert self._cached == set(self._beside.values())
+        assert self._needless <= self._beside.keys()
         assert len(self._cached) == len(self._beside), "two pages of the cache share one"
         full_pages = {page for run in self._cache.pages.values() for page in run}
         assert self._beside.keys() <= full_pages, "a page is left of a prefix that is gone"
         owned = sorted([*self._pool.free_pages, *self._cached.union(users)])
         assert owned == list(range(1, self._num_usable + 1)), "a page is lost or owned twice"
-        assert all(self._pool.written_by[page] <= launched for page in self._cached)
+        is_planned = self._loads is None or not self._loads.new
+        assert all(
+            step <= launched or (step == UNPLANNED and not is_planned)
+            for step in map(self._written, self._cached)
+        )
+        assert self._ends <= {*self._cache.tree.nodes()}, "an end is left of a prefix that is gone"
         assert self._num_claimed == sum(each.claim for each in held)
         assert self._num_extra == sum(each.extra for each in held)
         assert all(each.extra == max(0, len(each.pages) - each.claim) for each in held)

@@ -322,7 +322,8 @@ def _measure_steps(
     finally:
         runner.close()
     if config.num_host_pages:
-        num_bytes += staging_bytes(make.weights.layers, config.page_size, config.num_host_pages)
+        layers = config.whole_layers(make.weights.layers)
+        num_bytes += staging_bytes(layers, config.page_size, config.num_host_pages)
     # The page tables of the trial were only as wide as its small cache.
     num_bytes += page_table_bytes(config)
     num_bytes += make.place.stage.bytes_on_the_way(config.max_prefill_length)

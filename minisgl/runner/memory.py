@@ -188,9 +188,9 @@ def fit_caches(
 def divide_pages(
     config: ResolvedConfig, layers: Sequence[LayerSpec], num_pages: int, pipeline: Pipeline
 ) -> tuple[int, int]:
-    """The numbers of pages of full and of windowed layers; 0 of these if all layers have the same,
-    where that is more. num_pages: as many as fit then, or the option's. All ranks must call this
-    together."""
+    """The numbers of pages of full and of windowed layers; as many of these as of those, or 0 if
+    all layers have the same, where that is more. num_pages: as many as fit then, or the option's.
+    All ranks must call this together."""
     sizes, num_slots = config.windows, config.max_running_requests // config.num_attending
     room = num_pages * page_bytes(layers, config.page_size)
     num_pages = pipeline.host_min(num_pages)
@@ -203,7 +203,9 @@ def divide_pages(
         longest = -(-config.max_seq_len // config.page_size)
         wanted = max(num_slots, windowed // sizes.span) * longest
         full = 1 + min(wanted, max(longest, MOST_NUMBERS))
-    return (full, windowed) if full > num_pages else (num_pages, 0)
+    if full > num_pages:
+        return full, windowed
+    return num_pages, num_pages if config.num_host_pages else 0
 
 
 def fit_capacity(

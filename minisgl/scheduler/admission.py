@@ -50,7 +50,7 @@ class Admission:
         reserved: dict[int, float] = defaultdict(float)
         for running in self._slots.running:
             reserved[running.lease.rank] += self.ratio.expected(running.request)
-        num_granted = sum(len(grant.pages) for grant in work.grants)
+        num_granted = sum(len(grant.pages) for grant in work.grants if not grant.windowed)
         # Clients that may have no more admitted.
         barred = set(filter(self._slots.has_its_share, self._waiting.clients))
         kept_for_one = set[Part]()

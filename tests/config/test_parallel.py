@@ -416,8 +416,8 @@ def test_a_drafter_attends_as_its_model_does(
     """Also where the layout is chosen after both were read."""
     folder = str(make_checkpoint(spec_named("qwen3"), tmp_path))
     options = EngineConfig(
-        model=folder, device="cpu", tp=2, load_format="dummy", speculative=folder
-    )
+        model=folder, device="cpu", tp=2, load_format="dummy", speculative=folder, num_pages=64
+    )  # else their number depends on the memory that is free
     given = read_setup(replace(options, dp_attention=True))
     assert given.network is not None and not given.network.layers.divides_heads
     chosen = {"dp_attention": True, "parallel": "given"}

@@ -138,6 +138,13 @@ async def test_pages_are_not_shared_without_a_host_cache_or_a_secret(
             ConfigError, match="--host-cache 0: sharing pages between engines needs a host cache"
         ):
             await plain.share_pages("127.0.0.1:0", always_load=False)
+    options: dict[str, Any] = {"host_cache": 0.01, "page_size": 4, "max_prefill_length": 7}
+    windowed = load_engine(
+        case_of("gpt-oss").folder, max_running_requests=3, num_pages=60, **options
+    )
+    async with AsyncEngine(windowed) as freeing:
+        with pytest.raises(ConfigError, match=r"--whole-pages False: .* keep them whole"):
+            await freeing.share_pages("127.0.0.1:0", always_load=False)
     shared = await engine()
     async with shared:
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0: .* need a shared secret"):

@@ -41,10 +41,12 @@ from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.startup_lines import tell_of_windows
+from minisgl.kvcache.copies import LoadRule
 from minisgl.runner import load
 from minisgl.runner.setup import read_setup
 
 WINDOW = 20  # of the checkpoints
+NUM_TOKENS = 6
 # So few requests at once that windowed layers need fewer pages than the others.
 ON: dict[str, Any] = {"max_running_requests": 3, "max_prefill_length": 7}
 OFF: dict[str, Any] = {"max_running_requests": 200, "max_prefill_length": 7}
@@ -113,6 +115,90 @@ def test_ranks_and_stages_give_the_tokens_of_transformers(
     config = EngineConfig(model=str(case.folder), device="cpu", **EVERYTHING | options)
     assert read_setup(config).config.windows is not None
     check_with_aborts(case, **options)
+
+
+# So few pages that a long prompt pushes the others out.
+CRAMPED: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "page_size": 4, **ON}
+
+
+async def ask_each(engine: AsyncEngine, case: Case) -> list[int]:
+    """Ask the prompts of a case, one after the other; how many tokens of each were cached."""
+    cached: list[int] = []
+    for prompt in case.prompts:
+        output = await complete(engine, prompt, greedy(NUM_TOKENS))
+        await count_excused(engine, first_tokens(case, prompt, NUM_TOKENS), [output])
+        cached.append(output.num_cached_tokens)
+    engine.audit()
+    return cached
+
+
+def longer_than_window(case: Case) -> tuple[Case, list[int]]:
+    """The prompts that are, and how many tokens of each can be found in pages of 4."""
+    runs = {tuple(prompt): run for prompt, run in zip(case.prompts, case.runs, strict=True)}
+    prompts = [prompt for prompt in case.prompts if len(prompt) > WINDOW]
+    case = dataclasses.replace(
+        case, prompts=prompts, runs=[runs[tuple(prompt)] for prompt in prompts]
+    )
+    return case, [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt-oss", {}),
+        ("gpt-oss", {"padded": 3}),
+        ("gpt-oss", {"tp": 2}),
+        ("gemma4", {}),
+        ("gemma4", {"max_prefill_length": 28, "max_running_requests": 2}),
+    ],
+    ids=str,
+)
+def test_windows_come_back_from_host_memory(
+    family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    case, every = longer_than_window(native_case(family))
+    loaded = load_engine(case.folder, host_cache=0.02, **CRAMPED | options)
+    assert has_own_pages(loaded)
+
+    async def run() -> None:
+        async with AsyncEngine(loaded) as engine:
+            assert await ask_each(engine, case) < every
+            await complete(engine, [3] * 140, greedy(2))  # pushes them out
+            assert await ask_each(engine, case) == every
+            assert engine.stats().counters.num_host_tokens >= sum(every) // 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma4"])
+def test_windows_survive_a_restart(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where files are lost that have some of them, the tokens are computed."""
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    case, every = longer_than_window(native_case(family))
+    folder = tmp_path / "disk"
+    options = {"host_cache": 0.02, "disk_cache": str(folder), **CRAMPED}
+
+    async def run() -> tuple[list[int], int]:
+        loaded = load_engine(case.folder, **options)
+        assert has_own_pages(loaded)
+        async with AsyncEngine(loaded) as engine:
+            cached = await ask_each(engine, case)
+            return cached, engine.stats().counters.num_disk_tokens
+
+    first, num_disk_tokens = asyncio.run(run())
+    assert first < every and num_disk_tokens == 0
+    cached, num_disk_tokens = asyncio.run(run())
+    assert cached == every and num_disk_tokens > WINDOW
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    files = sorted((path for path, size in sizes.items() if size > 500), key=sizes.__getitem__)
+    assert len(files) > 1
+    for path in files[::2]:
+        path.unlink()
+    cached, _ = asyncio.run(run())
+    assert cached < every
 
 
 def test_drafting_networks_change_no_token(tmp_path: Path) -> None:

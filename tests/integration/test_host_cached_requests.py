@@ -22,6 +22,7 @@ from support.parity import (
 from support.slow_lanes import SlowLane
 from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
 
+from minisgl.config import page_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.runner import load
@@ -58,8 +59,8 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
             config = loaded.config
             layers = loaded.model.stages(config.pp)[-1]  # of rank 0
             facts = loaded.model.on_rank(config.tp).on_stage(layers)
-            page_bytes = facts.kv_bytes_per_token(config.kv_dtype)
-            assert loads.num_bytes == loads.num_pages * page_bytes * config.page_size
+            specs = config.whole_layers(facts.kv_specs(config.kv_dtype))
+            assert loads.num_bytes == loads.num_pages * page_bytes(specs, config.page_size)
             assert 0 < stats.counters.num_host_tokens <= stats.counters.num_cached_tokens
 
     asyncio.run(run())
@@ -82,6 +83,13 @@ def test_slow_lanes_and_small_pieces_change_no_token(
 @pytest.mark.usefixtures("slow")
 def test_pages_in_fp8_survive_host_memory() -> None:
     check_rounds(shortened(fp8_case("llama3", scaled=True)))
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("option", [{}, {"tp": 2}], ids=str)
+def test_pages_of_windowed_layers_survive_host_memory(option: dict[str, Any]) -> None:
+    """Where retracted requests, too, go on behind what is loaded."""
+    check_rounds(short_case_of("gpt-oss"), max_running_requests=2, **option)
 
 
 def test_latents_survive_host_memory() -> None:

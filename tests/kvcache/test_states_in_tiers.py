@@ -10,7 +10,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.moves import Move, Place
-from minisgl.kvcache.page_keys import keys_beside, page_keys
+from minisgl.kvcache.page_keys import key_beside, page_keys
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
 
 FIRST, SECOND, LONG = [1, 2, 3, 4, 0], [5, 0], [*range(10, 18)]
@@ -107,7 +107,7 @@ def test_it_does_not_come_back_where_computing_is_faster() -> None:
 def names(tokens: list[int]) -> list[bytes]:
     packed = pack_tokens(tokens)
     pages = [*page_keys(b"model", b"", packed, TOKEN_BYTES, 0, len(tokens))]
-    return [*pages, *keys_beside(pages[-1], PAGES_EACH)]
+    return [*pages, *(key_beside(pages[-1], index) for index in range(PAGES_EACH))]
 
 
 def carry_out(kv: KVCacheManager) -> list[Move]:

@@ -215,7 +215,8 @@ def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: s
 def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert with_pages_shared(EngineConfig(host_cache=3.0), 2).host_cache == 3.0
+    given = with_pages_shared(EngineConfig(host_cache=3.0), 2)
+    assert given == EngineConfig(host_cache=3.0, whole_pages=True)
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen

@@ -51,6 +51,8 @@ def test_pages_are_alike_where_that_holds_as_many_tokens() -> None:
     config = options_for(FULL, WINDOWED)
     assert divided(config, 100, FULL, WINDOWED) == (100, 0)
     assert divided(options_for(FULL, FULL), 100, FULL, FULL) == (100, 0)
+    tiered = options_for(FULL, WINDOWED, host_cache=0.1)  # whose pages there have full layers
+    assert divided(tiered, 100, FULL, WINDOWED) == (100, 100)
 
 
 def test_windowed_pages_for_all_requests_beside_the_full_pages_of_the_option() -> None:

@@ -124,6 +124,7 @@ class Harness:
     pages_each: int = 1  # in host memory
     window: int | None = None  # of some layers, which have pages of their own
     num_window_pages: int | None = None  # None: so few that a request may run at any rate
+    window_pages_each: int = 1  # in host memory
     spare: int = 2  # of these, for chunks
     num_ranks: int = 1  # that divide the requests
     max_loras: int = 0
@@ -139,6 +140,7 @@ class Harness:
                 page_size=self.page_size,
                 in_flight=(self.num_stages + 2) * self.max_run,
                 spare=self.spare,
+                pages_each=self.window_pages_each,
             )
             num_window_pages = self.num_window_pages or 1 + sizes.span + sizes.spare
         caches = [
@@ -190,6 +192,9 @@ class Harness:
             slots_each=slots_each,
         )
         self.runner.pages_each, self.runner.first_part = self.pages_each, self.num_pages
+        of_snapshots = (self.num_snapshots or 0) * self.pages_each
+        self.runner.first_window_part = self.num_pages + of_snapshots
+        self.runner.window_pages_each = self.window_pages_each
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_moves = True
         self.disk_namespaces: dict[bytes, bytes] = {}
@@ -282,10 +287,15 @@ class Harness:
         granted, self.num_granted = self.num_granted, 0
         if self.offloads_per_plan is None or copies_of(plan) is None or not plan.decode_slots:
             return
+        if self.window is not None:  # requests that lacked windowed pages when they were to join
+            joined = {join.slot for join in plan.joins}
+            mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
+            granted += sum(len(each.pages) for each in mine)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
         each = 1 + (0 if self.num_snapshots is None else self.pages_each)
+        each += 0 if self.window is None else self.window_pages_each
         assert len(copies_of(plan).offloads) <= granted * each + max(most, piece, each)
 
     def check_loads(self, plan: StepPlan) -> None:
@@ -1178,16 +1188,28 @@ def cramped_harness(
     )
 
 
+def mixture(rng: random.Random) -> dict[str, Any]:
+    """States of requests, windows, both or neither, for a tier behind the device."""
+    options: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        num_snapshots, pages_each = rng.choice([1, 2, 5, 100]), rng.choice([1, 1, 3])
+        options = {"num_snapshots": num_snapshots, "pages_each": pages_each, "max_run": 1}
+    if rng.random() < 0.5:
+        options |= {
+            "window": rng.choice([1, 2, 3, 5, 8, 17]),
+            "spare": rng.choice([1, 2, 10]),
+            "num_window_pages": rng.choice([None, None, 60, 120]),
+            "window_pages_each": rng.choice([1, 1, 3]),
+        }
+    return options
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 @example(634)  # a load takes the snapshot from which a request of the same plan begins
 def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
     """Many prompts share few prefixes, of which the device holds one or two at a time."""
     rng = random.Random(seed)
-    with_states: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        num_snapshots, pages_each = rng.choice([1, 2, 5, 100]), rng.choice([1, 1, 3])
-        with_states = {"num_snapshots": num_snapshots, "pages_each": pages_each, "max_run": 1}
     harness = cramped_harness(
         rng,
         seed,
@@ -1195,7 +1217,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         offloads_per_plan=rng.choice([None, 1, 2, 5]),
         max_loading=rng.choice([None, 1, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
-        **with_states,
+        **mixture(rng),
     )
     waiting = random_requests(
         rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
@@ -1346,16 +1368,13 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
     disk = FakeDisk()
     page_size = rng.choice([1, 2, 4])
     namespaces: dict[bytes, bytes] = {}
-    with_states: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        num_snapshots, pages_each = rng.choice([2, 5, 100]), rng.choice([1, 3])
-        with_states = {"num_snapshots": num_snapshots, "pages_each": pages_each, "max_run": 1}
+    groups = mixture(rng)
     for _ in range(2):
         harness = cramped_harness(
             rng,
             seed,
             page_size=page_size,
-            **with_states,
+            **groups,
             num_host_pages=rng.choice([10, 20, 40]),
             offloads_per_plan=rng.choice([None, 1, 4]),
             max_loading=rng.choice([None, 2]),

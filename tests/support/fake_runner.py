@@ -156,6 +156,8 @@ class FakeRunner:
         self._snapshots: dict[tuple[int, int], tuple[int, int]] = {}
         # With a host tier: how many pages one takes there, and the number of the first one's first.
         self.pages_each, self.first_part = 1, 1 << 60
+        # The same of pages of windowed layers.
+        self.window_pages_each, self.first_window_part = 1, 1 << 60
         self._window = window
         self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
@@ -255,6 +257,11 @@ class FakeRunner:
             self.land(load_id)
         self.num_copied[0] += len(copies.offloads)
         for page, host_page in copies.offloads:
+            if page >= self.first_window_part:
+                window_page, part = self._window_part(page)
+                cells = [self._window_cells.get(cell, -1) for cell in self._cells_of(window_page)]
+                self._host[host_page] = [*cells, part]
+                continue
             if page >= self.first_part:
                 part, snapshot = self._part(page)
                 state = self._snapshots[0, snapshot]
@@ -266,6 +273,10 @@ class FakeRunner:
             self.num_copied[1] += len(load.pages)
             self.in_flight[load.id] = load
             for page in load.pages:
+                if page >= self.first_window_part:
+                    cells_of = self._cells_of(self._window_part(page)[0])
+                    self._window_cells |= dict.fromkeys(cells_of, -1)
+                    continue
                 if page >= self.first_part:
                     self._snapshots[0, self._part(page)[1]] = (-1, -1)
                     continue
@@ -275,7 +286,15 @@ class FakeRunner:
         """Write what a load brings, unless it has landed."""
         load = self.in_flight.pop(load_id, None)
         if load is not None:
+            parts: dict[int, list[int]] = {}  # of pages of windowed layers, that have come
             for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                if page >= self.first_window_part:
+                    window_page, part = self._window_part(page)
+                    *cells, same = self._host[host_page]
+                    assert part == same, "parts are mixed up"
+                    parts.setdefault(window_page, []).append(part)
+                    self._window_cells |= zip(self._cells_of(window_page), cells, strict=True)
+                    continue
                 if page >= self.first_part:
                     part, snapshot = self._part(page)
                     advanced, by_rows, same = self._host[host_page]
@@ -287,6 +306,14 @@ class FakeRunner:
                     continue
                 for place, value in enumerate(self._host[host_page]):
                     self._cells[page, place] = value
+            assert all(len(each) == self.window_pages_each for each in parts.values())
+
+    def _window_part(self, number: int) -> tuple[int, int]:
+        """The page of windowed layers, and its part, of a number behind those of snapshots."""
+        return divmod(number - self.first_window_part, self.window_pages_each)
+
+    def _cells_of(self, page: int) -> list[tuple[int, int]]:
+        return [(page, place) for place in range(self.page_size)]
 
     def _part(self, number: int) -> tuple[int, int]:
         """The part and the snapshot of a number behind those of pages."""

@@ -42,9 +42,11 @@ def open_store(
     config: ResolvedConfig, layers: Sequence[LayerSpec], fingerprint: bytes, rank: int
 ) -> PageFiles:
     """The files of one rank, among those of all stages, in a folder that was checked."""
-    of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32).digest()
-    bytes_each = page_bytes(layers, config.page_size)
-    return PageFiles(_folder(config), of_rank, bytes_each, config.disk_cache_bytes)
+    of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32)
+    if config.windows is not None:
+        of_rank.update(config.windows.window.to_bytes(4, "little"))  # which layers it has
+    bytes_each = page_bytes(config.whole_layers(layers), config.page_size)
+    return PageFiles(_folder(config), of_rank.digest(), bytes_each, config.disk_cache_bytes)
 
 
 def _folder(config: ResolvedConfig) -> Path:

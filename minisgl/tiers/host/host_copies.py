@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.attention.state import LayerState, distinct
+from minisgl.attention.state import LayerState, PagedKV, distinct
 from minisgl.config import LayerSpec, page_bytes
 from minisgl.device.copy_lanes import CopyLane, CopyMark, Mark, copy_lane, upload_pages
 from minisgl.device.lanes import Lanes
@@ -32,6 +32,7 @@ from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.moves import Move, Place
 from minisgl.tiers.host.slabs import Slabs
 from minisgl.tiers.host.state_parts import StateParts
+from minisgl.tiers.host.window_parts import WindowParts
 
 PIECE_BYTES = 64 << 20
 # Pieces that may wait for their DMA to the host before the compute lane must. A plan fills all but
@@ -137,10 +138,16 @@ class HostCopies:
         """num_pages: in host memory. report: gets the fraction of it that is pinned.
         first_snapshot: its index in a StateBySlot."""
         self._lanes = lanes
-        self.planes = Planes.of([plane for state in distinct(states) for plane in state.planes])
+        paged = [each for each in distinct(states) if isinstance(each, PagedKV)]
+        whole, windowed = (
+            [plane for each in paged if each.windowed == kind for plane in each.planes]
+            for kind in (False, True)
+        )
+        self.planes = Planes.of(whole)
         self.page_bytes = page_bytes = self.planes.page_bytes
         num_device_pages = len(self.planes.words[0])
         self._parts = StateParts(states, num_device_pages, first_snapshot, page_bytes)
+        self._windows = WindowParts(windowed, self._parts.end, page_bytes)
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
@@ -193,6 +200,7 @@ class HostCopies:
                 self._down.hold_compute(last)
             gather_pages(self.planes, pages[start : start + len(host_pages)], packed)
             self._parts.gather(numbers[start : start + len(host_pages)], packed)
+            self._windows.gather(numbers[start : start + len(host_pages)], packed)
             copied = self._down.queue(self._sending(host_pages, packed), [self._lanes.mark()])
             self._ring.leave(len(host_pages), copied)
             self._note(self._offloading, copied, host_pages)
@@ -235,6 +243,7 @@ class HostCopies:
                 some = targets[start : start + self._piece]
                 scatter_pages(self.planes, some, self._arriving)
                 self._parts.scatter(pages[start : start + self._piece], self._arriving)
+                self._windows.scatter(pages[start : start + self._piece], self._arriving)
 
         return fetch
 

@@ -26,6 +26,8 @@ class StateParts:
         self._num_pages, self._first_snapshot = num_pages, first_snapshot
         self._page_bytes = page_bytes
         self._pages_each = max(1, -(-sum(each.shape[1] for each in self._bytes) // page_bytes))
+        num_snapshots = max((len(each) - first_snapshot for each in tensors), default=0)
+        self.end = num_pages + num_snapshots * self._pages_each  # of the numbers
 
     def pages(self, numbers: Sequence[int]) -> list[int]:
         """The numbers of pages, with the scratch page in place of parts."""
@@ -44,7 +46,7 @@ class StateParts:
     def _pairs(self, numbers: Sequence[int], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of states, and where they are in rows of `packed`."""
         for number, row in zip(numbers, packed, strict=False):
-            if number < self._num_pages:
+            if not self._num_pages <= number < self.end:
                 continue
             snapshot, part = divmod(number - self._num_pages, self._pages_each)
             start = part * self._page_bytes  # in the bytes of all layers, one after the other

@@ -1,0 +1,61 @@
+"""The parts of pages of windowed layers, each as large as a page of the other layers.
+
+Their numbers come behind those of the parts of snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minisgl.device.copy_lanes import upload_pages
+from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.planes import Planes
+
+
+class WindowParts:
+    def __init__(self, planes: Sequence[Tensor], first: int, page_bytes: int) -> None:
+        """planes: of windowed layers, if there are any. first: the number of the first part."""
+        self._planes = Planes.of(planes) if planes else None
+        self._first, self._page_bytes = first, page_bytes
+
+    def gather(self, numbers: Sequence[int], packed: Tensor) -> None:
+        """Copy the parts among `numbers` into their rows of `packed`, [n, page_bytes] uint8."""
+        rows = self._rows(numbers)
+        if self._planes is not None and rows:
+            pages, places = self._places(self._planes, [numbers[row] for row in rows])
+            parts = self._gathered(self._planes, upload_pages(pages, packed.device))
+            packed[upload_pages(rows, packed.device)] = parts[upload_pages(places, packed.device)]
+
+    def scatter(self, numbers: Sequence[int], packed: Tensor) -> None:
+        """Copy the rows of `packed` to the parts among `numbers`."""
+        rows = self._rows(numbers)
+        if self._planes is not None and rows:
+            numbered, places = self._places(self._planes, [numbers[row] for row in rows])
+            pages = upload_pages(numbered, packed.device)
+            parts = self._gathered(self._planes, pages)  # the other parts of these pages stay
+            parts[upload_pages(places, packed.device)] = packed[upload_pages(rows, packed.device)]
+            whole = parts.view(len(numbered), -1)[:, : self._planes.page_bytes].contiguous()
+            scatter_pages(self._planes, pages, whole)
+
+    def _rows(self, numbers: Sequence[int]) -> list[int]:
+        return [row for row, number in enumerate(numbers) if number >= self._first]
+
+    def _places(self, planes: Planes, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The pages of parts, and where the parts are among all parts of these."""
+        each = -(-planes.page_bytes // self._page_bytes)
+        pages = [*dict.fromkeys((number - self._first) // each for number in numbers)]
+        first_of = {page: at * each for at, page in enumerate(pages)}
+        split = (divmod(number - self._first, each) for number in numbers)
+        return pages, [first_of[page] + part for page, part in split]
+
+    def _gathered(self, planes: Planes, pages: Tensor) -> Tensor:
+        """The parts of pages, [parts, page_bytes]. The last one of a page may end in zeros."""
+        shape = (len(pages), planes.page_bytes)
+        whole = torch.empty(shape, dtype=torch.uint8, device=pages.device)
+        gather_pages(planes, pages, whole)
+        padding = -planes.page_bytes % self._page_bytes
+        return functional.pad(whole, (0, padding)).view(-1, self._page_bytes)
