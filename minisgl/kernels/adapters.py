@@ -38,6 +38,7 @@ class AdaptedRows(NamedTuple):
     order: Tensor  # [num_rows] int32: the rows with an adapter, by adapter and then by row
     # [any, 3] int32: adapter, first and end in `order` of each tile of rows; adapter 0: no tile.
     tiles: Tensor
+    active: Tensor  # [1 + num_slots] int32: how many adapters have rows, and these, ascending
 
 
 class Delta(NamedTuple):

@@ -1,10 +1,10 @@
 """Cases of bench_kernels.py: products of which rows have adapters (LoRA).
 
 `minisgl` is the shrink and our GEMM, which adds the delta; `cuBLAS` shrink, cuBLAS and expand; of
-0 adapters the GEMMs alone. Weights and adapters are as cold as in a model. x is written before each
-call, which counts, by a norm of ours: as in a model, what follows is launched while it runs. What a
-case takes more than that of 0 adapters, by the faster of both, summed up over a layer's products
-and times the layers, is what adapters cost a step. Bytes: of W, and of A and B once for each
+0 adapters the GEMMs alone. Weights and adapters are as cold as in a model, and x is written before
+each call, which counts. What a case takes more than that of 0 adapters, by the faster of both,
+summed up over a layer's products and times the layers, is what adapters cost a step.
+Bytes: of W, and of A and B once for each
 adapter.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl.kernels.adapters import AdapterWeights, allocate
 from minisgl.kernels.linear.epilogue import Epilogue
 
-RANK, EPS = 16, 1e-5
+RANK = 16
 ADAPTERS = (
     *((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (16, 0), (16, 8)),
     *((32, 0), (32, 1), (32, 8), (32, 32)),
@@ -41,7 +41,6 @@ def lora_problem(
     shape: Shape, widths: tuple[int, ...], m: int, num_adapters: int, rank: int = RANK
 ) -> Problem:
     """Rows have the adapters in turn; none: of no adapters."""
-    from minisgl.kernels.elementwise.norm import rms_norm
     from minisgl.kernels.linear.dense_gemm import linear
     from minisgl.kernels.linear.tiles import LinearWorkspace
     from minisgl.kernels.lora import reference
@@ -56,7 +55,6 @@ def lora_problem(
     num_slots = max(num_adapters, 1)
     adapters = (torch.arange(m, device=DEVICE) % num_slots + 1).int()
     rows, source = sort_rows(adapters, num_slots), random(m, shape.k)
-    factor = torch.ones(shape.k, device=DEVICE, dtype=DTYPE)
 
     def make() -> tuple[Tensor, AdapterWeights]:
         slots = slots_of(num_slots, shape.k, widths, rank)
@@ -68,7 +66,7 @@ def lora_problem(
 
     def product(pair: tuple[Tensor, AdapterWeights], ours: bool) -> Tensor:
         w, slots = pair
-        x = rms_norm(source, factor, EPS)
+        x = source * 1
         delta = shrink(x, slots, rows, own) if adapted else None
         if ours:
             return linear(x, w, epilogue=Epilogue(delta=delta), workspace=workspace)
@@ -81,10 +79,9 @@ def lora_problem(
         return lambda: in_turn(partial(product, ours=ours), pairs, NUM_CALLS)
 
     w, slots = pairs[0]
-    x = rms_norm(source, factor, EPS)
-    expected = x @ w.T
+    expected = source @ w.T
     if adapted:
-        reference.expand(expected, reference.shrink(x, slots, rows))
+        reference.expand(expected, reference.shrink(source, slots, rows))
     return Problem(
         calls={"minisgl": ways(True), "cuBLAS": ways(False)},
         num_bytes=num_bytes,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import apply_norm, from_here
-from minisgl.kernels.linear.delta_parts import delta_of, up_columns, wait_before_loop
+from minisgl.kernels.linear.delta_parts import wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -117,12 +117,7 @@ def burst_kernel(
             up = multiply(from_here(up_w[i], pdl), piece, up, groups)
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
-    if delta is not None:
-        first_row, up_column = m_tile * block_m, up_columns(column, n)
-        acc += delta_of(delta, first_row, block_m, column, num_rows, n, 0, False, pdl)
-        if gated:
-            up += delta_of(delta, first_row, block_m, up_column, num_rows, 2 * n, 0, False, pdl)
     finish(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        row, column, num_rows, n, gated, gelu,
+        row, column, num_rows, n, gated, gelu, delta, pdl,
     )  # fmt: skip

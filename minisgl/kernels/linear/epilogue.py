@@ -37,7 +37,7 @@ class Epilogue(NamedTuple):
     # returned is empty. one_shot.received_norm adds up the summands of all ranks.
     mailbox: Mailbox | None = None
     # Before any of these it is added to y, in float32. The launch before must be its shrink: the
-    # GEMM waits for that only before its last tiles, so that its x must be older.
+    # GEMM waits for that only when it has multiplied, so that its x must be older.
     delta: Delta | None = None
 
     def place(self, x: Tensor, n: int, blocks: int) -> tuple[Tensor, Tensor | None]:

@@ -29,8 +29,10 @@ def sort_rows(adapters: Tensor, num_slots: int) -> AdaptedRows:
         first, end = end, end + count
         tiles += [(adapter, at, min(at + TILE_ROWS, end)) for at in range(first, end, TILE_ROWS)]
     tiles += [(0, 0, 0)] * (tiles_of(len(adapters), num_slots, TILE_ROWS) - len(tiles))
+    active = torch.zeros(1 + num_slots, dtype=torch.int32, device=adapters.device)
+    active[0], active[1 : 1 + len(found)] = len(found), found
     made = torch.tensor(tiles, dtype=torch.int32, device=adapters.device).view(-1, 3)
-    return AdaptedRows(adapters, order, made)
+    return AdaptedRows(adapters, order, made, active)
 
 
 def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
@@ -60,4 +62,5 @@ def expand(y: Tensor, delta: Delta) -> None:
 
 
 def _active(rows: AdaptedRows) -> list[int]:
-    return [adapter for adapter in rows.adapters.unique().tolist() if adapter > 0]
+    count, *found = rows.active.tolist()
+    return found[:count]

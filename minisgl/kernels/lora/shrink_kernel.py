@@ -167,7 +167,6 @@ def _shrink(
     real = index < tl.load(tiles + tile * 3 + 2)
     row = tl.load(order + index, mask=real, other=0).to(tl.int64)
     x_at = x + spread(row * x_stride, groups)
-    scale = tl.load(scales + slot * num_parts + part)
     # All programs wait, since the next launch relies on the end of the one before.
     wait_for_previous(pdl)
 
@@ -196,6 +195,7 @@ def _shrink(
                 w = _load_a(a, i * split_size, k, some, block_k, pieces, groups)
                 acc += _sum_of_split(w, x_at, i * split_size, k, real, unit, block_k, groups)
         if last:
+            result = acc * tl.load(scales + slot * num_parts + part)
             column = part * max_rank + first_rank + lane
             v_at = v + row[:, None] * (num_parts * max_rank) + column[None, :]
-            tl.store(v_at, (acc * scale).to(v.dtype.element_ty), mask=real[:, None])
+            tl.store(v_at, result.to(v.dtype.element_ty), mask=real[:, None])

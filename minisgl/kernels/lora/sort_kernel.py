@@ -24,8 +24,10 @@ def sort_rows(adapters: Tensor, num_slots: int, *, pdl: bool = True) -> AdaptedR
         adapters=adapters,
         order=torch.empty_like(adapters),
         tiles=adapters.new_empty((num_tiles, 3)),
+        active=adapters.new_empty(1 + num_slots),
     )
     if num_rows == 0:
+        rows.active.zero_()
         return rows
     _sort_rows[(1,)](
         *rows,
@@ -53,6 +55,7 @@ def _sort_rows(
     adapters,
     order,
     tiles,
+    active,
     num_rows,
     num_slots,
     num_tiles,
@@ -81,6 +84,10 @@ def _sort_rows(
         tl.store(at, tl.sum(tl.where(mine, slot[None, :], 0), 1), mask=real)
         tl.store(at + 1, begin, mask=real)
         tl.store(at + 2, tl.minimum(begin + tile_rows, end), mask=real)
+
+    present = (counts > 0).to(tl.int32)
+    tl.store(active, tl.sum(present, 0))
+    tl.store(active + tl.cumsum(present, 0), slot, mask=counts > 0)
 
     for start in range(0, num_rows, block):
         row = start + tl.arange(0, block)
