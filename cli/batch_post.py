@@ -31,7 +31,7 @@ async def own_application(config: EngineConfig) -> AsyncIterator[Post]:
     from minisgl.server.engine_state import EngineState
     from minisgl.server.process import start_engine
 
-    state = EngineState(ServerConfig())
+    state = EngineState(ServerConfig(), options=config)
     engine = await start_engine(config)
     try:
         check_task(engine.vectors.task, "generate")

@@ -33,6 +33,7 @@ from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
     NO_PARAMETER,
+    Extra,
     OutputDelta,
     RequestOutput,
     SamplingParams,
@@ -55,7 +56,7 @@ T = TypeVar("T")
 SAMPLING_NAMES = frozenset(SamplingOptions.__annotations__)
 # The parameters of `LLM.chat` itself.
 CHAT_NAMES = frozenset(
-    "messages sampling_params tools response_format chat_template_kwargs n cache_salt".split()
+    "messages sampling_params tools response_format chat_template_kwargs n cache_salt lora".split()
 )
 
 
@@ -111,6 +112,7 @@ class LLM:
         *,
         n: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         progress: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
@@ -122,15 +124,16 @@ class LLM:
         constraint, and `parsed` is the value of a JSON one. Without max_tokens an output may fill
         the rest of the context. n: outputs for each prompt, which follow each other in the list; a
         seed is that of the first, and the others have the seeds that a server gives them.
-        cache_salt: cached prefixes are shared only between calls with the same salt. progress: draw
-        a bar if stderr is a terminal. Raises MinisglError for the first prompt that is refused or
-        fails, after aborting the others.
+        cache_salt: cached prefixes are shared only between calls with the same salt. lora: the name
+        of the adapter that answers; None: the model itself. progress: draw a bar if stderr is a
+        terminal. Raises MinisglError for the first prompt that is refused or fails, after aborting
+        the others.
         """
         batch = _as_batch(prompts)
-        others = ("n", "cache_salt", "progress", "sampling_params")
+        others = ("n", "cache_salt", "lora", "progress", "sampling_params")
         check_names(sampling, SAMPLING_NAMES, NO_PARAMETER, others)
         params = self._sampling(sampling_params, sampling, len(batch), "prompt")
-        return self._wait_for(self._run(batch, params, n, cache_salt, progress))
+        return self._wait_for(self._run(batch, params, n, cache_salt, lora, progress))
 
     @overload
     def chat(
@@ -143,6 +146,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         n: None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
 
@@ -157,6 +161,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         n: int,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -171,6 +176,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         n: None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -184,6 +190,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         n: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
@@ -202,7 +209,7 @@ class LLM:
         """
         conversations, is_one = _as_conversations(messages)
         asked = self._ask(sampling_params, response_format, tools, options, chat_template_kwargs)
-        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt))
+        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt, lora))
         if hasattr(response_format, "model_validate"):
             for output in outputs:
                 if output.parsed is not None:
@@ -218,6 +225,7 @@ class LLM:
         response_format: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[OutputDelta]:
         """Yield the answer to a prompt, or to a conversation as `chat` takes it, piece by piece.
@@ -236,6 +244,7 @@ class LLM:
                 response_format=response_format,
                 tools=tools,
                 cache_salt=cache_salt,
+                lora=lora,
                 options=options,
                 template_kwargs=chat_template_kwargs,
             )
@@ -316,6 +325,7 @@ class LLM:
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[Embedding]:
         """The vectors of texts (or token ids, which are taken as they are), in their order.
 
@@ -332,7 +342,8 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
         batch = _as_batch(inputs)
-        return self._wait_for(self.engine.vectors.embed(batch, options, cache_salt=cache_salt))
+        extras, vectors = self._adapter(lora), self.engine.vectors
+        return self._wait_for(vectors.embed(batch, options, cache_salt=cache_salt, extras=extras))
 
     def rerank(
         self,
@@ -343,6 +354,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         max_tokens_per_doc: int | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
     ) -> list[Score]:
         """The scores of documents, 0 to 1, in their order; of a model with task="rerank".
 
@@ -356,7 +368,8 @@ class LLM:
             truncate_prompt_tokens=truncate_prompt_tokens,
             max_tokens_per_doc=max_tokens_per_doc,
         )
-        return self._wait_for(self.engine.vectors.rerank(pairs, options, cache_salt=cache_salt))
+        extras, vectors = self._adapter(lora), self.engine.vectors
+        return self._wait_for(vectors.rerank(pairs, options, cache_salt=cache_salt, extras=extras))
 
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""
@@ -442,10 +455,16 @@ class LLM:
             self._waiting.discard(thread)
 
     async def _answer(
-        self, conversations: Sequence[Messages], asked: _Asked, n: int | None, salt: str | None
+        self,
+        conversations: Sequence[Messages],
+        asked: _Asked,
+        n: int | None,
+        salt: str | None,
+        lora: str | None,
     ) -> list[RequestOutput]:
         prompts = [await self._read(messages, asked) for messages in conversations]
-        return await self._run(prompts, [asked.params] * len(prompts), n, salt, len(prompts) > 1)
+        params = [asked.params] * len(prompts)
+        return await self._run(prompts, params, n, salt, lora, len(prompts) > 1)
 
     async def _read(self, messages: Messages, asked: _Asked) -> _ReadPrompt:
         conversation = await self._chats.read(messages, asked.tools, asked.variables)
@@ -459,6 +478,7 @@ class LLM:
         response_format: Any,
         tools: Sequence[Any] | None,
         cache_salt: str | None,
+        lora: str | None,
         options: Mapping[str, Any],
         template_kwargs: Mapping[str, Any] | None,
     ) -> OutputStream:
@@ -466,21 +486,28 @@ class LLM:
         items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
         if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
             asked = self._ask(sampling_params, response_format, tools, options, template_kwargs)
-            return await self._submit(await self._read(items, asked), asked.params, cache_salt)
+            read = await self._read(items, asked)
+            return await self._submit(read, asked.params, cache_salt, lora)
         of_chats = (tools or None, response_format, template_kwargs)
         names = ("tools", "response_format", "chat_template_kwargs")
         for name, value in zip(names, of_chats, strict=True):
             if value is not None:
                 raise InvalidRequestError(name, "is for conversations, not for prompts.")
-        check_names(options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "sampling_params"))
+        check_names(
+            options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "lora", "sampling_params")
+        )
         [one, *others] = _as_batch(items) or [[]]
         if others:
             raise InvalidRequestError("prompt", "must be one: a text, token ids or messages.")
         [params] = self._sampling(sampling_params, options, 1, "prompt")
-        return await self._submit(one, params, cache_salt)
+        return await self._submit(one, params, cache_salt, lora)
 
     async def _submit(
-        self, prompt: str | Sequence[int] | _ReadPrompt, params: SamplingParams, salt: str | None
+        self,
+        prompt: str | Sequence[int] | _ReadPrompt,
+        params: SamplingParams,
+        salt: str | None,
+        lora: str | None,
     ) -> OutputStream:
         if isinstance(prompt, str):
             prompt = await self.engine.encode(prompt)
@@ -489,9 +516,16 @@ class LLM:
             grammar = None if wanted is None else await self.engine.compile(wanted)
             prompt = _ReadPrompt(prompt, AnswerPlan(grammar=grammar))
         plan = prompt.plan
+        extras = (*plan.extras(), *self._adapter(lora))
         return self.engine.submit(
-            prompt.token_ids, params, cache_salt=salt, extras=plan.extras(), parser=plan.parser()
+            prompt.token_ids, params, cache_salt=salt, extras=extras, parser=plan.parser()
         )
+
+    def _adapter(self, lora: str | None) -> tuple[Extra, ...]:
+        """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
+        if not isinstance(lora, str | None):
+            raise InvalidRequestError("lora", "must be the name of an adapter.")
+        return () if lora is None else (self.engine.adapter(lora),)
 
     async def _run(
         self,
@@ -499,6 +533,7 @@ class LLM:
         params: Sequence[SamplingParams],
         n: int | None,
         cache_salt: str | None,
+        lora: str | None,
         progress: bool,
     ) -> list[RequestOutput]:
         if n is not None and not (type(n) is int and n >= 1):
@@ -515,7 +550,7 @@ class LLM:
             for prompt, prompt_params in zip(encoded, params, strict=True):
                 for choice in range(n or 1):
                     own = prompt_params.for_choice(choice)
-                    streams.append(await self._submit(prompt, own, cache_salt))
+                    streams.append(await self._submit(prompt, own, cache_salt, lora))
             with Progress(
                 *columns,
                 tokens_column,

@@ -279,16 +279,17 @@ class Tenant:
 EVERYONE = Tenant()
 
 
-def cache_namespace(tenant: Tenant, cache_salt: str | None) -> bytes:
+def cache_namespace(tenant: Tenant, cache_salt: str | None, extras: Iterable[Extra] = ()) -> bytes:
     """The namespace within which cached prefixes are shared. Raises InvalidRequestError."""
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidRequestError("cache_salt", "must be a text.")
     if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters.")
-    if not tenant.client and cache_salt is None:
+    kv_of = [extra.kv_of for extra in extras if extra.kv_of]
+    if not tenant.client and cache_salt is None and not kv_of:
         return b""
     # A digest, so that the cache key is short and does not reveal the salt.
-    parts = repr((tenant.client, cache_salt)).encode()
+    parts = repr((tenant.client, cache_salt, *kv_of)).encode()
     return hashlib.blake2b(parts, digest_size=16).digest()
 
 
@@ -321,6 +322,7 @@ class Extra:
     __slots__ = ()
 
     samples: ClassVar[bool] = True  # tokens are to follow the prompt
+    kv_of: bytes = b""  # what else the KV of the tokens depends on
     masks: ClassVar[bool] = False  # every token is sampled under a mask
 
     @property
@@ -399,7 +401,7 @@ class Request:
         eos_token_ids: Iterable[int],
         cache_salt: str | None,
     ) -> None:
-        self.namespace = cache_namespace(self.tenant, cache_salt)
+        self.namespace = cache_namespace(self.tenant, cache_salt, self.extras)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + self.max_tokens
         self.stop_token_ids = frozenset(self.params.stop_token_ids).union(

@@ -21,7 +21,7 @@ ROWS = (
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "parts", "client"),
-    ("kernels", "device", "distributed", "attention", "layers", "models", "drafting"),
+    ("kernels", "device", "distributed", "attention", "layers", "models", "lora", "drafting"),
     ("tiers", "parts.device", "runner", "ranks"),
     ("engine", "llm"),
     ("server", "bench", "verify"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
+from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_matcher import held_to
 from support.serving import demo_engine, served
 
@@ -343,6 +344,7 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"chat_template_kwargs": {"foo": 1}}, "foo: is no sampling parameter and no variable of"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools is an argument of"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is an argum"),
+        ({"chat_template_kwargs": {"lora": "x"}}, "chat_template_kwargs: lora is an argument of"),
         ({"chat_template_kwargs": {"top_k": 1}}, "chat_template_kwargs: top_k is an argument of"),
         ({"chat_template_kwargs": ["foo"]}, "chat_template_kwargs: must be a dict"),
         (
@@ -549,3 +551,47 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(monkeypatch: pytest.Monke
         for name in ("comment", "function", "stile"):
             with pytest.raises(MinisglError, match=f"{name}: is no sampling parameter"):
                 llm.chat(CAPITAL, **cast(Any, {name: 1}))
+
+
+def test_adapters_answer_by_their_names(tmp_path: Path) -> None:
+    names: list[str | None] = ["one", "two", None]
+    models = [save_demo_adapter(tmp_path / f"{seed}", seed) for seed in range(2)]
+    folders = {"one": tmp_path / "0", "two": tmp_path / "1"}
+    with LLM(device="cpu", dtype="float32", lora=folders, max_loras=1, max_lora_rank=16) as llm:
+        assert f"lora={folders!r}" in repr(llm)
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None
+        prompt, chat = tokenizer.encode("Who are you?"), tokenizer.chat(CAPITAL)
+        found = set[tuple[int, ...]]()
+        for name, model in zip(names, [*models, None], strict=True):
+            told = greedy_tokens(model, prompt, 8)
+            asked: Any = {"sampling_params": GREEDY, "lora": name}
+            assert [each.token_ids for each in llm.generate(prompt, n=2, **asked)] == [told] * 2
+            of_chat = greedy_tokens(model, chat, 8)
+            assert llm.chat(CAPITAL, **asked).token_ids == of_chat
+            pieces = [*llm.stream(CAPITAL, **asked)]
+            assert [token for piece in pieces for token in piece.token_ids] == of_chat
+            found.add((*told, *of_chat))
+        assert len(found) == 3
+        for wrong in ("three", "", 5, ["one"]):
+            given: Any = {"lora": wrong}
+            for call in (llm.chat, lambda *given, **by: next(llm.stream(*given, **by))):
+                with pytest.raises(InvalidRequestError, match=r"^lora: "):
+                    call(CAPITAL, **given)
+            with pytest.raises(InvalidRequestError, match=r"^lora: "):
+                llm.generate(prompt, **given)
+        with pytest.raises(InvalidRequestError, match="no adapter three; loaded: one, two"):
+            llm.generate("Hello", lora="three")
+
+
+def test_vectors_are_of_the_adapter_that_is_named(tmp_path: Path) -> None:
+    model = save_demo_adapter(tmp_path, seed=0)
+    lora, ids = f"one={tmp_path}", [*range(3, 20)]
+    with LLM(device="cpu", dtype="float32", task="embed", lora=(lora,)) as llm:
+        [own], [adapted] = llm.embed(ids), llm.embed(ids, lora="one")
+        with pytest.raises(InvalidRequestError, match=r"^lora: there is no adapter two"):
+            llm.embed(ids, lora="two")
+    wanted = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+    found = torch.tensor([own.vector, adapted.vector])
+    alike = torch.cosine_similarity(found, wanted[None])
+    assert alike[1] > 0.99999 > 0.99 > alike[0]

@@ -75,11 +75,12 @@ async def _talk(
 
     leaving: closed before the process is ended at once. question: the only one.
     """
-    from .commands import Session
+    from .commands import OFF, Session
     from .repl import Repl, banner
 
     opened = _server(chat.url, chat, engine, ui) if chat.url else _engine(engine, ui, leaving)
     async with opened as model:
+        ui.words["/lora"] = [*model.adapters, OFF]
         repl = Repl(Session(model, ui, Conversation(chat.system), dict(chat.sampling)))
         if question is not None:
             return await repl.ask(question)

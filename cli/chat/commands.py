@@ -226,6 +226,22 @@ async def _tools(session: Session, rest: str) -> None:
         session.ui.note(f"Offered: {names}. When one is called, you type its result.")
 
 
+def _lora(session: Session, rest: str) -> None:
+    model, typed = session.model, unquoted_argument(rest)
+    if not typed:
+        taken = f"/lora takes {', '.join(model.adapters)} or {OFF}"
+        session.ui.say(
+            f"{model.name} answers; {taken if model.adapters else 'no adapter is there'}."
+        )
+        return
+    if typed != OFF and typed not in model.adapters:
+        hint = did_you_mean(typed, model.adapters)
+        said = shortened(typed, NUM_QUOTED_CHARS)
+        raise CommandError(f"There is no adapter {said}. {hint}/lora lists them.")
+    model.adapter = "" if typed == OFF else typed
+    session.ui.note(f"{model.name} answers from now on.")
+
+
 async def _follow(session: Session, rules: AnswerRules) -> None:
     await session.model.check_rules(rules)
     session.rules = rules
@@ -272,6 +288,7 @@ GROUPS = (
         "/params": Command("lists the sampling parameters and their values", _params),
         "/json": Command("has answers follow a JSON schema", _json, "FILE|JSON|off"),
         "/tools": Command("offers tools, whose results you type", _tools, "FILE|off"),
+        "/lora": Command("lists the adapters, or has one answer", _lora, "[NAME|off]"),
     },
     {
         "/stats": Command("shows the tokens, speed and cache use of the conversation", _stats),
@@ -288,6 +305,8 @@ FAMILIAR = {
     **dict.fromkeys(("/show", "/parameters", "/settings", "/get"), "/params"),
     **dict.fromkeys(("/temperature", "/parameter", "/param"), "/set"),
     "/read": "/load",
+    "/model": "/lora",
+    "/adapter": "/lora",
     "/info": "/stats",
 }
 TABLE = {name: command for group in GROUPS for name, command in group.items()}

@@ -53,10 +53,15 @@ class EngineModel:
         self._engine = engine
         self._tokenizer = tokenizer
         self._chats = Chats(engine)
+        self.adapter = next(iter(engine.adapters), "")
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return [*self._engine.adapters]
 
     @property
     def name(self) -> str:
-        return self._engine.model_name
+        return self.adapter or self._engine.model_name
 
     @property
     def facts(self) -> Sequence[str]:
@@ -64,7 +69,8 @@ class EngineModel:
         backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
         devices = f"{config.num_ranks} x " if config.num_ranks > 1 else ""
         return (
-            self.name,
+            self._engine.model_name,
+            *([f"adapter {self.adapter}"] if self.adapter else []),
             f"{config.dtype} on {devices}{device_name(config.device)}",
             f"attention {','.join(backends)}",
             f"context {capacity.max_seq_len:,} tokens",
@@ -109,22 +115,25 @@ class EngineModel:
         params = self._engine.defaults.sampling(**sampling)
         if rules.schema is not None:
             params = replace(params, structured=structured(rules.schema))
-        ruled: dict[str, Any] = {}
+        asked: dict[str, Any] = {}
         # The text of messages has headers, which only a parser removes.
         if rules != TEXT or has_messages(self._tokenizer.chat_template_text):
             plan = await self._chats.plan(conversation, params)
-            ruled = {"parser": plan.parser(), "extras": plan.extras()}
+            asked = {"parser": plan.parser(), "extras": plan.extras()}
+        is_parsed = bool(asked)
+        if self.adapter:
+            asked["extras"] = (*asked.get("extras", ()), self._engine.adapter(self.adapter))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
             params = replace(params, max_tokens=None)  # the room that there is
         try:
-            stream = self._engine.submit(prompt, params, **ruled)
+            stream = self._engine.submit(prompt, params, **asked)
         except ContextLengthError as error:
             raise ContextFullError(
                 f"The conversation with this question has {counted(len(prompt), 'token')}; the "
                 f"context of {self.max_seq_len:,} has no room for an answer."
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.
-        opening = f"{OPEN}\n" if not ruled and self._opens_thinking(prompt) else ""
+        opening = f"{OPEN}\n" if not is_parsed and self._opens_thinking(prompt) else ""
         num_tokens = 0
         is_broken = False  # whether a call cannot be read
         try:

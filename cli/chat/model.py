@@ -64,6 +64,13 @@ class ReplyDelta:
 
 
 class ChatModel(Protocol):
+    adapter: str  # that answers, one of `adapters`; empty: the model itself
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the adapters; on a server, of all its other models."""
+        ...
+
     @property
     def name(self) -> str: ...
 

@@ -39,12 +39,20 @@ class ServerModel:
     """One model of a server, as a `ChatModel`."""
 
     def __init__(
-        self, base_url: str, api_key: str, model: ServedModel, timeout_s: float = ANSWER_S
+        self,
+        base_url: str,
+        api_key: str,
+        model: ServedModel,
+        timeout_s: float = ANSWER_S,
+        listed: Sequence[ServedModel] = (),
     ) -> None:
+        """listed: all models of the server."""
         self._base_url = base_url
         self._api_key = api_key
-        self._model = model
         self._timeout_s = timeout_s
+        self._by_name = {served.id: served for served in listed if served.id}
+        self._base = self._by_name.get(model.parent or "", model)
+        self._model = model
 
     @classmethod
     async def connect(
@@ -66,7 +74,19 @@ class ServerModel:
             wanted = f"no model {model}" if model else "no model at all"
             raise ServerError(f"{base_url} has {wanted}" + (f"; it has {few}." if few else "."))
         check_can_chat(chosen.id or "the model", chosen.task or "generate")
-        return cls(base_url, api_key, chosen, timeout_s)
+        return cls(base_url, api_key, chosen, timeout_s, listed)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return [name for name in self._by_name if name != self._base.id]
+
+    @property
+    def adapter(self) -> str:
+        return "" if self._model is self._base else self.name
+
+    @adapter.setter
+    def adapter(self, name: str) -> None:
+        self._model = self._by_name[name] if name else self._base
 
     @property
     def name(self) -> str:

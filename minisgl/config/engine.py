@@ -13,6 +13,8 @@ from minisgl.errors import ConfigError, one_of
 QUANTIZATIONS = ("fp8",)
 TASKS = ("generate", "embed", "rerank")
 MOST_DRAFTS = 15
+LORA_RANK_UNIT, MOST_LORA_RANK = 16, 320
+DEFAULT_LORAS = 8
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 MOST_GB = 1_000_000  # of any memory
 model_option = partial(option, group="Model")
@@ -20,6 +22,7 @@ parallel_option = partial(option, group="Parallelism")
 memory_option = partial(option, group="Memory")
 scheduling_option = partial(option, group="Scheduling")
 draft_option = partial(option, group="Speculation")
+adapter_option = partial(option, group="Adapters")
 kernel_option = partial(option, group="Kernels")
 
 
@@ -201,6 +204,21 @@ class EngineConfig:
         "For measurements with --load-format dummy: accept each guess of --speculative with this "
         "probability, given that the one before it was, whatever the model says.",
     )
+    lora: tuple[str, ...] = adapter_option(
+        (),
+        "NAME=FOLDER: a LoRA adapter as PEFT saves it, by whose name requests ask for it; may be "
+        "given several times.",
+    )
+    max_loras: int | None = adapter_option(
+        None,
+        f"Adapters on the device at once, whose rows share steps; if not given, all of --lora, up "
+        f"to {DEFAULT_LORAS}. Others wait in host memory.",
+    )
+    max_lora_rank: int = adapter_option(
+        64,
+        f"The largest rank of an adapter, a multiple of {LORA_RANK_UNIT}, for which each place on "
+        "the device has room.",
+    )
     attn: str = kernel_option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -250,6 +268,7 @@ class EngineConfig:
         if not 1 <= self.draft_tokens <= MOST_DRAFTS:
             refuse(self, "draft_tokens", f"allowed: 1 to {MOST_DRAFTS}")
         self._check_acceptance()
+        self._check_adapters()
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
@@ -267,6 +286,26 @@ class EngineConfig:
             refuse(self, "draft_acceptance", reason)
         if self.speculative is None:
             refuse(self, "draft_acceptance", "nothing is guessed without --speculative")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of --lora by the names of the adapters."""
+        return dict(each.split("=", 1) for each in self.lora)
+
+    def _check_adapters(self) -> None:
+        names = [each.partition("=")[0] for each in self.lora]
+        for each in self.lora:
+            name, _, folder = each.partition("=")
+            if not (name and folder):
+                raise ConfigError("--lora", each, "allowed: NAME=FOLDER")
+            if names.count(name) > 1:
+                raise ConfigError("--lora", each, f"the name {name} is given twice; allowed: once")
+        if self.max_loras is not None and not self.lora:
+            refuse(self, "max_loras", "there is no adapter; allowed: with --lora")
+        check_at_least(self, "max_loras", 1)
+        if self.max_lora_rank not in range(LORA_RANK_UNIT, MOST_LORA_RANK + 1, LORA_RANK_UNIT):
+            allowed = f"allowed: multiples of {LORA_RANK_UNIT} up to {MOST_LORA_RANK}"
+            refuse(self, "max_lora_rank", allowed)
 
     def _check_dp_attention(self) -> None:
         if self.tp == 1:

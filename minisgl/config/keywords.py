@@ -110,6 +110,9 @@ class EngineOptions(OtherSpellings, total=False):
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None
+    lora: tuple[str, ...] | Mapping[str, Text]
+    max_loras: int | None
+    max_lora_rank: int
     attn: str
     cuda_graph_max_bs: int | None
 
@@ -173,6 +176,10 @@ def _in_words(value: Any) -> Any:
             return float(value)
         case os.PathLike():
             return os.fspath(value)
+        case Mapping():  # folders of adapters by name
+            return tuple(f"{_in_words(name)}={_in_words(at)}" for name, at in value.items())
+        case list() | tuple():
+            return tuple(map(_in_words, value))
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minisgl.config.engine import EngineConfig
+from minisgl.config.engine import DEFAULT_LORAS, EngineConfig
 from minisgl.config.facts import (
     FP8,
     BackendFacts,
@@ -91,6 +91,9 @@ class ResolvedConfig:
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right
+    adapters: tuple[tuple[str, str], ...]  # name and folder of each
+    max_loras: int  # of these, at once on the device; 0: there are none
+    max_lora_rank: int
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int
@@ -230,6 +233,8 @@ def resolve(
         "speculative": config.speculative or "",
         "num_drafts": _resolve_drafts(config, model),
         "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
+        "adapters": tuple(config.adapters.items()),
+        "max_loras": config.max_loras or min(len(config.lora), DEFAULT_LORAS),
         "attn_prefill": prefill.name,
         "attn_decode": decode.name,
         "cuda_graph_max_bs": _resolve_graphs(config, device, decode, notes),

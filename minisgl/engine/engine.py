@@ -54,6 +54,7 @@ class AsyncEngine:
         self.tokenizer = loaded.tokenizer
         self.defaults = loaded.defaults
         self.model_name = loaded.model_name
+        self.adapters = loaded.adapters
         self._runner = loaded.runner
         self._process_id = os.getpid()
         self._meter = Meter()
@@ -139,6 +140,13 @@ class AsyncEngine:
             raise EngineStoppedError(self._refusal)
         return self._intake
 
+    def adapter(self, name: str) -> Extra:
+        """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
+        if name in self.adapters:
+            return self.adapters[name]
+        loaded = ", ".join(self.adapters) or "none"
+        raise InvalidRequestError("lora", f"there is no adapter {name:.80}; loaded: {loaded}.")
+
     async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         """Compile a constraint, for the matchers of requests; None constrains only reasoning.
 
@@ -198,6 +206,7 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> bool:
         """Compute a prompt, and offer its pages to the other engines; False if there are none.
 
@@ -205,7 +214,12 @@ class AsyncEngine:
         """
         params = SamplingParams(max_tokens=1)
         stream = self.submit(
-            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            extras=extras,
         )
         try:
             await stream.wait_finished()
@@ -220,13 +234,14 @@ class AsyncEngine:
         *,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> bool:
         """Have the engine at `address` send the pages of a prompt that this one lacks.
 
         Returns whether the cache has any page of the prompt afterwards. Raises InvalidRequestError
         for the salt.
         """
-        namespace = cache_namespace(tenant, cache_salt)
+        namespace = cache_namespace(tenant, cache_salt, extras)
         return await self._steps.moves.exchange.fetch(address, prompt_token_ids, namespace)
 
     def check(self, params: SamplingParams) -> None:
@@ -242,14 +257,16 @@ class AsyncEngine:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
+        lora: str | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Submit a request and yield its deltas. Closing the iterator aborts the request.
 
-        `params.structured` is compiled first; raises as `compile` does.
+        `params.structured` is compiled first; raises as `compile` does. lora: the name of its
+        adapter.
         """
-        extras: Sequence[Extra] = ()
+        extras: list[Extra] = [] if lora is None else [self.adapter(lora)]
         if params.structured is not None:
-            extras = AnswerPlan(grammar=await self.compile(params.structured)).extras()
+            extras += AnswerPlan(grammar=await self.compile(params.structured)).extras()
         stream = self.submit(
             prompt_token_ids,
             params,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -25,10 +25,12 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
+from minisgl.request import Extra
 from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.setup import read_setup
@@ -59,6 +61,7 @@ class Loaded(Generic[Handle]):
     fingerprint: Callable[[], bytes] = bytes
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
+    adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -106,6 +109,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         fingerprint=setup.fingerprint,
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
+        adapters=adapted_by_name(runner.adapters),
     )
 
 
@@ -130,6 +134,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.model.vocab_size,
             loaded.tokenizer,
             config.task,
+            config.max_loras,
         ),
     )
 

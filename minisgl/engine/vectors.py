@@ -16,7 +16,7 @@ from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOp
 from minisgl.errors import ConfigError, ContextLengthError, InvalidRequestError, TextTooLongError
 from minisgl.parts.vectors.host import PromptVector, check_task
 from minisgl.pooling import PooledRows, Pooling
-from minisgl.request import EVERYONE, Request, SamplingParams, Tenant, check_token_ids
+from minisgl.request import EVERYONE, Extra, Request, SamplingParams, Tenant, check_token_ids
 from minisgl.text.tokenizer import Tokenizer
 
 # Of the card of Qwen3-Reranker.
@@ -82,9 +82,11 @@ class Vectors:
         *,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> list[Embedding]:
         """The vectors of texts, or of token ids, which are taken as they are; in their order.
 
+        extras: what each asks of parts besides, such as `AsyncEngine.adapter`.
         Raises as `AsyncEngine.submit` and `encode` do, after aborting the others.
         """
         check_task(self.task, "embed")
@@ -106,7 +108,7 @@ class Vectors:
             vector = self._vector(request, dimensions)
             return Embedding(vector, request.num_prompt_tokens, request.num_cached_tokens)
 
-        return await self._compute(prompts, pooling, embedding, cache_salt, tenant)
+        return await self._compute(prompts, pooling, embedding, cache_salt, tenant, extras)
 
     async def rerank(
         self,
@@ -115,6 +117,7 @@ class Vectors:
         *,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
     ) -> list[Score]:
         """The scores of pairs of a query and a document, in their order; raises as `embed` does."""
         check_task(self.task, "rerank")
@@ -133,7 +136,7 @@ class Vectors:
         # If so, the others find their beginning cached.
         first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
         return await self._compute(
-            prompts, pooling, score, cache_salt, tenant, first_alone=first_alone
+            prompts, pooling, score, cache_salt, tenant, extras, first_alone=first_alone
         )
 
     async def _compute(
@@ -143,6 +146,7 @@ class Vectors:
         make: Callable[[Request], Made],
         cache_salt: str | None,
         tenant: Tenant,
+        extras: Sequence[Extra],
         *,
         first_alone: bool = False,
     ) -> list[Made]:
@@ -164,10 +168,14 @@ class Vectors:
                 if len(open_streams) == self._most_open or (first_alone and len(open_streams) == 1):
                     await take()
                     first_alone = False
-                extras = (PromptVector(pooling, len(prompt)),)
+                wanted = PromptVector(pooling, len(prompt))
                 open_streams.append(
                     self._submit(
-                        prompt, _NOT_SAMPLED, cache_salt=cache_salt, tenant=tenant, extras=extras
+                        prompt,
+                        _NOT_SAMPLED,
+                        cache_salt=cache_salt,
+                        tenant=tenant,
+                        extras=(wanted, *extras),
                     )
                 )
                 await turn.share()

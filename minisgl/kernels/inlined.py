@@ -29,6 +29,20 @@ def from_here(x, pdl: tl.constexpr):
 
 
 @triton.jit
+def prefetch(address, num_bytes):
+    """Fetches from each address so many bytes, a multiple of 16, into L2: Hopper and later."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
+        "=r,l,r",
+        [address, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def rms_scale(sum_of_squares, size: tl.constexpr, eps):
     """float32: the factor of a row with this sum of squares in its RMS norm, before the weight."""
     return tl.rsqrt(sum_of_squares * (1.0 / size) + eps)

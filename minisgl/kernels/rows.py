@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minisgl.kernels.adapters import AdaptedRows
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -15,14 +17,16 @@ class Rows:
     slots: Tensor  # [num_rows] int64: of the row's request; of padding the scratch slot
     positions: Tensor  # [num_rows] int64: of the row's token among those of its request
     rope: Tensor  # [num_rows] int64: by which it is rotated; the same object unless they differ
+    adapted: AdaptedRows | None = None  # by their adapters; None: none has one
 
     @staticmethod
-    def of(slots: Tensor, positions: Tensor) -> Rows:
+    def of(slots: Tensor, positions: Tensor, adapted: AdaptedRows | None = None) -> Rows:
         """Rows that are rotated by their positions."""
-        return Rows(slots, positions, positions)
+        return Rows(slots, positions, positions, adapted)
 
-    def part(self, rows: slice) -> Rows:
-        """A view of some of them."""
+    def part(self, rows: slice, adapted: AdaptedRows | None = None) -> Rows:
+        """A view of some of them. adapted: these, by their adapters."""
+        assert (adapted is None) == (self.adapted is None)
         positions = self.positions[rows]
         rope = positions if self.rope is self.positions else self.rope[..., rows]
-        return Rows(self.slots[rows], positions, rope)
+        return Rows(self.slots[rows], positions, rope, adapted)

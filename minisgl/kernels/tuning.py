@@ -150,6 +150,9 @@ class DeviceTuning:
     # (rows, most elements of W) up to which our kernels beat the best of cuBLAS's algorithms, by
     # the time of whole decode steps of Qwen3-0.6B and 14B.
     linear_weights: tuple[tuple[int, int], ...] = ((16, 1 << 26), (32, 1 << 24), (128, 1 << 22))
+    # The same where adapters add to the result, for which cuBLAS takes a launch more. Not measured
+    # yet.
+    delta_weights: tuple[tuple[int, int], ...] = ((16, NO_LIMIT), (32, 1 << 26), (128, 1 << 22))
     # Rows from which on only ungated maps count, and up to 64 rows only those with k > n.
     linear_gated_rows: int = 32
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
@@ -367,6 +370,7 @@ H200 = DeviceTuning()
 UNTRIED = replace(
     H200,
     linear_weights=(),
+    delta_weights=(),
     fp8_rows=0,
     fp8_group_rows=0,
     mxfp4_many_tiles=(

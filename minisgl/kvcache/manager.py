@@ -128,11 +128,6 @@ class KVCacheManager:
     def disk(self) -> DiskTier | None:
         return None if self._tiers is None else self._tiers.disk
 
-    @property
-    def is_copying_out(self) -> bool:
-        """Whether another engine waits for what the next plan copies."""
-        return self._tiers is not None and self._tiers.transits.is_copying_out
-
     def snapshot_stats(self) -> SnapshotStats | None:
         """None: the model keeps no states."""
         return None if self.snapshots is None else self.snapshots.stats

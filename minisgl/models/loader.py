@@ -102,11 +102,7 @@ def load_model(
     model = made(format=format)
     module = model if isinstance(model, CausalLM) else model.module
     if files:
-        to = (
-            _destinations(model, config.quantization)
-            if isinstance(model, CausalLM)
-            else model.destinations(config.quantization)
-        )
+        to = destinations(model, config.quantization)
         fill_from_files(to, names, files, progress or (lambda done, total: None))
     else:
         # The same for all stages, so that a head that is an embedding is that of the first.
@@ -172,7 +168,10 @@ def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
     }
 
 
-def _destinations(model: CausalLM, scheme: QuantizedFormat | None) -> Destinations:
+def destinations(model: CausalLM | AdoptedModel, scheme: QuantizedFormat | None) -> Destinations:
+    """Where the tensors of a checkpoint go. scheme: of its quantised weights."""
+    if not isinstance(model, CausalLM):
+        return model.destinations(scheme)
     targets = checkpoint_targets(model, scheme)
     is_tied = model.embed_tokens is not None and model.is_tied
     of_others = of_other_ranks(model)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from minisgl.device.lanes import Lanes
+from minisgl.parts.adapters.device import AdapterStep, DeviceAdapters
+from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.copies.device import CopyStep
 from minisgl.parts.copies.host import CopyPlan
-from minisgl.parts.device_part import DeviceParts
+from minisgl.parts.device_part import DeviceParts, StepPart
 from minisgl.parts.masks.device import MaskStep
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.device import ScoreStep
 from minisgl.parts.scores.host import ScorePlan
 from minisgl.parts.vectors.device import VectorStep
 from minisgl.parts.vectors.host import VectorPlan
+from minisgl.scheduler.plan import PartPlan
 from minisgl.tiers.host.host_copies import HostCopies
 
 
@@ -26,12 +30,17 @@ def device_parts(
     whole_logits: Callable[[Tensor], Tensor],
     mask: Callable[[tuple[int, ...], Tensor], None],
     copies: HostCopies | None,
+    adapters: DeviceAdapters | None,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
-    copies: None without a host cache."""
-    parts: DeviceParts = {
+    copies: None without a host cache. adapters: None without any."""
+    parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
         ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
         VectorPlan: partial(VectorStep, lanes, whole_logits),
     }
-    return parts if copies is None else {**parts, CopyPlan: partial(CopyStep, copies)}
+    if copies is not None:
+        parts[CopyPlan] = partial(CopyStep, copies)
+    if adapters is not None:
+        parts[AdapterPlan] = partial(AdapterStep, adapters)
+    return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl.kvcache.tiers import Tiers
+from minisgl.parts.adapters.host import AdapterPlan, Adapters
 from minisgl.parts.copies.host import CopyPlan, PageCopies
 from minisgl.parts.masks.host import MaskPlan, Masks
 from minisgl.parts.scores.host import ScorePlan, Scores
@@ -11,7 +12,7 @@ from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.text.tokenizer import Tokenizer
 
-PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan)
+PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan, AdapterPlan)
 
 
 def host_parts(
@@ -19,8 +20,13 @@ def host_parts(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     task: str = "generate",
+    max_loras: int = 0,
 ) -> list[Part]:
     """In the order in which they plan. tiers: behind the device, if there are any. task: for which
-    the model was loaded."""
+    the model was loaded. max_loras: adapters on the device at once."""
     parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
-    return parts if tiers is None else [*parts, PageCopies(tiers)]
+    if tiers is not None:
+        parts.append(PageCopies(tiers))
+    if max_loras:
+        parts.append(Adapters(max_loras))
+    return parts

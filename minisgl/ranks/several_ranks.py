@@ -157,6 +157,7 @@ class SeveralRanks:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.load_rule = own.load_rule
+        self.adapters = own.adapters
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))
         others.moved = self._fewest_pages.ended

@@ -37,7 +37,7 @@ from minisgl.router.replica import start_sharing
 from minisgl.server import with_all_keys
 from minisgl.server.answers.handover import Handover
 from minisgl.server.config import ServerConfig
-from minisgl.server.engine_state import NotReadyError
+from minisgl.server.engine_state import NotReadyError, base_names
 from minisgl.server.http.hosts import Hosts, allowed_names, is_loopback
 from minisgl.server.http.request_ids import HEADER
 from minisgl.server.process import start_engine
@@ -70,6 +70,7 @@ def build(
                 refuse(server, name, "the address is the cluster's; set it in its http_options")
     if engine.nnodes > 1:
         refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
+    base_names(server, engine)
     server = with_all_keys(server)
     hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})

@@ -27,6 +27,7 @@ from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server import with_all_keys
 from minisgl.server.apis.openai.answer_types import ModelList
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import base_names
 from minisgl.server.http.listening import OwnPath, check_certificate
 from minisgl.server.process import (
     bind,
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 HOST_CACHE_GB = 16.0
 HOST_SHARE = 0.5  # of the machine's memory, for all replicas at most
 TASK_S = 10.0  # for a replica to say what its model is for
-DEMO_NAME = "demo"  # by which a replica serves the demo model, as its folder is called
 MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
 
@@ -69,6 +69,7 @@ class RouterProcess:
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = with_all_keys(server)
+        self._names = base_names(server, engine)
         self._router = router
         self._replica_command, self._front_command = replica, front
         gpus = [] if engine.device == "cpu" else visible_gpus(os.environ)
@@ -199,12 +200,13 @@ class RouterProcess:
 
     async def _announce(self, index: int) -> None:
         """Tell where the replicas are, of which that with this index is ready."""
-        names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)
         welcome = Welcome(self._server, self._listener)
         peer = Peer(index, self._replica_paths[index])
         task = await _task_of(peer, self._server.api_key)
         welcome.log(
-            f"{', '.join(names)} with {counted(len(self._states), 'replica')}", names[0], task
+            f"{', '.join(self._names)} with {counted(len(self._states), 'replica')}",
+            self._names[0],
+            task,
         )
         if not self._engine.model:
             log_demo_note()

@@ -9,6 +9,7 @@ nowhere.
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 
 import msgspec
 from msgspec import Raw, Struct
@@ -30,6 +31,7 @@ NONE = Raw(b"")
 class Prompt(Struct):
     """What a prompt is made of, in the bodies of all APIs."""
 
+    model: Raw = NONE
     cache_salt: Raw = NONE
     extra_key: Raw = NONE
     tools: Raw = NONE
@@ -100,5 +102,7 @@ def route_key(path: str, body: bytes, client: str) -> bytes | None:
     system = NONCE.sub(b"", bytes(prompt.system)[:MAX_KEY_BYTES])
     parts = (prompt.tools, system, prompt.instructions, prompt.messages, prompt.input)
     said = b"".join(FRAME.sub(b"", bytes(part)[:MAX_KEY_BYTES]) for part in parts)
+    # Adapters have caches of their own. A whole name would count as a prefix in common.
+    model = blake2b(bytes(prompt.model), digest_size=4).digest()
     salt = bytes(prompt.cache_salt) + bytes(prompt.extra_key)
-    return b"\0".join((client.encode(), salt, said + bytes(prompt.prompt)))
+    return b"\0".join((client.encode(), salt, model + said + bytes(prompt.prompt)))

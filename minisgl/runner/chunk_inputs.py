@@ -17,8 +17,8 @@ from minisgl.scheduler.plan import Chunk
 
 def with_chunk_rows(mapping: Tensor, own: Rows, page_table: Tensor, page_size: int) -> Tensor:
     """The KV slots of a rank's rows, of which `mapping` are those of decode rows."""
-    chunks = own.part(slice(len(mapping), None))
-    of_chunks = slot_mapping_of(page_table, chunks.slots, chunks.positions, page_size)
+    slots, positions = (each[len(mapping) :] for each in (own.slots, own.positions))
+    of_chunks = slot_mapping_of(page_table, slots, positions, page_size)
     return torch.cat((mapping, of_chunks))
 
 

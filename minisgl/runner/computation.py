@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from minisgl.config import Capacity
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.drafting.drafter import Drafter, DraftStep
+from minisgl.kernels.adapters import AdaptedRows
 from minisgl.models.decoder import Decoder
 from minisgl.runner.chunk_tensors import snapshot_slot
 from minisgl.runner.graphs import MAX_CHUNKS
@@ -50,10 +51,11 @@ class Computation:
         max_run: int = 1,
         drafter: Drafter | None = None,
         window: int = 0,
+        adapted_rows: Callable[[Tensor], AdaptedRows] | None = None,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
         the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
-        window: of layers that have pages of their own; 0: none."""
+        window: of layers that have pages of their own; 0: none. adapted_rows: see SlotTables."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -77,6 +79,7 @@ class Computation:
             max_run=max_run,
             has_states=any(isinstance(state, StateBySlot) for state in states),
             window=window,
+            adapted_rows=adapted_rows,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)

@@ -23,8 +23,9 @@ CHUNK_ROWS = (128, 256, 512)
 MAX_SNAPSHOTS = 16
 # Numbers of decode rows in captured steps with chunks. Few, because padding costs little there.
 MIXED_BATCHES = (8, 32)
-# The same of masked steps: fewer, since each is several graphs. Decode rows alone come in powers of
-# two and, from here on, in three quarters of them.
+# The same of masked steps: fewer, since each is several graphs; and of those with adapters, which
+# come on top of those without. Decode rows alone come in powers of two and, from here on, in three
+# quarters of them.
 MASKED_CHUNK_ROWS = (128, 512)
 MASKED_MIXED_BATCHES = (32,)
 MASKED_QUARTERS_FROM = 96
@@ -109,6 +110,9 @@ def _keys_of_run(config: ResolvedConfig, run: int, max_batch: int) -> list[Graph
     masked_shapes = [StepShape(size) for size in masked]
     masked_shapes += mixed(MASKED_MIXED_BATCHES, MASKED_CHUNK_ROWS)
     keys += [GraphKey(shape, masked=True) for shape in masked_shapes]
+    if config.max_loras:
+        few = [key for key in keys if key.shape in masked_shapes]
+        keys += [replace(key, shape=key.shape._replace(adapted=True)) for key in few]
     return [replace(key, shape=key.shape._replace(run=run)) for key in keys]
 
 
@@ -132,31 +136,32 @@ class StepGraphs:
         """shape_of: of a plan, which a step must have room for."""
         self.steps = tuple(steps)
         self._shape_of = shape_of
-        # In order of size, by the rows of each decoded request and the kind.
-        self._of_kind: defaultdict[tuple[int, Kind], list[CapturedStep]] = defaultdict(list)
+        # In order of size, by the rows of each decoded request, whether some have adapters, and the
+        # kind.
+        self._of_kind: defaultdict[tuple[int, bool, Kind], list[CapturedStep]] = defaultdict(list)
         for step in sorted(self.steps, key=lambda step: _num_rows(step.key)):
             kind: Kind = step.key.variant if step.chunks is None else "mixed"
-            run = step.key.shape.run
-            self._of_kind[run, "masked" if step.key.masked else kind].append(step)
+            run, adapted = step.key.shape.run, step.key.shape.adapted
+            self._of_kind[run, adapted, "masked" if step.key.masked else kind].append(step)
         # A single rank captures no BASIC steps.
-        for run in {step.key.shape.run for step in self.steps}:
-            if not self._of_kind[run, SamplingVariant.BASIC]:
-                filtered = self._of_kind[run, SamplingVariant.FILTERED]
-                self._of_kind[run, SamplingVariant.BASIC] = filtered
+        for of_run in {(step.key.shape.run, step.key.shape.adapted) for step in self.steps}:
+            if not self._of_kind[*of_run, SamplingVariant.BASIC]:
+                filtered = self._of_kind[*of_run, SamplingVariant.FILTERED]
+                self._of_kind[*of_run, SamplingVariant.BASIC] = filtered
 
     @property
     def max_batch(self) -> int:
         """The largest decode batch that is captured; 0 if none is."""
-        steps = self._of_kind.get((1, SamplingVariant.FILTERED))
+        steps = self._of_kind.get((1, False, SamplingVariant.FILTERED))
         return steps[-1].key.shape.num_decodes if steps else 0
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
         masked = any(part.changes_sampling for part in plan.parts)
+        shape = self._shape_of(plan)
         if not (masked or plan.chunks):
-            num_rows = self._shape_of(plan).num_decodes
-            for step in self._of_kind.get((plan.max_run, variant), ()):
-                if step.key.shape.num_decodes >= num_rows:
+            for step in self._of_kind.get((plan.max_run, shape.adapted, variant), ()):
+                if step.key.shape.num_decodes >= shape.num_decodes:
                     return step
             return None
         kind: Kind = "masked" if masked else "mixed"
@@ -164,8 +169,7 @@ class StepGraphs:
             kind == "mixed" and variant is SamplingVariant.FULL
         ):
             return None
-        shape = self._shape_of(plan)
-        for step in self._of_kind.get((plan.max_run, kind), ()):
+        for step in self._of_kind.get((plan.max_run, shape.adapted, kind), ()):
             if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
                 return step
         return None

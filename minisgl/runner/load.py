@@ -26,6 +26,7 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
+from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
 from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
@@ -111,11 +112,16 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     report("tuning GEMMs", 0.0)
-    config, memory = _make_ready(config, place, weights, free_at_start)
+    config, copy_bytes = _make_ready(config, place, weights, free_at_start)
+    adapters = None
+    if config.adapters:
+        report("loading adapters", 0.0)
+        adapters = load_adapters(config, setup.model, weights.model, lanes)
+    memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
     keys = graph_keys(config)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
-    make = _RunnerMaker(config, setup.model.vocab_size, place, weights, *attention)
+    make = _RunnerMaker(config, setup.model.vocab_size, place, weights, *attention, adapters)
     steps = _measure_steps(make, memory, keys, report)
     disk = _open_disk(setup, place, weights.layers, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
@@ -182,9 +188,9 @@ def _load_weights(
 
 def _make_ready(
     config: ResolvedConfig, place: Place, weights: Weights, free_at_start: int
-) -> tuple[ResolvedConfig, WeightMemory]:
+) -> tuple[ResolvedConfig, int]:
     """Prepare the kernels. Returns the options, with as many requests at once as their states allow
-    on all ranks, and what has been taken of the memory."""
+    on all ranks, and the bytes of dense copies."""
     device, pipeline, layers = place.lanes.device, place.stage.pipeline, weights.layers
     if weights.network is not None:
         weights.network.prepare()
@@ -196,8 +202,7 @@ def _make_ready(
             max_running_requests=num_slots,
             cuda_graph_max_bs=min(config.cuda_graph_max_bs, num_slots),
         )
-    copy_bytes = prepare_model(config, weights.model, layers, pipeline, room)
-    return config, WeightMemory.measured(device, free_at_start, copy_bytes)
+    return config, prepare_model(config, weights.model, layers, pipeline, room)
 
 
 def _attentions(
@@ -236,6 +241,7 @@ class _RunnerMaker:
     weights: Weights
     attention: Attention
     captured_attention: Attention
+    adapters: DeviceAdapters | None
 
     def states(self, capacity: Capacity) -> list[LayerState]:
         device, windows = self.place.lanes.device, self.config.windows
@@ -265,6 +271,7 @@ class _RunnerMaker:
             max_run=config.max_run,
             drafter=self._drafter(capacity),
             window=windows.window if windows and capacity.num_window_pages else 0,
+            adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
         )
         parts = device_parts(
             lanes,
@@ -272,9 +279,16 @@ class _RunnerMaker:
             computation.whole_logits,
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
+            self.adapters,
         )
         runner = ModelRunner(
-            computation, capacity, parts, tiers=tiers, load_rule=load_rule, disk=disk
+            computation,
+            capacity,
+            parts,
+            tiers=tiers,
+            load_rule=load_rule,
+            disk=disk,
+            adapters={} if self.adapters is None else self.adapters.digests,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         lanes.synchronize()

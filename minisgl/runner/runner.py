@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -66,14 +66,16 @@ class ModelRunner:
         tiers: Tiers | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
+        adapters: Mapping[str, bytes] | None = None,
     ) -> None:
         """tiers: the memories behind the device, with `load_rule` and `disk` for whoever plans
-        copies."""
+        copies. adapters: that requests may have, and what tells what each computes."""
         self.capacity = capacity
         self.vocab_size = computation.vocab_size
         self.lanes = computation.lanes
         self.load_rule = load_rule
         self.disk = disk
+        self.adapters = adapters or {}
         self._parts = parts
         self._tiers = tiers
         self._computation = computation

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch
 from minisgl.device.lanes import Lanes
+from minisgl.kernels.adapters import AdaptedRows
 from minisgl.kernels.rows import Rows
 from minisgl.kernels.slots.slot_state import SlotRows, SlotState
 from minisgl.kernels.slots.slot_updates import read_slots
@@ -39,14 +42,17 @@ class SlotTables:
         max_run: int = 1,
         has_states: bool = False,
         window: int = 0,
+        adapted_rows: Callable[[Tensor], AdaptedRows] | None = None,
     ) -> None:
         """order: of the rows, for one rank. prompt_lengths: [num_slots + 1] int64 on the device,
         maintained by the caller. max_run: of all plans. has_states: of a model with a StateBySlot.
-        window: of layers that have pages of their own; 0: none have."""
+        window: of layers that have pages of their own; 0: none have. adapted_rows: which adapters
+        rows of these slots have, where they can have any."""
         self.order = order
         self.scratch_slot = num_slots = order.num_slots
         self._max_pages = max_pages
         self._lanes = lanes
+        self._adapted_rows = adapted_rows
         every = num_slots + 1
         num_entries = every * max_pages
         sizes = [num_entries, num_entries if window else 0, every, every, every * (max_run - 1)]
@@ -162,9 +168,11 @@ class SlotTables:
             numbers = of_ranks.joined(numbers, chunks.numbers)
             samples = samples.with_chunks(chunks, of_ranks, state.prompt_lengths)
         slots, token_ids, positions = numbers
-        own = every = Rows.of(slots, positions)
+        adapted_rows = self._adapted_rows if shape.adapted else None
+        own = every = Rows.of(slots, positions, adapted_rows and adapted_rows(slots))
         if of_ranks.are_divided:
-            own = every.part(of_ranks.rows(order.rank))
+            part = of_ranks.rows(order.rank)
+            own = every.part(part, adapted_rows and adapted_rows(slots[part]))
         if chunks is not None:
             slot_mapping = with_chunk_rows(slot_mapping, own, state.page_table, state.page_size)
         own_chunks = None if plan is None else order.own_chunks(plan)

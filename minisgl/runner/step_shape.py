@@ -21,6 +21,7 @@ class StepShape(NamedTuple):
     num_chunk_samples: int = 0  # chunks whose last row is sampled
     num_snapshots: int = 0  # that the chunks leave of the states of their requests
     run: int = 1  # rows of each decoded request
+    adapted: bool = False  # some rows have adapters
 
     @property
     def num_decode_rows(self) -> int:
@@ -44,4 +45,5 @@ class StepShape(NamedTuple):
             num_chunk_samples=plan.num_chunk_samples,
             num_snapshots=sum(len(chunk.snapshots) for chunk in plan.chunks),
             run=plan.max_run,
+            adapted=any(part.adapts_rows for part in plan.parts),
         )

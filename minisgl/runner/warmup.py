@@ -11,6 +11,7 @@ import torch
 
 from minisgl.config import Capacity, ResolvedConfig
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.scores.host import ScoredChunk, ScorePlan
 from minisgl.request import SamplingParams
 from minisgl.runner.graphs import GraphKey
@@ -45,7 +46,7 @@ def run_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
             runner.collect(runner.launch(widest_step(config)))
     except StepError as error:
         raise DeviceMemoryError(f"The largest step cannot run here. {error}") from error
-    [scores] = result.parts
+    scores = result.parts[0]
     assert isinstance(scores, dict)
     if not all(math.isfinite(entry.logprob) for entry in scores.get(0, ())):
         raise CheckpointError(
@@ -95,7 +96,7 @@ def longest_step(
         chunks=(Chunk(slot, 0, tokens, samples=True),),
         joins=(_join(slot),),
         grants=grants,
-        parts=(scores,) if scored else (),
+        parts=(scores, *_adapted(config)) if scored else _adapted(config),
     )
 
 
@@ -112,7 +113,13 @@ def widest_step(config: ResolvedConfig) -> StepPlan:
         chunks=tuple(Chunk(row % len(slots), 0, (0,), samples=True) for row in rows),
         joins=tuple(_join(slot) for slot in slots),
         grants=_grants(config, slots, (1,)),
+        parts=_adapted(config),
     )
+
+
+def _adapted(config: ResolvedConfig) -> tuple[AdapterPlan, ...]:
+    """The part of a step that computes what adapters add."""
+    return (AdapterPlan(adapts_rows=True, is_quick=True, is_alone=False),) * (config.max_loras > 0)
 
 
 def _grants(

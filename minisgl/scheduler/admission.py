@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import RequestStatus
 from minisgl.scheduler.new_token_ratio import NewTokenRatio
+from minisgl.scheduler.parts import Part
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.slots import Slots
 from minisgl.scheduler.state import Running, StepWork, Waiting
@@ -27,6 +28,7 @@ class Admission:
         kv: KVCacheManager,
         waiting: WaitingQueue,
         slots: Slots,
+        parts: Sequence[Part],
         conservativeness: float,
         policy: str,
     ) -> None:
@@ -34,6 +36,8 @@ class Admission:
         self._kv = kv
         self._waiting = waiting
         self._slots = slots
+        # Those that may refuse one.
+        self._parts = [part for part in parts if type(part).admits is not Part.admits]
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
 
     def admit(self, work: StepWork) -> list[Running]:
@@ -49,11 +53,17 @@ class Admission:
         num_granted = sum(len(grant.pages) for grant in work.grants if not grant.windowed)
         # Clients that may have no more admitted.
         barred = set(filter(self._slots.has_its_share, self._waiting.clients))
+        kept_for_one = set[Part]()
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW, barred):
             if not work.budget or self._slots.are_full:
                 break
             if self._slots.has_its_share(waiting.client):
                 barred.add(waiting.client)
+                continue
+            if self._waits_for_a_part(waiting, kept_for_one):
+                if len(postponed) == MAX_POSTPONED:
+                    break
+                postponed.append(waiting)
                 continue
             if self._begins_reading(waiting):
                 continue
@@ -73,6 +83,20 @@ class Admission:
         if admitted:
             self._waiting.admitted(admitted, postponed)
         return joined
+
+    def _waits_for_a_part(self, waiting: Waiting, kept_for_one: set[Part]) -> bool:
+        """Whether a part that a request asks something of must get ready first. One that was passed
+        over too often is passed by no other that concerns the part, as `kept_for_one` notes."""
+        for part in self._parts:
+            if not part.concerns(waiting.request):
+                continue
+            if part in kept_for_one:
+                return True
+            if not part.admits(waiting.request, self._slots.running):
+                if waiting.num_overtaken >= MAX_OVERTAKEN:
+                    kept_for_one.add(part)
+                return True
+        return False
 
     def _take_pages(
         self,

@@ -7,12 +7,12 @@ at the same place of `StepResult.parts`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from minisgl.request import Extra, Request, SamplingParams
 from minisgl.scheduler.plan import PartPlan
-from minisgl.scheduler.state import StepWork
+from minisgl.scheduler.state import Running, StepWork
 
 
 class Part:
@@ -23,8 +23,9 @@ class Part:
     """
 
     # Of what requests ask of it. Those that ask concern it from their join until they leave, which
-    # is when they end or are retracted. None: it is concerned in every step, not by requests.
+    # is when they end or are retracted. None: requests ask nothing of it.
     kind: ClassVar[type[Extra] | None] = None
+    is_always: ClassVar[bool] = False  # it plans in every step
 
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
@@ -36,6 +37,16 @@ class Part:
     def concerns(self, request: Request) -> bool:
         return self.kind is not None and request.extra(self.kind) is not None
 
+    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+        """Whether a request that concerns it may join the next plan; False: others may pass it, and
+        it is asked again. running: those that run."""
+        return True
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether it has something for a step that computes nothing."""
+        return False
+
     def plan(self, work: StepWork) -> PartPlan | None:
         """What a step does for it, of which all else is planned; None: nothing. May make the
         step's sampling wait (`StepWork.deferred`)."""
@@ -44,3 +55,9 @@ class Part:
     def settle(self, work: StepWork, outcome: object) -> None:
         """Take the outcome of a step that did something for it, whose tokens are not settled yet.
         Some of the step's requests may have ended, or been retracted: these are not `active`."""
+
+    def failed(self, step: int) -> None:
+        """Forget what this step and later ones were to do, which have failed."""
+
+    def audit(self, running: Iterable[Running]) -> None:
+        """Recompute what is kept; AssertionError if it is wrong."""

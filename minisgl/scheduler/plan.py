@@ -67,7 +67,8 @@ class PartPlan:
     reads_rows: ClassVar[bool] = False  # hidden states, which a captured step does not keep
     # It comes between the forward pass and the sampling, which are captured apart for it.
     changes_sampling: ClassVar[bool] = False
-    is_quick: ClassVar[bool] = False  # to queue: a matter of microseconds
+    is_quick: bool = False  # to queue: a matter of microseconds
+    adapts_rows: bool = False  # some rows have adapters, which are captured apart
 
 
 @dataclass(frozen=True, slots=True)

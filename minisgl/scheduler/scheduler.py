@@ -72,7 +72,7 @@ class Scheduler:
         self._max_queued = max_queued_requests
         self._waiting = WaitingQueue()
         self._slots = Slots(num_slots, client_share, kv.num_ranks, parts)
-        self._admission = Admission(kv, self._waiting, self._slots, conservativeness, policy)
+        self._admission = Admission(kv, self._waiting, self._slots, parts, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         self.speculation = speculation
@@ -198,7 +198,8 @@ class Scheduler:
         settled = self._launched[0].plan.step - 1 if self._launched else self._step
         may_repeat = bool(self._launched) and not work.chunks
         group, lag = self._rows.next_group(work.step, settled, may_repeat=may_repeat)
-        if not (group.rows or work.chunks or work.joins or self.kv.is_copying_out):
+        has_rows = group.rows or work.chunks or work.joins
+        if not (has_rows or any(part.wants_step for part in self.parts)):
             self._make_grants_later(work.grants)  # every row is in flight, or its pages are
             return None
         return self._make_plan(work, group, lag)
@@ -406,6 +407,8 @@ class Scheduler:
                     failed.append(running.request)
         self._make_grants_later(grant for launched in lost for grant in launched.plan.grants)
         self.kv.drop_written_since(step)
+        for part in self.parts:
+            part.failed(step)
         return failed
 
     def audit(self) -> None:
@@ -413,6 +416,8 @@ class Scheduler:
         self.kv.audit(self._step)
         self._slots.audit()
         self._rows.audit(self._slots.running)
+        for part in self.parts:
+            part.audit(self._slots.running)
         for running in self._slots.running:
             request = running.request
             assert request.status is RequestStatus.RUNNING

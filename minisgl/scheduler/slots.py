@@ -66,7 +66,7 @@ class Slots:
             self.parts = self._present()
 
     def _present(self) -> list[Part]:
-        return [part for part in self._parts if part.kind is None or self._num_concerned[part]]
+        return [part for part in self._parts if part.is_always or self._num_concerned[part]]
 
     def has_its_share(self, client: str) -> bool:
         """Whether a client has as many running requests as it may. So a slot is free for another

@@ -143,13 +143,17 @@ ENDPOINTS = (
     ),
     shows(
         "/v1/models",
-        "The model, under each of its names.",
+        "The model under each of its names, and its adapters.",
         about.models,
         answer=openai.ModelList,
         errors=(503,),
     ),
     shows(
-        "/v1/models/{name:path}", "The model.", about.model, answer=openai.Model, errors=(404, 503)
+        "/v1/models/{name:path}",
+        "The model, or an adapter.",
+        about.model,
+        answer=openai.Model,
+        errors=(404, 503),
     ),
     Endpoint(
         "/tokenize",

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Scope
 
 from minisgl.config import EngineConfig
 from minisgl.engine.stats import EngineStats
-from minisgl.errors import EngineStoppedError, ModelNotFoundError
+from minisgl.errors import ConfigError, EngineStoppedError, ModelNotFoundError
 from minisgl.server.answers.reply import Reply
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import ServerConfig, check_utf8
 from minisgl.server.history import History
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
@@ -27,8 +27,12 @@ Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 
 logger = logging.getLogger(__name__)
 
-# The options of the engine that change the rounding of its answers.
-SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
+# The options of the engine that change its answers, if only in their rounding.
+SETUP = (
+    *("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn"),
+    "lora",
+)
+DEMO_NAME = "demo"  # of the demo model, as its folder is called
 
 
 class NotReadyError(EngineStoppedError):
@@ -48,6 +52,17 @@ class Loading(NamedTuple):
         return f" ({self.phase}{share})" if self.phase else ""
 
 
+def base_names(config: ServerConfig, options: EngineConfig) -> tuple[str, ...]:
+    """The names of the model itself. Raises ConfigError if an adapter has one of them."""
+    names = config.served_model_name or (options.model or DEMO_NAME,)
+    for name in options.adapters:
+        check_utf8("--lora", name)
+        if name in names:
+            reason = "this is a name of the model itself; allowed: another name for the adapter"
+            raise ConfigError("--lora", name, reason)
+    return names
+
+
 class EngineState:
     """The engine and its phase. The process changes the phase; the routes only read it."""
 
@@ -57,9 +72,10 @@ class EngineState:
         engine: AsyncEngine | None = None,
         options: EngineConfig | None = None,
     ) -> None:
-        """options: of the engine; None: the defaults."""
+        """options: of the engine; None: the defaults. Raises ConfigError for names of adapters."""
         self.config = config
         self.options = options or EngineConfig()
+        base_names(config, self.options)
         self._engine = engine
         self._draining = False
         self._loading = Loading("", 0.0)
@@ -126,7 +142,7 @@ class EngineState:
         return self._engine is not None and self._engine.failure is not None
 
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model; the first is used if a request gives none."""
+        """The names of the model itself; the first is used if a request gives none."""
         return self.config.served_model_name or (self.engine().model_name,)
 
     def first_name(self) -> str | None:
@@ -136,13 +152,15 @@ class EngineState:
         return None if self._engine is None else self._engine.model_name
 
     def model_name(self, wanted: str | None) -> str:
-        """The model name for the answer to a request for `wanted`; raises ModelNotFoundError."""
-        names = self.model_names()
+        """The name, of the model itself or of an adapter, that the answer to a request for `wanted`
+        has. Raises ModelNotFoundError."""
+        names, adapters = self.model_names(), self.engine().adapters
         if wanted is None:
             return names[0]
-        if wanted not in names:
+        if wanted not in names and wanted not in adapters:
+            more = f"; adapters: {', '.join(adapters)}" if adapters else ""
             error = ModelNotFoundError(
-                f"The model {wanted!r} does not exist; available: {', '.join(names)}."
+                f"The model {wanted!r} does not exist; available: {', '.join(names)}{more}."
             )
             error.param = "model"
             raise error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from starlette.types import Scope
 
+from minisgl.request import Extra
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.auth import client_of
@@ -51,7 +52,13 @@ class Asked(Generic[Body]):
     scope: Scope
     engine: AsyncEngine
     body: Body
-    model: str  # by the name that the answer has
+    model: str  # by the name that the answer has: the model itself, or an adapter
+
+    @property
+    def adapter(self) -> tuple[Extra, ...]:
+        """What asks for its adapter, if it is for one, among the extras of a request."""
+        adapter = self.engine.adapters.get(self.model)
+        return () if adapter is None else (adapter,)
 
     @property
     def id(self) -> str:

@@ -11,7 +11,8 @@ and the share of it that was reached. The limit is the time that the bytes take 
 a copy, or the operations at the speed of a large GEMM, the larger; both are measured at the start.
 Weights and caches are as cold as in a model: the calls of a graph have so many that L2 holds none.
 Inputs of elementwise kernels and logits are as warm as L2 has them. What a case is stands at the
-top of attention_kernels.py, linear_kernels.py, small_kernels.py and rank_kernels.py.
+top of attention_kernels.py, linear_kernels.py, lora_kernels.py, small_kernels.py and
+rank_kernels.py.
 
 `--tiles` times our kernel with all combinations of values of its tiles (minisgl/kernels/tuning.py),
 and prints the best three that give the same result. Each is compiled first, which takes seconds.
@@ -31,6 +32,7 @@ import torch
 from attention_kernels import TABLES, attention_cases
 from kernel_timer import DEVICE, DTYPE, Case, Report
 from linear_kernels import expert_cases, layer_cases, linear_cases
+from lora_kernels import lora_cases
 from rank_kernels import time_collectives
 from small_kernels import elementwise_cases, latent_map_cases, ngram_cases, sampling_cases
 
@@ -42,6 +44,7 @@ SUBJECTS: dict[str, Callable[[Sequence[int] | None], Iterator[Case]]] = {
     "linear": linear_cases,
     "layer": layer_cases,
     "experts": expert_cases,
+    "lora": lora_cases,
     "elementwise": elementwise_cases,
     "latents": latent_map_cases,
     "sampling": sampling_cases,

@@ -12,10 +12,13 @@ PACKAGE = Path(__file__).parents[2] / "minisgl"
 # The most bytes that a thread of a kernel stores and loads because its registers do not suffice, by
 # the kernel's name below minisgl.kernels, and the target. Those of sm_90 were measured with them.
 SPILLS: Mapping[tuple[str, str], int] = {
-    ("attention.paged_decode._decode_kernel", "sm_100"): 12,
-    ("attention.paged_prefill._prefill_kernel", "sm_100"): 1616,
-    ("attention.paged_prefill._prefill_kernel", "sm_80"): 1048,
-    ("attention.paged_prefill._prefill_kernel", "sm_90"): 408,
+    ("attention.paged_decode._rows_kernel", "sm_100"): 12,
+    ("attention.paged_prefill._split_kernel", "sm_100"): 1616,
+    ("attention.paged_prefill._split_kernel", "sm_80"): 1048,
+    ("attention.paged_prefill._split_kernel", "sm_90"): 376,
+    ("attention.paged_prefill._whole_kernel", "sm_100"): 1616,
+    ("attention.paged_prefill._whole_kernel", "sm_80"): 1048,
+    ("attention.paged_prefill._whole_kernel", "sm_90"): 168,
     ("comm.one_shot._all_reduce_row", "sm_100"): 72,
     ("comm.two_shot._all_reduce_rows", "sm_100"): 12,
     ("comm.two_shot._all_reduce_rows", "sm_80"): 16,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.forked_programs import minisgl
 from support.serving import demo_engine, served
 
@@ -86,6 +87,24 @@ def test_a_batch_is_answered_and_bad_lines_are_named(tmp_path: Path) -> None:
     ]
     assert "is that of line 1" in said[1] and "stream" in said[2]
     assert "5 requests, 1 failed, 6 bad lines; 5 asked" in result.stderr
+
+
+def test_lines_name_the_adapters_that_answer_them(tmp_path: Path) -> None:
+    adapted, prompt = save_demo_adapter(tmp_path / "adapter", seed=0), [*range(300, 320)]
+    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    lines = [
+        request(f"{model}", {**body, "temperature": 0, "model": model}, COMPLETIONS)
+        for model in ("poems", None, "prose")
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    options = ("--lora", f"poems={tmp_path / 'adapter'}", "--device", "cpu", "--dtype", "float32")
+    assert batch(tmp_path, *options).returncode == 1
+    found = {name: line["response"] for name, line in answers(tmp_path).items()}
+    for name, model in (("poems", adapted), ("None", None)):
+        [choice] = found[name]["body"]["choices"]
+        assert choice["token_ids"] == greedy_tokens(model, prompt, 8)
+    assert found["prose"]["status_code"] == 404
+    assert found["prose"]["body"]["error"]["message"].endswith("; adapters: poems.")
 
 
 def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from enum import IntEnum, StrEnum
 from os import PathLike
@@ -17,10 +18,12 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.config import EngineConfig, EngineOptions, config_of, option_names
+from minisgl.config import EngineConfig, EngineOptions, Text, config_of, option_names
 from minisgl.config.keywords import TorchDevice, TorchDtype
 from minisgl.errors import ConfigError
 from minisgl.sampling_options import ChatOptions, SamplingOptions
+
+BY_NAME = Mapping[str, Text]
 
 
 def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
@@ -37,10 +40,11 @@ def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
         literals = [part for part in kinds if get_origin(part) is Literal]
         choices = tuple(value for part in literals for value in get_args(part))
         assert choices == specs[name].metadata["choices"]
-        others = {*kinds} - {*literals, TorchDtype, TorchDevice, PathLike[str]}
+        others = {*kinds} - {*literals, TorchDtype, TorchDevice, PathLike[str], BY_NAME}
         assert others == {*expected} - ({str} if choices else set())
         assert (TorchDtype in kinds) == (name == "dtype")
         assert (TorchDevice in kinds) == (name == "device")
+        assert (BY_NAME in kinds) == (name == "lora")
 
 
 def parts(hint: Any) -> tuple[Any, ...]:
@@ -84,6 +88,8 @@ class Size(IntEnum):
             {"chat_template": "t", "host_cache": 1, "disk_cache": "/d"},
         ),
         ({"speculative": PurePosixPath("draft")}, {"speculative": "draft"}),
+        ({"lora": {"a": Path("/x y"), Loud("b"): "z=1"}}, {"lora": ("a=/x y", "b=z=1")}),
+        ({"lora": ["a=x", Loud("b=y")], "max_loras": 1}, {"lora": ("a=x", "b=y"), "max_loras": 1}),
         ({"model": Loud("m"), "dtype": Precision.HALF}, {"model": "m", "dtype": "float16"}),
         (
             {"tp": numpy.int64(2), "memory_ratio": numpy.float32(0.5), "page_size": Size.SMALL},

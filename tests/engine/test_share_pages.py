@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.demo_adapters import save_demo_adapter
 from support.gated_runner import gated_server
 from support.page_sharing import PROMPT, check_handover, sharing_engine
 from support.parity import case_of, complete, greedy, load_engine
@@ -58,6 +59,28 @@ async def test_engines_exchange_pages_over_tcp_with_those_that_know_the_token(
         assert not await stranger.fetch_pages(address, PROMPT)
         assert "does not accept the cluster token" in caplog.text
         await check_handover(prefill, decode, address, is_direct=False)
+
+
+async def test_pages_are_exchanged_for_the_adapter_that_they_were_computed_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    save_demo_adapter(tmp_path, seed=0)
+    # Each calls it by a name of its own.
+    one, other = [await engine(lora=(f"{name}={tmp_path}",)) for name in ("one", "other")]
+    async with one as prefill, other as decode:
+        address = await prefill.share_pages("127.0.0.1:0", always_load=False)
+        await decode.share_pages("127.0.0.1:0", always_load=True)
+        assert await prefill.offer_pages(PROMPT, extras=[prefill.adapter("one")])
+        adapter = decode.adapter("other")
+        assert not await decode.fetch_pages(address, PROMPT)
+        assert await decode.fetch_pages(address, PROMPT, extras=[adapter])
+        found = []
+        for extras in ([], [adapter]):
+            stream = decode.submit(PROMPT, greedy(1), extras=extras)
+            await stream.wait_finished()
+            found.append(stream.request.num_cached_tokens)
+        assert found[0] == 0 and found[1] > len(PROMPT) - 32
 
 
 @pytest.mark.parametrize("lacks", [None, "sender", "receiver"])

@@ -32,6 +32,7 @@ from linear_kernels import (
     layer_problem,
     linear_problem,
 )
+from lora_kernels import lora_problem, sort_problem
 from small_kernels import (
     ELEMENTWISE,
     FULL_SAMPLING,
@@ -139,6 +140,14 @@ def test_experts(format: str) -> None:
 @pytest.mark.parametrize("kernel", ELEMENTWISE | MAPS)
 def test_small_kernels(kernel: str) -> None:
     assert len(rows_of(partial((ELEMENTWISE | MAPS)[kernel], CONFIG, 3))) == 2
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_products_with_adapters(adapters: int) -> None:
+    make = partial(lora_problem, Shape("qkv", 96, 128), (64, 16, 16), 3, adapters)
+    rows = rows_of(make)
+    assert [row.split()[2] for row in rows] == ["minisgl", "cuBLAS"]
+    assert len(rows_of(partial(sort_problem, 5, 3))) == 1
 
 
 @pytest.mark.parametrize("name", SAMPLING | FULL_SAMPLING)

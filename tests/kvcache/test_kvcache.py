@@ -173,7 +173,7 @@ def test_a_cache_of_the_device_alone_has_no_tiers_and_no_groups() -> None:
     """What is off is not there: nothing follows the tree but the pages on the device."""
     kv = make()
     assert kv._cache.tree.followers == [kv._cache] and not kv._groups
-    assert kv.disk is None and not kv.is_copying_out
+    assert kv.disk is None
     with pytest.raises(AssertionError, match="no host memory"):
         _ = kv.tiers
 

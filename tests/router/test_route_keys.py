@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -76,6 +77,16 @@ def test_clients_and_salts_have_caches_of_their_own() -> None:
     }
     assert len(keys) == 4
     assert max(num_common(one, other) for one in keys for other in keys if one != other) < 3
+
+
+def test_adapters_have_caches_of_their_own_and_long_names_are_no_prefix_in_common() -> None:
+    path, names = "/v1/chat/completions", (f"{'long/' * 20}base", f"{'long/' * 20}adapter", None)
+    keys = [key(path, {"model": name, "messages": [FIRST]}) for name in names]
+    assert max(num_common(*pair) for pair in combinations(keys, 2)) < BLOCK_BYTES
+    another = key(path, {"messages": [SECOND], "model": names[0]})
+    assert num_common(keys[0], another) < BLOCK_BYTES
+    longer = key(path, {"messages": [FIRST, ANSWER, SECOND], "model": names[0]})
+    assert num_common(keys[0], longer) >= len(keys[0]) - 2
 
 
 def test_the_line_of_claude_code_that_changes_with_each_request_is_left_out() -> None:

@@ -35,6 +35,7 @@ from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
+from minisgl.parts.adapters.host import Adapted, AdapterPlan
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
 from minisgl.parts.masks.host import masked_rows, matcher_of
@@ -45,6 +46,7 @@ from minisgl.request import (
     Extra,
     FinishReason,
     Request,
+    RequestStatus,
     SamplingParams,
     Tenant,
     cache_namespace,
@@ -68,9 +70,12 @@ def make_request(
     tenant: Tenant = EVERYONE,
     cache_salt: str | None = None,
     rule: Rule | None = None,
+    adapter: int | None = None,
     **params: object,
 ) -> Request:
     extras: list[Extra] = [*held_to(None if rule is None else FakeMatcher(rule))]
+    if adapter is not None:
+        extras.append(Adapted(adapter, f"{adapter}".encode()))
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     if sampling.prompt_logprobs is not None:
         extras.append(PromptScores(sampling.prompt_logprobs, len(prompt) - 1))
@@ -122,6 +127,7 @@ class Harness:
     window_pages_each: int = 1  # in host memory
     spare: int = 2  # of these, for chunks
     num_ranks: int = 1  # that divide the requests
+    max_loras: int = 0
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,7 +175,9 @@ class Harness:
             speculation=speculation_of(self.max_run, self.run_seed if self.runs_vary else None),
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
-            parts=host_parts(kv.tiers if self.num_host_pages else None, 50),
+            parts=host_parts(
+                kv.tiers if self.num_host_pages else None, 50, max_loras=self.max_loras
+            ),
         )
         self.num_granted = 0  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then
@@ -279,10 +287,10 @@ class Harness:
         granted, self.num_granted = self.num_granted, 0
         if self.offloads_per_plan is None or copies_of(plan) is None or not plan.decode_slots:
             return
-        if self.window is not None:  # requests that lacked windowed pages when they were to join
-            joined = {join.slot for join in plan.joins}
-            mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
-            granted += sum(len(each.pages) for each in mine)
+        # Requests that were to join a plan that was empty join this one.
+        joined = {join.slot for join in plan.joins}
+        mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
+        granted += sum(len(each.pages) for each in mine)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
@@ -385,6 +393,7 @@ def client_of(running: Running) -> str:
 def output_of(request: Request) -> list[int]:
     """The output under every correct schedule."""
     matcher = matcher_of(request) if request.masked else None
+    adapted = request.extra(Adapted)
     return expected_output(
         request.token_ids[: request.num_prompt_tokens],
         seed=request.seed,
@@ -392,6 +401,7 @@ def output_of(request: Request) -> list[int]:
         stop=request.stop_token_ids,
         vocab_size=50,
         allowed=matcher.rule if isinstance(matcher, FakeMatcher) else None,
+        adapter=None if adapted is None else adapted.number,
     )
 
 
@@ -409,10 +419,11 @@ def random_requests(
     masked: float = 0,
     num_prefixes: int = 1,
     prefix_lengths: tuple[int, ...] = (0, 4, 20),
+    num_adapters: int = 0,
 ) -> list[Request]:
     """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
-    those with a matcher, some of which end their output. num_prefixes: of the
-    prompts."""
+    those with a matcher, some of which end their output. num_prefixes: of the prompts.
+    num_adapters: of which each has one, or none."""
 
     def rule() -> Rule | None:
         if rng.random() >= masked:
@@ -434,6 +445,7 @@ def random_requests(
             tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
             cache_salt=rng.choice([None, "salt", "pepper", f"{index}"]) if clients else None,
             rule=rule(),
+            adapter=rng.choice([None, *range(num_adapters)]) if num_adapters else None,
         )
         for index in range(count)
     ]
@@ -1879,6 +1891,121 @@ def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
         num_prefixes=rng.randint(1, 5),
     )
     run_schedule(harness, waiting, rng)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_adapters_gives_the_tokens_of_each(seed: int) -> None:
+    """Few places, for which many adapters take turns; the KV of a token depends on its adapter."""
+    rng = random.Random(seed)
+    with_tiers = rng.random() < 0.3
+    harness = cramped_harness(
+        rng,
+        seed,
+        num_host_pages=rng.choice([2, 10, 100]) if with_tiers else 0,
+        max_loras=rng.choice([1, 1, 2, 3]),
+    )
+    waiting = random_requests(
+        rng,
+        rng.randint(1, 20),
+        num_clients=rng.choice([0, 0, 2]),
+        masked=rng.choice([0, 0, 0.3]),
+        num_adapters=rng.choice([1, 2, 5]),
+        longest=15,
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def loads_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
+    adapted = plan.part(AdapterPlan)
+    return () if adapted is None else adapted.loads
+
+
+def test_a_request_waits_for_its_adapter_while_others_pass() -> None:
+    """And the step that brings it, which has no rows where nothing else runs, is made for it."""
+    harness = Harness(max_loras=1)
+    adapted = make_request("adapted", [1, 2], 4, ignore_eos=True, adapter=0)
+    harness.scheduler.submit(adapted)
+    plan = harness.launch()
+    assert plan is not None and loads_of(plan) == ((0, 0),) and not plan.num_tokens
+    base = make_request("base", [3, 4], 4, ignore_eos=True)
+    harness.scheduler.submit(base)
+    plan = harness.launch()
+    assert plan is not None and not loads_of(plan) and plan.num_tokens == 2
+    assert adapted.status is RequestStatus.WAITING
+    harness.run()
+    for request in (adapted, base):
+        check_output(request)
+
+
+def test_a_place_in_use_is_not_taken_and_the_least_recently_used_goes_first() -> None:
+    harness = Harness(max_loras=2)
+    harness.run(make_request("0", [1], 2, adapter=0))
+    harness.run(make_request("1", [1], 2, adapter=1))
+    harness.run(make_request("2", [1], 2, adapter=0))  # is there
+    long = make_request("long", [1], 60, ignore_eos=True, adapter=0)
+    harness.scheduler.submit(long)
+    harness.launch()
+    other = make_request("other", [1], 2, adapter=2)
+    third = make_request("third", [1], 2, adapter=3)
+    for request in (other, third):
+        harness.scheduler.submit(request)
+    harness.run()
+    assert [load for plan in harness.plans for load in loads_of(plan)] == [
+        (0, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
+    for request in (long, other, third):
+        check_output(request)
+
+
+def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever() -> None:
+    """Requests for the adapter that has the only place keep coming."""
+    harness = Harness(max_loras=1, num_slots=2, num_pages=200)
+    starved = make_request("starved", [1], 2, adapter=1)
+    for number in range(90):
+        harness.scheduler.submit(make_request(str(number), [1], 8, ignore_eos=True, adapter=0))
+        if number == 1:
+            harness.scheduler.submit(starved)
+    while not starved.finished:
+        harness.launch()
+        while harness.in_flight:
+            harness.settle()
+    assert len(harness.endings) < 50
+    harness.run()
+    check_output(starved)
+
+
+def test_adapters_that_compute_different_things_share_no_prefix() -> None:
+    harness = Harness(max_loras=2)
+    prompt = list(range(12))
+    for adapter in (None, 0, 1):
+        request = make_request(f"{adapter}", prompt, 2, adapter=adapter)
+        again = make_request(f"{adapter}+", prompt, 2, adapter=adapter)
+        harness.run(request)
+        harness.run(again)
+        assert (request.num_cached_tokens, again.num_cached_tokens) == (0, 8)
+
+
+def test_after_a_failure_slots_are_told_their_adapters_again() -> None:
+    """Which changes took effect on the device is not known."""
+    harness = Harness(max_loras=1, num_slots=1)
+    harness.run(make_request("0", [1], 2, adapter=0))
+    failing = make_request("1", [1], 8, adapter=0)
+    harness.scheduler.submit(failing)
+    plan = harness.launch()
+    assert plan is not None
+    harness.scheduler.fail(plan.step, StepError("injected"))
+    harness.in_flight.clear()
+    harness.runner._adapter_of[0] = 0
+    again = make_request("2", [1], 8, adapter=0)
+    harness.run(again)
+    check_output(again)
 
 
 # -- ranks that divide the requests ----------------------------------------------------------------

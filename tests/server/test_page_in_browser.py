@@ -1145,6 +1145,27 @@ def test_the_progress_of_loading_is_shown_until_the_model_is_there(chromium: Bro
             answered(page)
 
 
+def test_each_conversation_has_the_adapter_that_was_chosen_for_it(chromium: Browser) -> None:
+    async def start() -> FakeEngine:
+        return FakeEngine(answer_length=3, adapters=("sql", "poems"))
+
+    with served(start) as server, opened(chromium, server.url) as page:
+        chooser = page.get_by_label("Model", exact=True)
+        expect(chooser).to_have_text("fakesqlpoems")
+        chooser.select_option("sql")
+        ask(page, "First")
+        answered(page)
+        page.get_by_role("button", name="New conversation").click()
+        chooser.select_option("fake")
+        ask(page, "Second")
+        answered(page)
+        page.get_by_role("link", name="First").click()
+        expect(chooser).to_have_value("sql")
+        ask(page, "More")
+        answered(page, 2)
+        assert [each.adapters for each in server.engine.submitted] == [["sql"], [], ["sql"]]
+
+
 def test_a_model_that_makes_vectors_says_so_instead_of_taking_questions(chromium: Browser) -> None:
     async def start() -> FakeEngine:
         return FakeEngine(task="embed")

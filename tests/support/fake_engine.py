@@ -12,7 +12,8 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ class FakeTokenizer:
         return {token_id: bytes([token_id]) for token_id in range(VOCAB_SIZE)}
 
 
+@dataclass(frozen=True)
+class FakeAdapter(Extra):
+    name: str
+
+
+def names_of(extras: Iterable[Extra]) -> list[str]:
+    return [extra.name for extra in extras if isinstance(extra, FakeAdapter)]
+
+
 class FakeDefaults:
     def sampling(self, **overrides: Any) -> SamplingParams:
         return SamplingParams(**{"temperature": 0.5, **overrides})
@@ -85,8 +95,15 @@ class FakeDefaults:
 
 class FakeStream:
     def __init__(
-        self, engine: FakeEngine, prompt: Sequence[int], params: SamplingParams, request_id: str
+        self,
+        engine: FakeEngine,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        adapters: Sequence[str],
     ) -> None:
+        """adapters: the names of those that were asked for."""
+        self.adapters = adapters
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -173,6 +190,7 @@ class FakeVectors:
     def __init__(self, engine: FakeEngine, task: str) -> None:
         self.task = task
         self.asked: list[tuple[Any, ...]] = []  # options, salt and tenant of each call
+        self.adapters: list[str] = []  # of the calls that asked for one
         self.num_open = 0
         self.num_aborted = 0
         self._engine = engine
@@ -184,8 +202,10 @@ class FakeVectors:
         *,
         cache_salt: str | None,
         tenant: Tenant,
+        extras: Sequence[Extra],
     ) -> list[Embedding]:
         self.asked.append((options, cache_salt, tenant))
+        self.adapters += names_of(extras)
         await self._computed(len(inputs))
         return [Embedding([len(each) / 3, -0.5], len(each), 0) for each in inputs]
 
@@ -196,8 +216,10 @@ class FakeVectors:
         *,
         cache_salt: str | None,
         tenant: Tenant,
+        extras: Sequence[Extra],
     ) -> list[Score]:
         self.asked.append((options, cache_salt, tenant))
+        self.adapters += names_of(extras)
         await self._computed(len(pairs))
         return [Score(len(two) / 100, len(one) + len(two), 0) for one, two in pairs]
 
@@ -232,6 +254,7 @@ class FakeEngine:
         dies_at: int | None = None,
         ends_after: str | None = None,
         task: str = "generate",
+        adapters: Sequence[str] = (),
     ) -> None:
         """dies_at: the number of tokens after which the first answer is the last. ends_after: a
         file that is there before the last token of any answer comes."""
@@ -243,6 +266,7 @@ class FakeEngine:
         self.ends_after = ends_after
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.vectors = FakeVectors(self, task)
+        self.adapters = {name: FakeAdapter(name) for name in adapters}
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
         self.running: dict[str, FakeStream] = {}
@@ -253,6 +277,9 @@ class FakeEngine:
         self.stalled: str | None = None
         self.draining = False
         self.closed = False
+
+    def adapter(self, name: str) -> FakeAdapter:
+        return self.adapters[name]
 
     async def encode(
         self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
@@ -299,7 +326,8 @@ class FakeEngine:
             raise InvalidRequestError("prompt", "has a token id that is out of vocabulary.")
         if len(self.running) >= self.max_queued:
             raise QueueFullError("Too many requests are waiting.")
-        stream = FakeStream(self, prompt_token_ids, params, request_id or "anonymous")
+        adapters = names_of(extras)
+        stream = FakeStream(self, prompt_token_ids, params, request_id or "anonymous", adapters)
         self.submitted.append(stream)
         return stream
 

@@ -23,11 +23,12 @@ from minisgl.distributed.addresses import Listening
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
 from minisgl.kvcache.moves import Move, Place
 from minisgl.matcher import MaskRows, mask_words
+from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.host import ScorePlan
 from minisgl.request import TokenLogprobs
-from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
+from minisgl.scheduler.plan import PartPlan, SlotJoin, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
 RANK_PAGES = 1 << 20  # more than a rank has
@@ -35,6 +36,11 @@ RANK_PAGES = 1 << 20  # more than a rank has
 
 def mix(state: int, token_id: int) -> int:
     return ((state ^ (token_id + 0x9E3779B9)) * 0x2545F4914F6CDD1D + 1) & MASK
+
+
+def added_by(adapter: int) -> int:
+    """What an adapter adds to each token, of which KV depends."""
+    return (1 + adapter) << 32
 
 
 def sample(state: int, seed: int, vocab_size: int, masked: frozenset[int] = frozenset()) -> int:
@@ -55,12 +61,13 @@ def expected_output(
     stop: frozenset[int],
     vocab_size: int,
     allowed: Callable[[Sequence[int]], Collection[int]] | None = None,
+    adapter: int | None = None,
 ) -> list[int]:
     """The output for a prompt under every correct schedule. allowed: the tokens that may follow
-    an output; where there are none the output ends."""
-    state = 0
+    an output; where there are none the output ends. adapter: its number."""
+    state, added = 0, 0 if adapter is None else added_by(adapter)
     for token_id in prompt:
-        state = mix(state, token_id)
+        state = mix(state, token_id + added)
     output: list[int] = []
     every = frozenset(range(vocab_size))
     while len(output) < max_tokens:
@@ -71,7 +78,7 @@ def expected_output(
         output.append(token_id)
         if token_id in stop:
             break
-        state = mix(state, token_id)
+        state = mix(state, token_id + added)
     return output
 
 
@@ -85,15 +92,6 @@ def copies_of(plan: StepPlan) -> Copies | None:
     return None if planned is None else planned.copies
 
 
-def _outcomes(plan: StepPlan) -> list[object]:
-    return [
-        {each.index: [TokenLogprobs(t, -1.0) for t in each.token_ids] for each in part.chunks}
-        if isinstance(part, ScorePlan)
-        else {}
-        for part in plan.parts
-    ]
-
-
 @dataclass
 class _Slot:
     join: SlotJoin
@@ -104,6 +102,12 @@ class _Slot:
     advanced: int = 0  # number of tokens by which the state has advanced
     by_rows: int = 0  # the state that the rows have advanced
     last_token: int = -1
+
+
+@dataclass
+class _Adapter:
+    number: int
+    has_landed: bool = False
 
 
 class FakeDisk:
@@ -157,6 +161,8 @@ class FakeRunner:
         self._window = window
         self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
+        self._adapters: dict[int, _Adapter] = {}  # by place
+        self._adapter_of: dict[int, int] = {}  # of each slot: 1 + the place, or 0
         self._cells: dict[tuple[int, int], int] = {}
         self._host: dict[int, list[int]] = {}
         self.in_flight: dict[int, Load] = {}  # loads
@@ -177,6 +183,9 @@ class FakeRunner:
         if copies is not None:
             self._copy(copies)
             self._loads_of[plan.step] = copies.loads
+        adapted = plan.part(AdapterPlan)
+        if adapted is not None:
+            self._adapter_of |= dict(adapted.changes)
         for join in plan.joins:
             slot = self._slots[join.slot] = _Slot(join)
             if join.snapshot is not None:
@@ -208,16 +217,33 @@ class FakeRunner:
             run_lengths.append(1)
         self.num_computed_tokens += plan.num_tokens
         if plan.max_run == 1:
-            return StepResult(plan.step, tokens, logprobs, _outcomes(plan))
+            return StepResult(plan.step, tokens, logprobs, self._outcomes(plan))
         num_drafted = self._num_drafted(plan)
         return StepResult(
             plan.step,
             tokens,
             logprobs,
-            _outcomes(plan),
+            self._outcomes(plan),
             run_lengths=run_lengths,
             num_drafted=num_drafted,
         )
+
+    def _outcomes(self, plan: StepPlan) -> list[object]:
+        return [self._outcome(part) for part in plan.parts]
+
+    def _outcome(self, part: PartPlan) -> object:
+        if isinstance(part, ScorePlan):
+            return {
+                each.index: [TokenLogprobs(t, -1.0) for t in each.token_ids] for each in part.chunks
+            }
+        if isinstance(part, AdapterPlan):
+            for place, adapter in part.loads:
+                self._adapters[place] = _Adapter(adapter)
+            for each in self._adapters.values():
+                each.has_landed |= part.is_alone or self._runs.random() < 0.2
+            places = self._adapters.items()
+            return tuple((place, each.number) for place, each in places if each.has_landed)
+        return {}
 
     def _num_drafted(self, plan: StepPlan) -> list[int] | None:
         """The drafts of each sampled row, right and wrong; None for a plan without any."""
@@ -301,7 +327,7 @@ class FakeRunner:
         result = StepResult(
             plan.step,
             [],
-            parts=_outcomes(plan),
+            parts=self._outcomes(plan),
             run_lengths=run_lengths,
             num_drafted=num_drafted,
         )
@@ -423,6 +449,11 @@ class FakeRunner:
                     self._window_cells[self._window_cell(slot, position)] = -1
         return wanted
 
+    def _of_adapter(self, slot: _Slot) -> int:
+        """What the adapter of a slot adds to each of its tokens."""
+        value = self._adapter_of.get(slot.join.slot, 0)
+        return added_by(self._adapters[value - 1].number) if value else 0
+
     def _has_room(self, slot: _Slot, position: int) -> bool:
         return position // self.page_size in slot.pages
 
@@ -437,6 +468,7 @@ class FakeRunner:
     def _compute(self, slot: _Slot, position: int, token_id: int) -> None:
         assert token_id >= 0, "a token is fed that was not sampled"
         before = 0 if position == 0 else self._cells[self._cell(slot, position - 1)]
+        token_id += self._of_adapter(slot)
         slot.state = self._cells[self._cell(slot, position)] = mix(before, token_id)
         slot.length = position + 1
         slot.last_token = -1

@@ -7,7 +7,7 @@ page table point outside the cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ from minisgl.attention.base import (
 from minisgl.attention.state import PagedKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
+from minisgl.kernels.adapters import AdaptedRows
 from minisgl.kernels.rows import Rows
 from minisgl.models.config import ModelConfig
 from minisgl.models.transformer import CausalLM
@@ -62,12 +63,15 @@ class PagedModel:
         backend: AttentionBackend | None = None,
         num_tokens: int = 1024,
         position_offset: int = 0,
+        adapted: Callable[[Tensor], AdaptedRows] | None = None,
     ) -> None:
+        """adapted: AdapterPool.rows of the model's."""
         self.model = model
         self.page_size = page_size
         backend = backend or TorchAttention()
         self.attention = Attention(backend, backend)
         self.position_offset = position_offset
+        self.adapted = adapted
         num_pages = 1 + num_tokens // page_size
         parameters = getattr(model, "module", model).parameters()  # of an adopted model
         dtype = next(each.dtype for each in parameters if each.itemsize > 1)
@@ -111,6 +115,8 @@ class PagedModel:
         rows = Rows.of(torch.arange(len(work)).repeat_interleave(counts), of_all)
         if self.position_offset:
             rows = replace(rows, rope=of_all + self.position_offset)
+        if self.adapted is not None:
+            rows = replace(rows, adapted=self.adapted(rows.slots))
         inputs = ForwardBatch(
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             rows=rows,

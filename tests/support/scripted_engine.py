@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, names_of
 from support.toy_tokenizers import with_tokens
 
 from minisgl.errors import GrammarError, InvalidRequestError
@@ -99,6 +99,7 @@ class ScriptedStream:
         self.parser = parser
         constraints = [extra.matcher for extra in extras if isinstance(extra, Constraint)]
         self.matcher = constraints[0] if constraints else None
+        self.adapters = names_of(extras)
         self.aborted = False
         self._engine = engine
         self._answer = answer

@@ -70,9 +70,12 @@ class FakeEngine:
     deltas: Sequence[OutputDelta] | None = None  # instead of answers
 
     params: list[SamplingParams] = field(default_factory=list)
+    adapters: dict[str, Any] = field(default_factory=dict)  # what is asked for each, by name
+    extras: list[Sequence[Any]] = field(default_factory=list)
     tokenizer: ToyTokenizer = field(default_factory=ToyTokenizer)
 
     defaults = FakeDefaults()
+    model_name = "toy"
 
     @property
     def capacity(self) -> Capacity:
@@ -81,7 +84,11 @@ class FakeEngine:
     async def encode_chat(self, messages: Sequence[dict[str, str]], any_length: bool) -> list[int]:
         return await asyncio.to_thread(self.tokenizer.chat, messages)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Any:
+    def adapter(self, name: str) -> Any:
+        return self.adapters[name]
+
+    def submit(self, prompt: list[int], params: SamplingParams, extras: Sequence[Any] = ()) -> Any:
+        self.extras.append(extras)
         if self.deltas is not None:
             return GivenStream(self.deltas)
         room = self.max_seq_len - len(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -12,6 +12,7 @@ class ChatUI(Protocol):
 
     interactive: bool
     keys: Mapping[str, str]  # key bindings, and what they do
+    words: dict[str, Sequence[str]]  # that complete the argument of a command
 
     async def read(self, *, interrupted: bool) -> str | None:
         """Reads the next line that the user enters; None at the end of the input.

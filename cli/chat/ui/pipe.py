@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
@@ -24,6 +24,7 @@ class Pipe:
     keys: Mapping[str, str] = {}
 
     def __init__(self, *, show_thinking: bool = False) -> None:
+        self.words: dict[str, Sequence[str]] = {}  # nothing is completed
         self._show_thinking = show_thinking
         self._is_thinking = False
         self._has_written = self._is_code = False

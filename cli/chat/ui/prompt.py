@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -35,12 +35,15 @@ ARGUMENTS: Mapping[str, Completer] = {
 
 
 def make_session(
-    commands: Mapping[str, str], show_thoughts: Callable[[], None]
+    commands: Mapping[str, str],
+    words: Mapping[str, Sequence[str]],
+    show_thoughts: Callable[[], None],
 ) -> PromptSession[str]:
+    """words: that complete the argument of a command; they may change."""
     return PromptSession(
         multiline=True,
         key_bindings=_key_bindings(show_thoughts),
-        completer=CommandCompleter(commands),
+        completer=CommandCompleter(commands, words),
         complete_while_typing=True,
         history=PrivateHistory(history_file()),
         prompt_continuation="  ",
@@ -81,17 +84,21 @@ def _key_bindings(show_thoughts: Callable[[], None]) -> KeyBindings:
 
 
 class CommandCompleter(Completer):
-    def __init__(self, commands: Mapping[str, str]) -> None:
+    def __init__(self, commands: Mapping[str, str], words: Mapping[str, Sequence[str]]) -> None:
         self._commands = commands
+        self._words = words
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
         typed = document.text_before_cursor
         command, space, argument = typed.partition(" ")
-        if space and command in ARGUMENTS:
+        completer = ARGUMENTS.get(command)
+        if command in self._words:
+            completer = WordCompleter([*self._words[command]], sentence=True)
+        if space and completer is not None:
             rest = Document(argument.lstrip())
-            yield from ARGUMENTS[command].get_completions(rest, complete_event)
+            yield from completer.get_completions(rest, complete_event)
         elif typed.startswith("/"):
             for name, does in self._commands.items():
                 if name.startswith(typed) and name != typed:

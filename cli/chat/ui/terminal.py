@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import termios
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
@@ -29,7 +29,8 @@ class Terminal:
 
     def __init__(self, commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False, theme=THEME)
-        self._session = make_session(commands, self._show_thoughts)
+        self.words: dict[str, Sequence[str]] = {}
+        self._session = make_session(commands, self.words, self._show_thoughts)
         self._show_thinking = show_thinking
         self._plain = plain or self._console.is_dumb_terminal
         self._thoughts = ""  # of the last answer

@@ -1,7 +1,7 @@
-"""What the two paged attention kernels share: paged_decode.py, for rows of one token, and
-paged_prefill.py, for chunks.
+"""What the callers of the paged attention kernels share: paged_decode.py, for rows of one token or
+runs of a few, and paged_prefill.py, for chunks. Their loop over tiles of keys is tile_loop.py.
 
-Both are FlashAttention (Dao, "FlashAttention-2", 2023): an online softmax in float32 over tiles of
+All are FlashAttention (Dao, "FlashAttention-2", 2023): an online softmax in float32 over tiles of
 keys, in powers of two, with log2(e) folded into the scale. Decode splits the keys of a row over
 programs (Dao et al., "Flash-Decoding", 2023), and so does a step whose chunks are few. A *group* is
 the query heads that share a KV head; one program serves a whole group, so that it reads K and V
@@ -31,17 +31,16 @@ lengths and the bounds of chunks must be two launches old.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from minisgl.config import AttentionSpec
+from minisgl.config import AttentionSpec, KVScales
+from minisgl.kernels.attention.tile_loop import LOG2_E, padded
+from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-# The running maximum before any score: -inf minus -inf would be NaN where all scores are masked.
-LOWEST = tl.constexpr(-3.0e38)
 # Rows or chunks that a program searches at once for its own; steps with no more share one variant
 # of a kernel.
 LOOKED_THROUGH = 256
@@ -63,7 +62,98 @@ def num_groups(num_heads: int, num_kv_heads: int, spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitWorkspace:
+class Sizes:
+    """What a kernel is compiled for. These are fields, and not properties, because Triton's cache
+    of compiled kernels knows this argument by its repr."""
+
+    num_kv_heads: int
+    num_groups: int
+    group: int  # query heads of each
+    run: int  # tokens of a decode row
+    searched: int  # rows or chunks that a program looks through for its own, or more
+    head_dim: int
+    key_dim: int  # without the tail
+    v_head_dim: int
+    block_v: int  # v_head_dim in a tile
+    block_m: int  # queries in a tile
+    block_n: int  # keys in a tile
+    stages: int  # tiles in flight
+    page_size: int
+    in_page: bool  # whether each tile lies within a page
+    fp8: bool
+    paired: bool  # whether FP8 is loaded as pairs of dimensions: see tile_loop.in_parts
+
+    @classmethod
+    def of(
+        cls,
+        num_heads: int,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        tiles: DecodeTiles | PrefillTiles,
+        *,
+        searched: int,
+        run: int = 1,
+    ) -> Sizes:
+        _, page_size, num_kv_heads, head_dim = k.shape
+        number = num_groups(num_heads, num_kv_heads, spec)
+        group = num_heads // number
+        fp8 = k.dtype == torch.float8_e4m3fn
+        paired = fp8 and isinstance(tiles, DecodeTiles)
+        return cls(
+            num_kv_heads=num_kv_heads,
+            num_groups=number,
+            group=group,
+            run=run,
+            searched=triton.next_power_of_2(searched),
+            head_dim=head_dim,
+            key_dim=v.shape[3] if spec.v_in_k else head_dim,
+            v_head_dim=v.shape[3],
+            block_v=padded(v.shape[3], paired),
+            # The tensor cores multiply 16 rows at least.
+            block_m=tiles.block_m
+            if isinstance(tiles, PrefillTiles)
+            else max(16, triton.next_power_of_2(run * group)),
+            block_n=tiles.block_n,
+            stages=tiles.num_stages,
+            page_size=page_size,
+            # With a window, tiles begin with it, and not at multiples of their size.
+            in_page=spec.window is None and page_size % tiles.block_n == 0,
+            fp8=fp8,
+            paired=paired,
+        )
+
+
+class Scoring(NamedTuple):
+    """How scores become weights, and values a result."""
+
+    scale: float  # of scores, in powers of two
+    v_scale: float | None  # of values in FP8
+    softcap: float | None  # in powers of two
+    sinks: Tensor | None  # [num_heads] float32
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, scales: KVScales, sinks: Tensor | None, k: Tensor) -> Scoring:
+        assert spec.sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+        return cls(
+            scale=spec.scale * scales.k * LOG2_E.value,
+            v_scale=scales.v if k.dtype == torch.float8_e4m3fn else None,
+            softcap=None if spec.softcap is None else spec.softcap * LOG2_E.value,
+            sinks=sinks,
+        )
+
+
+class Tensors(NamedTuple):
+    """What a kernel reads and writes."""
+
+    out: Tensor
+    q: Tensor
+    q_stride: int
+    k: Tensor
+    v: Tensor | None  # None: the keys hold the values
+
+
+class SplitWorkspace(NamedTuple):
     """Memory through which the KV splits of an output are merged. One launch at a time may use
     it."""
 
@@ -90,139 +180,3 @@ class SplitWorkspace:
             and num_stats <= self.peaks.numel()
             and num_semaphores <= self.semaphores.numel()
         )
-
-
-@triton.jit
-def load_pages(
-    table,
-    start,
-    end,
-    page_size: tl.constexpr,
-    in_page: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """The pages of the tile at `start`: one if each tile lies within a page, else one per key."""
-    if in_page:
-        return tl.load(table + start // page_size, mask=start < end, other=0)
-    else:
-        keys = start + tl.arange(0, block_n)
-        return tl.load(table + keys // page_size, mask=keys < end, other=0)
-
-
-@triton.jit
-def offsets_of(
-    pages,
-    start,
-    row_size: tl.constexpr,
-    page_size: tl.constexpr,
-    in_page: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-):
-    """[block_n, block_d] int64: offsets of the tile at `start` in a cache with `row_size` a
-    token."""
-    lanes = tl.arange(0, block_n)
-    if in_page:
-        kv_slots = pages.to(tl.int64) * page_size + (start % page_size + lanes)
-    else:
-        kv_slots = pages.to(tl.int64) * page_size + (start + lanes) % page_size
-    return kv_slots[:, None] * row_size + tl.arange(0, block_d)[None, :]
-
-
-@triton.jit
-def in_cache(keys, end, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """[block_n, block_d or 1] bool: which elements of a tile exist."""
-    live = (keys < end)[:, None]
-    if head_dim == block_d:
-        return live
-    else:
-        return live & (tl.arange(0, block_d) < head_dim)[None, :]
-
-
-@triton.jit
-def to_multiply(query, scale, fp8: tl.constexpr):
-    """The query, [rows, dims], and the scale of its scores, as the loops over the keys take them.
-    With a cache in FP8 the scale becomes one a row.
-
-    The tensor cores have no product of a query in half precision and e4m3. e4m3 is converted to
-    float16, which holds it and takes one instruction for two elements; to bfloat16 it would take
-    four. A query in bfloat16 becomes float16, too, each row multiplied by a power of two that
-    brings its largest element to 2^13 or more. That is exact down to 2^-28 of the largest.
-    """
-    if fp8:
-        power = tl.full((query.shape[0],), 1.0, tl.float32)
-        if query.dtype == tl.bfloat16:
-            wide = query.to(tl.float32)
-            power, inverse = _power_of_two(tl.max(tl.abs(wide), 1))
-            query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
-            scale /= 8192.0
-        return query, power * scale
-    else:
-        return query, scale
-
-
-@triton.jit
-def both_to_multiply(query, tail, scale, fp8: tl.constexpr):
-    """As to_multiply, of queries in two parts: (query, tail, scale)."""
-    if fp8:
-        power = tl.full((query.shape[0],), 1.0, tl.float32)
-        if query.dtype == tl.bfloat16:
-            wide, wide_tail = query.to(tl.float32), tail.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(wide_tail), 1))
-            power, inverse = _power_of_two(largest)
-            query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
-            tail = (wide_tail * inverse[:, None] * 8192.0).to(tl.float16)
-            scale /= 8192.0
-        return query, tail, power * scale
-    else:
-        return query, tail, scale
-
-
-@triton.jit
-def _power_of_two(largest):
-    """The power of two of `largest`, and its inverse, by their exponents: from 2^-60, for the scale
-    not to become 0, to 2^126."""
-    exponent = largest.to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 67), 253)
-    power = (exponent << 23).to(tl.float32, bitcast=True)
-    return power, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def capped(exponents, softcap):
-    """softcap · tanh(exponents / softcap), both in powers of two. Of 1 - 2 / (e^2x + 1), which is
-    tanh x, the error is one of float32 near 1."""
-    return softcap - 2.0 * softcap / (1.0 + tl.exp2(exponents * (2.0 * LOG2_E / softcap)))
-
-
-@triton.jit
-def fold(scores, visible, scale, softcap, peak, fp8: tl.constexpr):
-    """The update of an online softmax by a tile of q · k: (weights of the tile, decay of all
-    earlier ones, running maximum). The scale, which is fused into the subtraction, must be
-    positive. visible: bool, of the scores; None: all.
-
-    With FP8, where it is one a row, the running maximum stays 14 behind: weights of up to 2^14 make
-    full use of float16, and it does not matter to a softmax what its exponents are relative to."""
-    if softcap is not None:
-        scores = capped(scores * (scale[:, None] if fp8 else scale), softcap)
-        scale = tl.full((scores.shape[0],), 1.0, tl.float32) if fp8 else 1.0
-    if visible is not None:
-        scores = tl.where(visible, scores, -float("inf"))
-    higher = tl.max(scores, 1) * scale
-    if fp8:
-        higher = tl.maximum(peak, higher - 14.0)
-        scores = scores * scale[:, None]
-        return tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher), higher
-    else:
-        higher = tl.maximum(peak, higher)
-        return tl.exp2(scores * scale - higher[:, None]), tl.exp2(peak - higher), higher
-
-
-@triton.jit
-def add_sinks(acc, peak, total, sinks):
-    """(acc [rows, dims], peak, total) of an online softmax to which each row's sink is added.
-    sinks: [rows], natural logits; -inf adds nothing."""
-    sinks *= LOG2_E
-    higher = tl.maximum(peak, sinks)
-    decay = tl.exp2(peak - higher)
-    return acc * decay[:, None], higher, total * decay + tl.exp2(sinks - higher)

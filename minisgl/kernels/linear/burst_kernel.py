@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, from_here
+from minisgl.kernels.linear.delta_parts import delta_of, up_columns, wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -40,6 +41,7 @@ def burst_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     normed,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -73,7 +75,7 @@ def burst_kernel(
             up_w += (load(up_weight + w_place + i * block_k, at < k, whole_k),)
         if norm_weight is not None:
             factor += (load(norm_weight + at, at < k, whole_k),)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     x += spread(row * x_stride, groups) + columns
     for i in tl.static_range(pieces):
@@ -115,6 +117,11 @@ def burst_kernel(
             up = multiply(from_here(up_w[i], pdl), piece, up, groups)
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
+    if delta is not None:
+        first_row, up_column = m_tile * block_m, up_columns(column, n)
+        acc += delta_of(delta, first_row, block_m, column, num_rows, n, 0, False, pdl)
+        if gated:
+            up += delta_of(delta, first_row, block_m, up_column, num_rows, 2 * n, 0, False, pdl)
     finish(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         row, column, num_rows, n, gated, gelu,

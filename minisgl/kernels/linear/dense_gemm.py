@@ -40,6 +40,7 @@ from torch import Tensor
 from minisgl.kernels.comm.mailbox import sending
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.linear.burst_kernel import burst_kernel
+from minisgl.kernels.linear.delta_parts import adding
 from minisgl.kernels.linear.dense_tiles import choose_tiles
 from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.stream_kernel import stream_kernel
@@ -100,7 +101,7 @@ def linear(
         x_squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
-    exchange = sending(epilogue.mailbox)
+    exchange = (*sending(epilogue.mailbox), adding(epilogue.delta))
     options = {
         "block_n": tiles.block_n,
         "block_m": tiles.block_m,

@@ -68,6 +68,15 @@ class DenseProduct(FusingProduct):
             return False
         return not (gated and normed) or compiles_gated_norm(self.weight.device)
 
+    def adds(self, num_rows: int, *, gated: bool = False) -> bool:
+        """Whether `gemm` is faster than separate steps with a delta in the epilogue."""
+        if self.kernels is None:
+            return False
+        from minisgl.kernels.linear import dense_tiles
+
+        tuning, shape = self.kernels.tuning, self.weight.shape
+        return dense_tiles.should_use(tuning, num_rows, *shape, gated=gated, adapted=True)
+
     def gemm(
         self, x: Tensor, epilogue: Epilogue = PLAIN, *, norm: FusedNorm | None = None
     ) -> Tensor:

@@ -98,14 +98,18 @@ def _tiles_of_many_rows(
     return replace(tiles, splits=max(min(tuning.linear_programs // num_tiles, most_splits), 1))
 
 
-def should_use(tuning: DeviceTuning, m: int, n: int, k: int, *, gated: bool) -> bool:
-    """Whether our kernels are faster than the best of cuBLAS's algorithms."""
+def should_use(
+    tuning: DeviceTuning, m: int, n: int, k: int, *, gated: bool, adapted: bool = False
+) -> bool:
+    """Whether our kernels are faster than the best of cuBLAS's algorithms. adapted: and what adds a
+    delta to its result."""
     if k % 64 != 0:
         return False
     # cuBLAS is slow where W is small and, up to 64 rows, k the longer side.
     if m > tuning.linear_gated_rows and (gated or (m <= 64 and k <= n)):
         return False
-    return any(m <= rows and n * k <= size for rows, size in tuning.linear_weights)
+    weights = tuning.delta_weights if adapted else tuning.linear_weights
+    return any(m <= rows and n * k <= size for rows, size in weights)
 
 
 def should_fuse_norm(tuning: DeviceTuning, m: int, n: int, k: int, *, gated: bool) -> bool:

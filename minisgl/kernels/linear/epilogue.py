@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernels.adapters import Delta
+
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
 
@@ -22,8 +24,8 @@ class FusedNorm(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What becomes of y = x Wᵀ + b [m, n], rounded to the dtype of x: one of these at most. Without
-    any, y is a new tensor."""
+    """What becomes of y = x Wᵀ + b [m, n], rounded to the dtype of x: one of these at most,
+    and a delta. Without any, y is a new tensor."""
 
     # silu(gate) · up, a new tensor [m, n / 2]: W has the rows of the gate first, and there is no b.
     gated: bool = False
@@ -34,6 +36,9 @@ class Epilogue(NamedTuple):
     # y is sent to rows 0 to m - 1 of all ranks' inboxes, whose rows have n elements, and what is
     # returned is empty. one_shot.received_norm adds up the summands of all ranks.
     mailbox: Mailbox | None = None
+    # Before any of these it is added to y, in float32. The launch before must be its shrink: the
+    # GEMM waits for that only before its last tiles, so that its x must be older.
+    delta: Delta | None = None
 
     def place(self, x: Tensor, n: int, blocks: int) -> tuple[Tensor, Tensor | None]:
         """Where a GEMM writes a result with n columns, and where the squares of a sum, for each of

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.comm.mailbox import send
-from minisgl.kernels.inlined import arrive, gated_mul
+from minisgl.kernels.inlined import arrive, gated_mul, prefetch
 
 
 @triton.jit
@@ -126,15 +126,8 @@ def fetch(
     lane = tl.arange(0, block_n * pieces)
     start = lane % pieces * piece
     count = tl.minimum(tl.maximum(length - start, 0), piece)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
-        "=r,l,r",
-        [w + lane // pieces * k + start, count * (w.dtype.element_ty.primitive_bitwidth // 8)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    address = w + lane // pieces * k + start
+    prefetch(address, count * (w.dtype.element_ty.primitive_bitwidth // 8))
 
 
 @triton.jit

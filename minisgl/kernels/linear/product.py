@@ -57,7 +57,7 @@ class Product(ABC):
         x, stream = norm(residual, weights)
         return x, self(x, rows), stream
 
-    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Any:
+    def gated_mul(self, gate_up: Tensor, rows: Rows | None = None, *, gelu: bool = False) -> Any:
         """silu(gate) · up, or gelu(gate) · up, as an x of this product: a tensor, or whatever else
         this one takes.
 
@@ -77,13 +77,13 @@ class Product(ABC):
         """Returns `gated_mul` by the product `after` of y, whose first half is the gate, for x the
         norm of the stream: [num_rows, n / 2]. And the stream as one tensor."""
         y, stream = self.of_norm(residual, weights, rows)
-        return after.gated_mul(y, gelu), stream
+        return after.gated_mul(y, rows, gelu=gelu), stream
 
     def gated_mul_of(
         self, x: Tensor, after: Product, rows: Rows | None = None, *, gelu: bool = False
     ) -> Any:
         """Returns `gated_mul` by the product `after` of y, whose first half is the gate."""
-        return after.gated_mul(self(x, rows), gelu)
+        return after.gated_mul(self(x, rows), rows, gelu=gelu)
 
     def add_to(self, x: Tensor, stream: Tensor, rows: Rows | None = None) -> Residual:
         """The stream with y added. May overwrite it: [num_rows, n] contiguous."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.linear.delta_parts import (
+    UNROLLED,
+    delta_of,
+    fetch_delta,
+    up_columns,
+    wait_before_loop,
+)
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -41,6 +48,7 @@ def stream_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -68,7 +76,7 @@ def stream_kernel(
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
         if gated:
             fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -99,6 +107,13 @@ def stream_kernel(
         # layout.
         factor_at = norm_weight + tl.broadcast_to(columns, x_place.shape)
         factor = tl.load(factor_at + first, mask=first + columns < end, other=0.0)
+    if delta is not None:
+        added = tl.zeros((block_m, block_n), tl.float32)
+        up_added = added
+        first_row, up_column = m_tile * block_m, up_columns(column, n)
+        # From here on no loads are left to issue.
+        turn = first + tl.maximum(tl.cdiv(end - first, block_k) - stages, 0) * block_k
+        turn = tl.where(part == 0, turn, end)
     for start in tl.range(first, end, block_k, num_stages=stages):
         inside = start + columns < end
         w = load(weight + start + w_place, inside, whole_k)
@@ -111,9 +126,30 @@ def stream_kernel(
         if gated:
             w = load(up_weight + start + w_place, inside, whole_k)
             up = multiply(w, rows, up, groups)
+        if delta is not None:
+            if pdl:  # noqa: SIM102 - decided when compiled, the other when run
+                if start == 0:
+                    fetch_delta(delta, m_tile, n_tile, num_rows, 0, n, block_m, block_n, lanes)
+                    if gated:
+                        fetch_delta(delta, m_tile, n_tile, num_rows, n, n, block_m, block_n, lanes)
+            if start == turn:
+                added = delta_of(delta, first_row, block_m, column, num_rows, n, 0, True, pdl)
+                if gated:
+                    up_added = delta_of(
+                        delta, first_row, block_m, up_column, num_rows, 2 * n, 0, True, pdl
+                    )
 
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
+    if delta is not None:
+        acc += added
+        up += up_added
+        if (delta[4] > UNROLLED) & (part == 0):
+            acc += delta_of(delta, first_row, block_m, column, num_rows, n, UNROLLED, False, pdl)
+            if gated:
+                up += delta_of(
+                    delta, first_row, block_m, up_column, num_rows, 2 * n, UNROLLED, False, pdl
+                )
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,

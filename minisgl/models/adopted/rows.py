@@ -163,7 +163,7 @@ class Norm(Node):
     def gated(self, gate_up: Product, after: Product, rows: Rows | None) -> Any:
         """silu(gate) · up for x the norm, as an x of the product `after`."""
         if self.is_computed:
-            return after.gated_mul(gate_up(self.value(), rows))
+            return after.gated_mul(gate_up(self.value(), rows), rows)
         residual, weights = self._stream.residual, self._weights
         hidden, stream = gate_up.gated_mul_of_norm(residual, weights, after, rows)
         self._stream.is_joined(stream)
@@ -207,7 +207,7 @@ class Call(Node):
         """silu(gate) · up, whose gates are the first half of y, as an x of the product `after`."""
         if isinstance(self.x, Norm) and not self.is_computed:
             return self.x.gated(self.linear.product, after, self.rows)
-        return after.gated_mul(self.value())
+        return after.gated_mul(self.value(), self.rows)
 
 
 class Columns(Node):

@@ -17,8 +17,14 @@ class CopyPlan(PartPlan):
 
 
 class PageCopies(Part):
+    is_always = True
+
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
+
+    @property
+    def wants_step(self) -> bool:
+        return self._tiers.transits.is_copying_out
 
     def plan(self, work: StepWork) -> CopyPlan | None:
         copies = self._tiers.take_copies(work.step)

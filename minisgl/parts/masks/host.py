@@ -29,7 +29,7 @@ class Constraint(Extra):
 @dataclass(frozen=True, slots=True)
 class MaskPlan(PartPlan):
     changes_sampling: ClassVar[bool] = True
-    is_quick: ClassVar[bool] = True
+    is_quick = True
 
     slots: tuple[int, ...]  # of the sampled rows that need a mask, in the order of the rows
 

@@ -60,7 +60,7 @@ class ReplyResponse(ABC):
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
                     parser=job.parser,
-                    extras=job.extras,
+                    extras=(*job.extras, *job.adapter),
                 )
                 streams.append(stream)
                 await turn.share()

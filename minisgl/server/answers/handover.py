@@ -80,6 +80,7 @@ class Handover:
                 request_id=f"{id}-{index}",
                 cache_salt=job.cache_salt,
                 tenant=job.tenant,
+                extras=job.adapter,
             )
             for index, job in enumerate(jobs)
         )
@@ -100,7 +101,11 @@ class Handover:
         """Answer as the engine that generates tokens, after it has fetched their prompts."""
         fetches = (
             self._engine.fetch_pages(
-                address, job.prompt_token_ids, cache_salt=job.cache_salt, tenant=job.tenant
+                address,
+                job.prompt_token_ids,
+                cache_salt=job.cache_salt,
+                tenant=job.tenant,
+                extras=job.adapter,
             )
             for job in jobs
         )

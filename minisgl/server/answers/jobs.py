@@ -35,6 +35,7 @@ class GenerationJob:
     cache_salt: str | None = None
     tenant: Tenant = EVERYONE
     extras: Sequence[Extra] = ()  # of this answer alone, as is the parser
+    adapter: Sequence[Extra] = ()  # of its prompt, too; empty for the model itself
     parser: AnswerParser | None = None
     style: AnswerStyle | None = None  # of an answer that is parsed
 
@@ -90,9 +91,11 @@ def jobs_of(
     echoes: Sequence[str | None],
     tenant: Tenant,
     plan: AnswerPlan,
+    adapter: Sequence[Extra],
     style: AnswerStyle | None = None,
 ) -> list[GenerationJob]:
-    """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt."""
+    """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt. adapter: of
+    all, among their extras."""
 
     def params_of(params: SamplingParams, k: int) -> SamplingParams:
         if k and not body.scores_each_prompt:
@@ -112,6 +115,7 @@ def jobs_of(
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
             extras=plan.extras(),
+            adapter=adapter,
             parser=plan.parser(),
             style=style,
         )

@@ -24,7 +24,8 @@ async def hint(request: Request) -> Response:
 
 
 async def models(service: Service, request: Request) -> Response:
-    data = [_model(service, name) for name in service.state.model_names()]
+    names = (*service.state.model_names(), *service.state.engine().adapters)
+    data = [_model(service, name) for name in names]
     return json_response(answer_types.ModelList(data=data))
 
 
@@ -66,7 +67,7 @@ async def metrics_history(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> answer_types.Model:
-    engine = service.state.engine()
+    engine, base = service.state.engine(), service.state.model_names()[0]
     return answer_types.Model(
         id=name,
         created=service.since,
@@ -74,4 +75,6 @@ def _model(service: Service, name: str) -> answer_types.Model:
         max_model_len=engine.capacity.max_seq_len,
         vocab_size=engine.vocab_size,
         task=engine.vectors.task,
+        root=base,
+        parent=base if name in engine.adapters else None,
     )

@@ -91,7 +91,8 @@ async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGI
             else:
                 shown = partial(engine.tokenizer.decode, skip_special_tokens=skip)
                 echoes[index] = await _put_together(shown, fitted.token_ids)
-    jobs = jobs_of(body, fitting, echoes, body.tenant(asked.client), plan)
+    tenant = body.tenant(asked.client)
+    jobs = jobs_of(body, fitting, echoes, tenant, plan, asked.adapter)
     return _answer(service, asked, CompletionReply, jobs, plan)
 
 
@@ -234,7 +235,8 @@ async def _chat_jobs(
     style = style_of(plan, body, conversation, config, service.metrics.count_tool_call)
     prompts = [conversation.prompt_token_ids]
     fitting = fitted_prompts(engine, body, prompts, clamp=clamp or config.clamp_max_tokens)
-    return plan, jobs_of(body, fitting, [body.echoed], body.tenant(asked.client), plan, style)
+    tenant = body.tenant(asked.client)
+    return plan, jobs_of(body, fitting, [body.echoed], tenant, plan, asked.adapter, style)
 
 
 def _answer(

@@ -28,7 +28,11 @@ from minisgl.server.service import Asked, Service
 async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Response:
     body = asked.body
     found = await asked.engine.vectors.embed(
-        body.inputs(), body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
+        body.inputs(),
+        body.options(),
+        cache_salt=body.salt,
+        tenant=body.tenant(asked.client),
+        extras=asked.adapter,
     )
     answer = answer_types.EmbeddingList(
         data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
@@ -95,7 +99,11 @@ async def _scores(
 ) -> list[Score]:
     body = asked.body
     return await asked.engine.vectors.rerank(
-        pairs, body.options(), cache_salt=body.salt, tenant=body.tenant(asked.client)
+        pairs,
+        body.options(),
+        cache_salt=body.salt,
+        tenant=body.tenant(asked.client),
+        extras=asked.adapter,
     )
 
 

@@ -234,7 +234,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     """The fields that chats and completions have in common."""
 
     model: str | None = None
-    """A name of the model. Default: the model that is served."""
+    """A name of the model, or of an adapter. Default: the model that is served."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     """How many answers to give to each prompt. Default: 1. Example: `2`"""
     stream: bool | None = None

@@ -16,17 +16,20 @@ from typing import Any
 import pexpect
 import pytest
 import torch
+from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_chat_ui import FakeChatUI
+from support.forked_programs import minisgl
 from support.screens import at_prompt, left
 from support.toy_chat_engine import FakeEngine, ToyTokenizer, decode
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError
-from minisgl.models.hub import DEMO_NOTE
+from minisgl.models.hub import DEMO_FOLDER, DEMO_NOTE
 from minisgl.printable import printable
 from minisgl.request import FinishReason, OutputDelta
 from minisgl.runner.facts import device_name
+from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
@@ -102,6 +105,14 @@ async def test_answers_are_streamed_and_become_part_of_the_conversation() -> Non
     assert decode(engine.prompts[1]) == "<user>ab<end><model>abc<end><user>h<end><model>"
     assert [note.startswith(("3 tokens", "2 tokens")) for note in ui.noted] == [True, True]
     assert ui.said == []
+
+
+async def test_the_first_adapter_answers_until_another_one_is_chosen() -> None:
+    engine = FakeEngine(["a"] * 3, adapters={"sql": "S", "poems": "P"})
+    ui = await converse(engine, "ab", "/lora poems", "ab", "/lora off", "ab", "/lora")
+    assert engine.extras == [("S",), ("P",), ()]
+    assert ui.said == ["toy answers; /lora takes sql, poems or off."]
+    assert (await converse(FakeEngine([]), "/lora")).said == ["toy answers; no adapter is there."]
 
 
 async def test_reset_starts_a_new_conversation() -> None:
@@ -477,6 +488,21 @@ def test_a_question_of_the_command_line_is_answered_once() -> None:
         check=True,
     )
     assert result.stdout.count("\n") == 1 and "/retry" not in result.stdout
+
+
+def test_an_adapter_answers_the_question_of_the_command_line(tmp_path: Path) -> None:
+    adapted = save_demo_adapter(tmp_path / "adapter", seed=0)
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    assert tokenizer is not None
+    prompt = tokenizer.chat([{"role": "user", "content": "Hello!"}])
+    wanted = tokenizer.decode(greedy_tokens(adapted, prompt, 8))
+    options = ("--device", "cpu", "--dtype", "float32", "--temperature", "0", "--max-tokens", "8")
+    lora = ("--lora", f"a={tmp_path / 'adapter'}")
+    result = minisgl("chat", *options, *lora, "Hello!")
+    assert result.stdout == f"{wanted}\n"
+    again = minisgl("chat", *options, "--lora", f"a={tmp_path}", "Hello!")
+    assert again.returncode == 2 and again.stderr.count("\n") == 1
+    assert "adapter_config.json" in again.stderr
 
 
 def test_a_question_of_the_command_line_is_answered_in_a_terminal(tmp_path: Path) -> None:

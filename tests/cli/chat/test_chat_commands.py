@@ -38,7 +38,6 @@ class FakeModel:
     """Gives one of `replies` after the other: a text, an error, or Ctrl-C before anything comes."""
 
     replies: list[str | MinisglError] = field(default_factory=list)
-    name: str = "fake"
     facts: Sequence[str] = ()
     max_seq_len: int | None = 1000
     sampling_defaults: SamplingParams | None = field(
@@ -47,6 +46,13 @@ class FakeModel:
     asked: list[list[Message]] = field(default_factory=list)
     sampling: list[dict[str, Any]] = field(default_factory=list)
     rules: list[AnswerRules] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)  # the adapters
+    adapters: Sequence[str] = ("sql", "poems")
+    adapter: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.adapter or "fake"
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         SamplingParams(**sampling)
@@ -62,6 +68,7 @@ class FakeModel:
         self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules
     ) -> AsyncGenerator[ReplyDelta, None]:
         self.rules.append(rules)
+        self.answered.append(self.adapter)
         self.asked.append(list(messages))
         self.sampling.append(dict(sampling))
         reply = self.replies.pop(0)
@@ -273,6 +280,37 @@ async def test_with_a_server_invalid_parameters_are_refused_too(typed: str, said
     assert (await refused(f"/set {typed}", model=lambda: served)).startswith(said)
 
 
+# -- adapters -------------------------------------------------------------------------------------
+
+
+async def test_an_adapter_answers_from_the_next_question_on() -> None:
+    model = FakeModel(["one", "two"], adapter="sql")
+    done = await chat("/lora", "hi", "/lora poems", "and", '/lora "off"', "/lora", model=model)
+    assert done.said == [
+        "sql answers; /lora takes sql, poems or off.",
+        "fake answers; /lora takes sql, poems or off.",
+    ]
+    assert [line for line in done.noted if "answers" in line] == [
+        "poems answers from now on.",
+        "fake answers from now on.",
+    ]
+    assert model.answered == ["sql", "poems"]
+    assert model.questions == [["hi"], ["hi", "one", "and"]]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("sqll", "There is no adapter sqll. Did you mean sql? /lora lists them."),
+        ("fake", "There is no adapter fake. /lora lists them."),
+        ("a\n b", "There is no adapter a b. /lora lists them."),
+        ("x" * 999, f"There is no adapter {'x' * 49}…. /lora lists them."),
+    ],
+)
+async def test_an_unknown_adapter_is_refused(typed: str, said: str) -> None:
+    assert await refused(f"/lora {typed}") == said
+
+
 # -- questions ----------------------------------------------------------------------------------
 
 
@@ -464,7 +502,7 @@ async def test_a_saved_conversation_can_be_loaded_and_continued(tmp_path: Path) 
     assert file.stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == [file.name]
 
-    other = FakeModel(["two"], name="another")
+    other = FakeModel(["two"], adapter="another")
     done = await chat("dropped?", f"/load {file}", "more", model=FakeModel(["x", "two"]))
     assert done.model.questions[1] == ["Be kind, é.", "hi", "one", "more"]
     assert done.model.sampling[1] == {"top_k": 5}

@@ -268,6 +268,26 @@ async def test_the_chat_works_with_our_own_server() -> None:
     assert deltas[-1].num_tokens == 4 and deltas[-1].num_cached_tokens is not None
 
 
+@pytest.mark.parametrize("first", ["", "alias", "sql"])
+async def test_adapters_of_our_own_server_answer_by_their_names(first: str) -> None:
+    async def start() -> FakeEngine:
+        return FakeEngine(adapters=("sql", "poems"))
+
+    with served(start, served_model_name=("base", "alias")) as ours:
+        model = await ServerModel.connect(ours.url, "", first)
+        assert model.name == (first or "base")
+        base, other = ("alias", "base") if first == "alias" else ("base", "alias")
+        assert model.adapters == [other, "sql", "poems"]
+        messages = [{"role": "user", "content": "hi"}]
+        for chosen in (model.adapter, "poems", "", "sql"):
+            model.adapter = chosen
+            assert model.name == (chosen or base)
+            assert [delta async for delta in model.reply(messages, {"max_tokens": 1})]
+    answered = [*filter(None, ("" if first == "alias" else first,))]
+    asked = [stream.adapters for stream in ours.engine.submitted]
+    assert asked == [answered, ["poems"], [], ["sql"]]
+
+
 # -- options --------------------------------------------------------------------------------------
 
 
@@ -458,6 +478,15 @@ def test_a_chat_with_a_server_works_in_a_real_terminal(
     at_prompt(terminal)
     terminal.send(CTRL_O)
     terminal.expect("Well, well.")
+
+    terminal.send("/lora ot")
+    terminal.expect("other")  # the menu
+    terminal.send("\t\r")
+    terminal.expect("other answers from now on")
+    at_prompt(terminal)
+    terminal.send("/lora off\r")
+    terminal.expect("thinker answers from now on")
+    at_prompt(terminal)
 
     terminal.send("/res")
     terminal.expect("forgets the conversation")  # the menu

@@ -15,7 +15,8 @@ from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHisto
 
 
 def completions(typed: str) -> list[str]:
-    found = CommandCompleter(COMMANDS).get_completions(Document(typed), CompleteEvent())
+    completer = CommandCompleter(COMMANDS, {"/lora": ["sql-2", "poems", "off"]})
+    found = completer.get_completions(Document(typed), CompleteEvent())
     return [completion.text for completion in found]
 
 
@@ -37,6 +38,8 @@ def test_arguments_of_commands_are_completed(tmp_path: Path) -> None:
     for name in ("/json", "/tools"):
         assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
         assert "off" in completions(f"{name} o")
+    assert completions("/lora ") == ["sql-2", "poems", "off"]
+    assert completions("/lora sql-") == ["sql-2"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from minisgl.kernels.adapters import Delta
 from minisgl.kernels.comm.mailbox import Mailbox, sending
 from minisgl.kernels.fp8_rows import Fp8Rows, room
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.linear.delta_parts import adding
 from minisgl.kernels.linear.fp8.fp8_kernel import fp8_kernel
 from minisgl.kernels.linear.fp8.fp8_tiles import choose_tiles
 from minisgl.kernels.linear.quantized import Fp8Weights
@@ -30,12 +32,13 @@ def linear(
     bias: Tensor | None,
     *,
     mailbox: Mailbox | None = None,
+    delta: Delta | None = None,
     workspace: LinearWorkspace | None = None,
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """x Wᵀ + bias, a new [m, n] of x.dtype; bias: [n], of the same. With a mailbox it is sent, as
-    by an Epilogue of other GEMMs, and what is returned is empty.
+    by an Epilogue of other GEMMs, and what is returned is empty. A delta is as there.
 
     x has scales of rows, or where W has blocks, of groups as wide as these. Without a workspace, k
     is not split. `pdl`: see launch_options.py; weights and bias must be older than two launches.
@@ -74,6 +77,7 @@ def linear(
         k,
         x_scale.stride(-1),
         *sending(mailbox),
+        adding(delta),
         *split,
         tiles.prefetch if k % 16 == 0 else 0,
         block_n=tiles.block_n,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.linear.delta_parts import delta_of, wait_before_loop
 from minisgl.kernels.linear.gemm_parts import fetch, finish_split, load, next_exchange
 
 
@@ -43,6 +43,7 @@ def fp8_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -72,7 +73,7 @@ def fp8_kernel(
     weight += n_tile.to(tl.int64) * block_n * k
     if pdl and whole_n and prefetch > 0:
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -110,6 +111,10 @@ def fp8_kernel(
         acc *= tl.load(x_scale + x_row)[None, :]
 
     acc = tl.trans(acc)
+    if delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
+        if part == 0:
+            first_row = m_tile * block_m
+            acc += delta_of(delta, first_row, block_m, column, num_rows, n, 0, False, pdl)
     finish_split(
         out, None, acc, acc, bias, acc, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, False, False,

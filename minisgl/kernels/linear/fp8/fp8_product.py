@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from minisgl.config import Activations
+from minisgl.kernels.adapters import Delta
 from minisgl.kernels.elementwise.quantize import quantize, rms_norm_quantize
 from minisgl.kernels.fp8_rows import Fp8Rows, Input
 from minisgl.kernels.linear.fp8 import fp8_gemm, scaled_mm
@@ -53,7 +54,7 @@ class TensorCoreProduct(Fp8Product):
         self._kernels: Fp8Kernels | None = None  # see share_kernels
 
     def __call__(self, x: Input, rows: Rows | None = None) -> Tensor:
-        return self._multiply(self._rounded(x))
+        return self._multiply(self.rounded_rows(x))
 
     def of_norm(
         self, residual: Residual, weights: NormWeights, rows: Rows | None = None
@@ -66,32 +67,39 @@ class TensorCoreProduct(Fp8Product):
             x = quantize(normed, *scales)
         return self._multiply(x), stream
 
-    def gated_mul(self, gate_up: Tensor, gelu: bool = False) -> Input:
+    def gated_mul(self, gate_up: Tensor, rows: Rows | None = None, *, gelu: bool = False) -> Input:
         return quantize(gate_up, self._group, self.input_scale, gated=True, gelu=gelu)
 
     def send(self, x: Input, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
-        kernels, weight = self._kernels, self.weight
-        assert kernels is not None
-        if not should_use(kernels.tuning, len(x), weight.group):
+        if not self.fuses(len(x)):
             return None
         from minisgl.kernels.comm import one_shot
 
-        fp8_gemm.linear(
-            self._rounded(x), weight, self.bias, mailbox=mailbox, workspace=kernels.workspace
-        )
+        self.gemm(self.rounded_rows(x), mailbox=mailbox)
         return partial(one_shot.received_norm, mailbox=mailbox)
 
-    def _rounded(self, x: Input) -> Fp8Rows:
+    def fuses(self, num_rows: int) -> bool:
+        """Whether `gemm` is faster than torch's."""
+        assert self._kernels is not None
+        return should_use(self._kernels.tuning, num_rows, self.weight.group)
+
+    def gemm(
+        self, x: Fp8Rows, *, mailbox: Mailbox | None = None, delta: Delta | None = None
+    ) -> Tensor:
+        """As fp8_gemm.linear."""
+        assert self._kernels is not None
+        workspace = self._kernels.workspace
+        return fp8_gemm.linear(
+            x, self.weight, self.bias, mailbox=mailbox, delta=delta, workspace=workspace
+        )
+
+    def rounded_rows(self, x: Input) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize(x, self._group, self.input_scale)
 
     def _multiply(self, x: Fp8Rows) -> Tensor:
-        kernels, weight = self._kernels, self.weight
-        assert kernels is not None
-        if not should_use(kernels.tuning, len(x), weight.group) and scaled_mm.takes(
-            x, weight, self.bias
-        ):
-            return scaled_mm.linear(x, weight, self.bias)
-        return fp8_gemm.linear(x, weight, self.bias, workspace=kernels.workspace)
+        if not self.fuses(len(x)) and scaled_mm.takes(x, self.weight, self.bias):
+            return scaled_mm.linear(x, self.weight, self.bias)
+        return self.gemm(x)
 
 
 def share_kernels(products: Iterable[Product]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import sending
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.linear.delta_parts import adding
 from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_arguments
 from minisgl.kernels.linear.weight_only.dequantize import dequantize_kernel
@@ -92,6 +93,7 @@ def linear(
         num_parts,
         0.0 if norm is None else norm.eps,
         *sending(epilogue.mailbox),
+        adding(epilogue.delta),
         *split,
         tiles.prefetch * weight.bits // 16,
         weight.scale_stride,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm
+from minisgl.kernels.linear.delta_parts import delta_of, up_columns, wait_before_loop
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
     finish_split,
@@ -46,6 +47,7 @@ def weight_only_kernel(
     exchanges,
     max_rows,
     rank,
+    delta,
     partials,
     semaphores,
     split_size,
@@ -82,7 +84,7 @@ def weight_only_kernel(
         fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
         if gated:
             fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
-    wait_for_previous(pdl)
+    wait_before_loop(delta, pdl)
 
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -128,6 +130,13 @@ def weight_only_kernel(
         up *= 65536.0
     acc = tl.trans(acc)
     up = tl.trans(up) if gated else acc
+    if delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
+        if part == 0:
+            first_row = m_tile * block_m
+            acc += delta_of(delta, first_row, block_m, column, num_rows, n, 0, False, pdl)
+            if gated:
+                columns = up_columns(column, n)
+                up += delta_of(delta, first_row, block_m, columns, num_rows, 2 * n, 0, False, pdl)
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,

@@ -1,0 +1,63 @@
+"""What the kernels of LoRA compute, by torch: it defines the rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.adapters import (
+    AdaptedRows,
+    AdapterWeights,
+    Delta,
+    b_of,
+    places_of_parts,
+    tiles_of,
+)
+
+TILE_ROWS = 16  # of `tiles`
+
+
+def sort_rows(adapters: Tensor, num_slots: int) -> AdaptedRows:
+    """adapters: [num_rows] int32, from 0 to num_slots."""
+    found, counts = torch.unique(adapters[adapters > 0], return_counts=True)
+    order, tiles = torch.zeros_like(adapters), []
+    sorted_rows = torch.argsort(adapters, stable=True).int()
+    sorted_rows = sorted_rows[adapters[sorted_rows.long()] > 0]
+    order[: len(sorted_rows)] = sorted_rows
+    end = 0
+    for adapter, count in zip(found.tolist(), counts.tolist(), strict=True):
+        first, end = end, end + count
+        tiles += [(adapter, at, min(at + TILE_ROWS, end)) for at in range(first, end, TILE_ROWS)]
+    tiles += [(0, 0, 0)] * (tiles_of(len(adapters), num_slots, TILE_ROWS) - len(tiles))
+    made = torch.tensor(tiles, dtype=torch.int32, device=adapters.device).view(-1, 3)
+    return AdaptedRows(adapters, order, made)
+
+
+def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
+    """v = x Aᵀ · scale of each row's adapter, rounded once; of other rows undefined."""
+    num_parts = len(weights.starts)
+    v = x.new_zeros((len(x), num_parts, weights.max_rank))
+    for adapter in _active(rows):
+        slot, mine = adapter - 1, rows.adapters == adapter
+        rank = int(weights.ranks[slot])
+        a = weights.a[slot, :, :rank].float()
+        sums = torch.einsum("mk,prk->mpr", x[mine].float(), a)
+        v[mine, :, :rank] = (sums * weights.scales[slot, :, None]).to(x.dtype)
+    return Delta(v.flatten(1), weights, rows)
+
+
+def expand(y: Tensor, delta: Delta) -> None:
+    """Adds v Bᵀ to y [num_rows, n], in float32, rounded once."""
+    v, weights, rows = delta
+    parts = v.view(len(v), -1, weights.max_rank)
+    for adapter in _active(rows):
+        slot, mine = adapter - 1, rows.adapters == adapter
+        rank = int(weights.ranks[slot])
+        b = b_of(weights, slot, rank).float()
+        for part, columns in enumerate(places_of_parts(weights)):
+            added = parts[mine, part, :rank].float() @ b[columns].T
+            y[mine, columns] = (y[mine, columns].float() + added).to(y.dtype)
+
+
+def _active(rows: AdaptedRows) -> list[int]:
+    return [adapter for adapter in rows.adapters.unique().tolist() if adapter > 0]

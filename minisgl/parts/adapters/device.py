@@ -1,0 +1,116 @@
+"""The runner's half: loads adapters beside the steps, and keeps which slots have which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from minisgl.config import ResolvedConfig
+from minisgl.device.copy_lanes import CopyMark, copy_lane
+from minisgl.device.lanes import Lanes
+from minisgl.errors import CheckpointError
+from minisgl.lora.files import AdapterError, read_adapter
+from minisgl.lora.pool import AdapterPool, HostAdapter
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import Decoder
+from minisgl.parts.adapters.host import AdapterPlan
+from minisgl.parts.device_part import StepPart
+
+if TYPE_CHECKING:
+    from minisgl.models.adopted.model import AdoptedModel
+    from minisgl.models.transformer import CausalLM
+
+
+class _Loaded(NamedTuple):
+    adapter: int
+    mark: CopyMark
+
+
+class DeviceAdapters:
+    """The adapters of a rank, in host memory, and the places for some of them on the device."""
+
+    def __init__(
+        self,
+        pool: AdapterPool,
+        num_places: int,
+        adapters: Sequence[HostAdapter],
+        digests: Mapping[str, bytes],
+        lanes: Lanes,
+    ) -> None:
+        """digests: of what each of them computes, by its name, in their order."""
+        self.pool = pool
+        self.digests = digests
+        self.lanes = lanes
+        self._adapters = adapters
+        self._lane = copy_lane(lanes)
+        # Of each place, the last load. One thread changes it, and another reads it.
+        self._loads: list[_Loaded | None] = [None] * num_places
+
+    def change(self, changes: Sequence[tuple[int, int]]) -> None:
+        """Give slots of the tables the adapters at these places, which may be on their way."""
+        for place in {value - 1 for _, value in changes if value}:
+            loaded = self._loads[place]
+            assert loaded is not None, "a place is used before it is loaded"
+            self._lane.hold_compute(loaded.mark)
+        slots, values = self.lanes.upload([[slot for slot, _ in changes], [v for _, v in changes]])
+        self.pool.numbers.index_copy_(0, slots, values.int())
+
+    def load(self, place: int, adapter: int) -> None:
+        """Begin to load an adapter, once the steps launched so far have ended."""
+        host = self._adapters[adapter]
+        mark = self._lane.queue(lambda: self.pool.load(place, host), [self.lanes.mark()])
+        self._loads[place] = _Loaded(adapter, mark)
+
+    def landed(self, *, wait: bool) -> tuple[tuple[int, int], ...]:
+        """The places whose loads have ended, and the adapters there. wait: for all that began."""
+        loads = [(place, each) for place, each in enumerate(self._loads) if each is not None]
+        if wait:
+            for _, each in loads:
+                each.mark.wait()
+        return tuple((place, each.adapter) for place, each in loads if each.mark.is_reached())
+
+
+class AdapterStep(StepPart):
+    def __init__(self, adapters: DeviceAdapters, plan: AdapterPlan) -> None:
+        self._adapters = adapters
+        self._plan = plan
+
+    def begin(self) -> None:
+        if self._plan.changes:
+            self._adapters.change(self._plan.changes)
+
+    def end(self) -> None:
+        for place, adapter in self._plan.loads:
+            self._adapters.load(place, adapter)
+
+    def outcome(self) -> tuple[tuple[int, int], ...]:
+        return self._adapters.landed(wait=self._plan.is_alone)
+
+
+def load_adapters(
+    config: ResolvedConfig, facts: ModelConfig, model: Decoder, lanes: Lanes
+) -> DeviceAdapters:
+    """Give a model whose kernels are prepared room for adapters, and read those of the options.
+    Raises CheckpointError for files that are broken or do not fit."""
+    pool = AdapterPool.attach(
+        cast("CausalLM | AdoptedModel", model),  # which all decoders are
+        facts,
+        num_loras=config.max_loras,
+        max_rank=config.max_lora_rank,
+        num_slots=config.max_running_requests,
+        dtype=getattr(torch, config.dtype),
+        device=lanes.device,
+    )
+    packed: list[HostAdapter] = []
+    digests: dict[str, bytes] = {}
+    for name, folder in config.adapters:
+        try:
+            adapter = read_adapter(Path(folder))
+            packed.append(pool.pack(adapter))
+        except AdapterError as error:
+            raise CheckpointError(f"--lora {name}: {error}") from error
+        digests[name] = adapter.digest
+    return DeviceAdapters(pool, config.max_loras, packed, digests, lanes)

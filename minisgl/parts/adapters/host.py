@@ -1,0 +1,154 @@
+"""The scheduler's half: which adapters have a place on the device, and which requests wait for
+one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from minisgl.request import Extra, Request
+from minisgl.scheduler.parts import Part
+from minisgl.scheduler.plan import PartPlan
+from minisgl.scheduler.state import Running, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted(Extra):
+    """The adapter that all rows of a request have."""
+
+    number: int  # of the adapter among those loaded, from 0 on
+    kv_of: bytes  # what it computes, whatever its name is
+
+
+def adapted_by_name(digests: Mapping[str, bytes]) -> dict[str, Adapted]:
+    """What asks for each of the adapters that were loaded. digests: what tells what each computes,
+    by its name."""
+    return {name: Adapted(number, of) for number, (name, of) in enumerate(digests.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan(PartPlan):
+    adapts_rows: bool = False  # a row has an adapter
+    is_quick: bool = False  # nothing else is to be done
+    is_alone: bool = False  # the step has no rows
+    changes: tuple[tuple[int, int], ...] = ()  # slots, and 1 + the place of their adapter, or 0
+    loads: tuple[tuple[int, int], ...] = ()  # places, and the adapters that they get
+
+
+@dataclass(slots=True)
+class _Place:
+    """Room for an adapter on the device."""
+
+    adapter: int | None = None
+    is_ready: bool = False  # the adapter has been loaded
+    begun: int = 0  # the step that loads it
+    last_used: int = 0  # by order of use
+
+
+class Adapters(Part):
+    """Gives places to adapters as requests need them; the least recently used that no running
+    request has goes first. A load is copied beside the steps, and its request waits for it."""
+
+    kind = Adapted
+    is_always = True
+
+    def __init__(self, num_places: int) -> None:
+        self._places = [_Place() for _ in range(num_places)]
+        self._to_load: list[int] = []  # places
+        self._of_slot: dict[int, int] = {}  # as the device has them: 1 + the place, or 0
+        self._num_uses = 0
+        self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row is adapted
+
+    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+        number = _number(request)
+        assert number is not None, "it concerns the part"
+        self._num_uses += 1
+        place = self._find(number)
+        if place is None:
+            in_use = {_number(other.request) for other in running}
+            free = [
+                index
+                for index, each in enumerate(self._places)
+                if each.adapter is None or (each.is_ready and each.adapter not in in_use)
+            ]
+            if free:
+                index = min(free, key=lambda index: self._places[index].last_used)
+                self._places[index] = _Place(number, last_used=self._num_uses)
+                self._to_load.append(index)
+            return False
+        self._places[place].last_used = self._num_uses
+        return self._places[place].is_ready
+
+    def _find(self, number: int) -> int | None:
+        """The place that an adapter has, or will have once it is loaded."""
+        found = (index for index, each in enumerate(self._places) if each.adapter == number)
+        return next(found, None)
+
+    @property
+    def wants_step(self) -> bool:
+        return bool(self._to_load) or any(each.begun and not each.is_ready for each in self._places)
+
+    def plan(self, work: StepWork) -> AdapterPlan | None:
+        changes = {running.slot: self._value(running.request) for running in work.joining}
+        changes = {
+            slot: value for slot, value in changes.items() if self._of_slot.get(slot, 0) != value
+        }
+        self._of_slot |= changes
+        loads: list[tuple[int, int]] = []
+        for index in self._to_load:
+            place = self._places[index]
+            assert place.adapter is not None
+            place.begun = work.step
+            loads.append((index, place.adapter))
+        self._to_load = []
+        is_adapted = self._has_adapted_rows(work)
+        is_alone = not (work.decoding or work.chunks)
+        if not (changes or loads or is_adapted or is_alone):
+            return None
+        is_quick = not (changes or loads)
+        return AdapterPlan(is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads))
+
+    def _value(self, request: Request) -> int:
+        number = _number(request)
+        place = None if number is None else self._find(number)
+        return 0 if place is None else 1 + place
+
+    def _has_adapted_rows(self, work: StepWork) -> bool:
+        if work.decoding is not self._decoding[0]:
+            self._decoding = work.decoding, any(map(_is_adapted, work.decoding))
+        return self._decoding[1] or any(map(_is_adapted, work.chunk_owners))
+
+    def settle(self, work: StepWork, outcome: object) -> None:
+        """outcome: the places whose loads have ended, and the adapters there."""
+        assert isinstance(outcome, tuple)
+        for index, number in outcome:
+            if self._places[index].adapter == number:
+                self._places[index].is_ready = True
+
+    def failed(self, step: int) -> None:
+        self._of_slot = dict.fromkeys(self._of_slot, -1)  # which changes took effect is not known
+        for index, place in enumerate(self._places):
+            if place.begun >= step and not place.is_ready:
+                self._places[index] = _Place()
+
+    def audit(self, running: Iterable[Running]) -> None:
+        held = [place.adapter for place in self._places if place.adapter is not None]
+        assert len(held) == len({*held}), "an adapter has two places"
+        for index, place in enumerate(self._places):
+            waits = place.adapter is not None and not (place.begun or place.is_ready)
+            assert waits == (index in self._to_load), "a load is lost"
+        for each in running:
+            value = self._value(each.request)
+            known = self._of_slot.get(each.slot, 0)
+            assert known in (value, -1), "a slot has another adapter"
+            if _is_adapted(each):
+                assert value and self._places[value - 1].is_ready, "it runs without its adapter"
+
+
+def _number(request: Request) -> int | None:
+    extra = request.extra(Adapted)
+    return None if extra is None else extra.number
+
+
+def _is_adapted(running: Running) -> bool:
+    return running.request.extra(Adapted) is not None

@@ -1,0 +1,133 @@
+"""Measures what LoRA adapters cost: the time of a token (TPOT), by the rows of a step and how many
+adapters they have, beside an engine that has loaded none. Random weights and adapters:
+
+python scripts/tools/dummy_config.py Llama-3.1-8B /tmp/llama
+python scripts/bench/bench_adapters.py /tmp/llama
+
+Each adapter is of all linear layers. Options that are not this script's go to the engines, as
+EngineConfig names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import save_file
+
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.request import Extra, Request, SamplingParams
+
+# Rows of a step, and how many adapters they have.
+CASES = ((1, 0), (1, 1), (8, 0), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder with the config.json of a dense model")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--places", type=int, default=32, help="adapters on the device at once")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(arguments, Path(folder)))
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    for number in range(arguments.places):
+        write_adapter(arguments.model, folder / str(number), arguments.rank, number)
+    lora = tuple(f"a{number}={folder / str(number)}" for number in range(arguments.places))
+    base = await tpots(arguments, ())
+    adapted = await tpots(arguments, lora)
+    print(f"{'rows':>5} {'adapters':>9} {'TPOT ms':>9} {'of none loaded':>15}")
+    for (rows, adapters), milliseconds in adapted.items():
+        alone = base[rows, 0]
+        print(f"{rows:5} {adapters:9} {milliseconds:9.3f} {milliseconds / alone - 1:+15.2%}")
+
+
+def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
+    """Write a random adapter of all linear layers of a Llama or a Qwen3."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads, kv = (config[f"num_{of}_heads"] * size for of in ("attention", "key_value"))
+    shapes = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for path, (n, k) in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.{path}"
+            for matrix, shape in (("A", (rank, k)), ("B", (n, rank))):
+                values = torch.randn(shape, generator=generator) * 0.01
+                tensors[f"{name}.lora_{matrix}.weight"] = values.bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+async def tpots(
+    arguments: argparse.Namespace, lora: tuple[str, ...]
+) -> dict[tuple[int, int], float]:
+    """Milliseconds of a token by rows and adapters, the median of the rounds."""
+    config = EngineConfig(
+        model=str(arguments.model),
+        load_format="dummy",
+        device=arguments.device,
+        max_running_requests=max(rows for rows, _ in CASES),
+        lora=lora,
+        max_loras=len(lora) or None,
+        max_lora_rank=arguments.rank,
+    )
+    found: dict[tuple[int, int], float] = {}
+    async with await AsyncEngine.start(config) as engine:
+        for rows, adapters in CASES:
+            if adapters <= len(lora):
+                times = [
+                    await tpot(engine, rows, adapters, arguments.tokens)
+                    for _ in range(1 + arguments.rounds)
+                ]
+                found[rows, adapters] = median(times[1:])  # the first loads the adapters
+    return found
+
+
+async def tpot(engine: AsyncEngine, rows: int, adapters: int, num_tokens: int) -> float:
+    """Of requests that are asked together, the median over all."""
+    names = [*engine.adapters][:adapters]
+
+    async def ask(row: int) -> Request:
+        extras: list[Extra] = [engine.adapter(names[row % adapters])] if adapters else []
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        stream = engine.submit([1 + row, 2, 3, 4], params, extras=extras)
+        async for _ in stream:
+            pass
+        return stream.request
+
+    requests = await asyncio.gather(*map(ask, range(rows)))
+    each = [
+        (request.last_token_s - request.first_token_s) / (num_tokens - 1)
+        for request in requests
+        if request.first_token_s and request.last_token_s
+    ]
+    return 1e3 * median(each)
+
+
+if __name__ == "__main__":
+    main()

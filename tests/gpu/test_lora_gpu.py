@@ -1,0 +1,107 @@
+"""The kernels of LoRA at the sizes of Llama-3.1-8B, in bfloat16, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minisgl.kernels.adapters import AdapterWeights, allocate, b_of, places_of_parts
+from minisgl.kernels.linear.dense_gemm import linear
+from minisgl.kernels.linear.dense_tiles import allocate_workspace
+from minisgl.kernels.linear.epilogue import Epilogue
+from minisgl.kernels.lora.expand_kernel import expand
+from minisgl.kernels.lora.shrink_kernel import allocate_workspace as room_to_shrink
+from minisgl.kernels.lora.shrink_kernel import shrink
+from minisgl.kernels.lora.sort_kernel import sort_rows
+
+pytestmark = pytest.mark.gpu
+
+GPU, DTYPE = torch.device("cuda", 0), torch.bfloat16
+PRODUCTS = {"qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "down": ((4096,), 14336)}
+NUM_SLOTS = 8
+
+
+def weights_of(widths: tuple[int, ...], k: int, max_rank: int) -> AdapterWeights:
+    weights = allocate(NUM_SLOTS, max_rank, k, widths, DTYPE, GPU)
+    weights.a.normal_(std=k**-0.5)
+    weights.b.normal_()
+    weights.scales.uniform_(0.5, 2)
+    ranks = [16 * (1 + slot % (max_rank // 16)) for slot in range(NUM_SLOTS)]
+    weights.ranks.copy_(torch.tensor(ranks))
+    return weights
+
+
+def exact(x: Tensor, weights: AdapterWeights, adapters: Tensor) -> Tensor:
+    """What the adapters add, in float64, with v rounded to bfloat16 as the kernels round it."""
+    added = x.new_zeros((len(x), sum(weights.b.shape[1:]) // weights.max_rank)).double()
+    for adapter in range(1, NUM_SLOTS + 1):
+        mine, slot, rank = adapters == adapter, adapter - 1, int(weights.ranks[adapter - 1])
+        for part, columns in enumerate(places_of_parts(weights)):
+            v = x[mine].double() @ weights.a[slot, part, :rank].double().T
+            v = (v * weights.scales[slot, part].double()).to(DTYPE).double()
+            added[mine, columns] = v @ b_of(weights, slot, rank)[columns].double().T
+    return added
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """But for the rounding of results, and of v where its sums are next to a tie."""
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < 0.004, error
+
+
+@pytest.mark.parametrize("max_rank", [16, 64])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_with_adapters_match_float64(product: str, max_rank: int) -> None:
+    """In graphs of a shrink and a GEMM or an expand, replayed with other adapters: launches
+    overlap, and a row's bits are those it has with other neighbours."""
+    widths, k = PRODUCTS[product]
+    n, weights = sum(widths), weights_of(widths, k, max_rank)
+    w = torch.randn(n, k, device=GPU, dtype=DTYPE) * k**-0.5
+    room, own = allocate_workspace([(n, k)], 64, GPU), room_to_shrink(GPU)
+    for m in (1, 8, 16, 32, 64, 300):
+        source = torch.randn(m, k, device=GPU, dtype=DTYPE)
+        adapters = torch.zeros(m, dtype=torch.int32, device=GPU)
+        stream, start = torch.empty(m, n, device=GPU, dtype=DTYPE), torch.randn(m, n, device=GPU)
+
+        def step(
+            source: Tensor = source,
+            adapters: Tensor = adapters,
+            stream: Tensor = stream,
+            start: Tensor = start,
+        ) -> list[Tensor]:
+            stream.copy_(start)
+            rows = sort_rows(adapters, NUM_SLOTS)
+            x = source * 1
+            y = x @ w.T
+            expand(y, shrink(x, weights, rows, own))
+            if len(x) > 64:
+                return [y]
+            fused = linear(
+                x, w, epilogue=Epilogue(delta=shrink(x, weights, rows, own)), workspace=room
+            )
+            epilogue = Epilogue(residual=stream, delta=shrink(x, weights, rows, own))
+            linear(x, w, epilogue=epilogue, workspace=room)
+            return [y, fused]
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        before: list[Tensor] = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            adapters.copy_(torch.randint(0, NUM_SLOTS + 1, (m,)))
+            adapters[0] = 3
+            graph.replay()
+            expected = source.double() @ w.double().T + exact(source, weights, adapters)
+            for y in found:
+                assert_close(y, expected)
+            if m <= 64:
+                assert_close(stream, start.to(DTYPE).double() + expected)
+            assert all(map(torch.equal, before, [y[0] for y in found]))
+            before = [y[0].clone() for y in found]
+        assert not room.semaphores.any() and not own.semaphores.any()
