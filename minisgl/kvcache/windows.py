@@ -20,8 +20,10 @@ So a lease never lacks a page within its claim.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from minisgl.config import WindowSizes
 from minisgl.kvcache.host_tier import HostTier
@@ -82,11 +84,12 @@ class Windows(Follower):
 
     def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
         """A request can go on behind a page if all are left that its window reaches back to."""
-        places = [(node, at) for node, common in found for at in range(common)]
+        starts = [0, *accumulate(common for _, common in found)]
 
-        def has(place: int) -> bool:
-            is_here = self._is_here(*places[place])
-            return is_here or (may_load and bool(self._in_host(*places[place])))
+        def has(page: int) -> bool:
+            place = bisect_right(starts, page) - 1
+            node, at = found[place][0], page - starts[place]
+            return self._is_here(node, at) or (may_load and bool(self._in_host(node, at)))
 
         return last_end(num_pages, self.first_needed, has)
 
@@ -116,6 +119,8 @@ class Windows(Follower):
         }
 
     def to_load(self, node: Node) -> Sequence[int]:
+        if self._host is None:
+            return ()
         end = at = sum(each.num_pages for each in node.upwards())
         found: list[int] = []
         for each in node.upwards():

@@ -287,10 +287,10 @@ class Harness:
         granted, self.num_granted = self.num_granted, 0
         if self.offloads_per_plan is None or copies_of(plan) is None or not plan.decode_slots:
             return
-        if self.window is not None:  # requests that lacked windowed pages when they were to join
-            joined = {join.slot for join in plan.joins}
-            mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
-            granted += sum(len(each.pages) for each in mine)
+        # Requests that were to join a plan that was empty join this one.
+        joined = {join.slot for join in plan.joins}
+        mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
+        granted += sum(len(each.pages) for each in mine)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
