@@ -41,6 +41,7 @@ from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.tiers.disk.disk_cache import check_folder
 from minisgl.tiers.host.host_copies import max_loading, offloads_per_plan
+from minisgl.tiers.host.state_parts import parts_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     layers: Sequence[LayerSpec] = on_rank.kv_specs(config.kv_dtype)
     if num_host_pages:
         layers = config.whole_layers(layers)
+    states = [spec.for_runs(config.max_run) for spec in on_rank.states]
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
     caches = [
         KVCacheManager(
@@ -159,7 +161,7 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
-            pages_each=-(-slot_bytes(on_rank.states) // page_bytes(layers, page_size)),
+            pages_each=parts_each(slot_bytes(states), page_bytes(layers, page_size)),
             num_window_pages=capacity.num_window_pages,
             window_sizes=config.windows if capacity.num_window_pages else None,
             looks_ahead=loaded.model.drafts_look_ahead,

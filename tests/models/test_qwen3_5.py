@@ -182,12 +182,18 @@ def test_a_hit_in_host_memory_changes_no_token(
     assert num_host_tokens > NUM_SHARED
 
 
-def test_states_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "drafts", [{}, {"speculative": "ngram", "draft_tokens": 15}], ids=["", "larger states"]
+)
+def test_states_survive_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any]
+) -> None:
     """And where a file is lost that has some of them, the tokens are computed."""
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     case = case_of(TEXT[0])
     folder = tmp_path / "disk"
-    options = {"page_size": 4, "host_cache": 0.02, "disk_cache": str(folder), **FEW}
+    options = {"page_size": 4, "host_cache": 0.02, "disk_cache": str(folder), **FEW, **drafts}
+    monkeypatch.setattr(load, "NgramDrafter", drafter_of(case))
 
     async def run() -> tuple[list[int], int]:
         async with AsyncEngine(load_engine(case.folder, **options)) as engine:

@@ -14,6 +14,11 @@ from torch import Tensor
 from minisgl.attention.state import LayerState, StateBySlot
 
 
+def parts_each(state_bytes: int, page_bytes: int) -> int:
+    """Number of parts of a snapshot."""
+    return max(1, -(-state_bytes // page_bytes))
+
+
 class StateParts:
     def __init__(
         self, states: Sequence[LayerState], num_pages: int, first_snapshot: int, page_bytes: int
@@ -25,7 +30,7 @@ class StateParts:
         self._bytes = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self._num_pages, self._first_snapshot = num_pages, first_snapshot
         self._page_bytes = page_bytes
-        self._pages_each = max(1, -(-sum(each.shape[1] for each in self._bytes) // page_bytes))
+        self._pages_each = parts_each(sum(each.shape[1] for each in self._bytes), page_bytes)
         num_snapshots = max((len(each) - first_snapshot for each in tensors), default=0)
         self.end = num_pages + num_snapshots * self._pages_each  # of the numbers
 
