@@ -11,8 +11,12 @@ import pytest
 
 import minisgl.kernels
 
-# Prefetches in inline PTX, and computes nothing.
-FOR_GPUS = {"minisgl.kernels.linear.gemm_parts.fetch"}
+# Prefetch in inline PTX, and compute nothing.
+FOR_GPUS = {
+    "minisgl.kernels.inlined.prefetch",
+    "minisgl.kernels.linear.delta_parts.fetch_delta",
+    "minisgl.kernels.linear.gemm_parts.fetch",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
