@@ -1941,6 +1941,24 @@ def test_a_request_waits_for_its_adapter_while_others_pass() -> None:
         check_output(request)
 
 
+def test_an_adapter_that_has_come_is_seen_while_requests_without_one_run() -> None:
+    """Whose steps have nothing to do for adapters."""
+    harness = Harness(max_loras=1)
+    base = make_request("base", [1, 2], 100, ignore_eos=True)
+    harness.scheduler.submit(base)
+    harness.launch()
+    adapted = make_request("adapted", [3, 4], 4, ignore_eos=True, adapter=0)
+    harness.scheduler.submit(adapted)
+    while not adapted.finished:
+        harness.launch()
+        while harness.in_flight:
+            harness.settle()
+    assert not base.finished
+    harness.run()
+    for request in (adapted, base):
+        check_output(request)
+
+
 def test_a_place_in_use_is_not_taken_and_the_least_recently_used_goes_first() -> None:
     harness = Harness(max_loras=2)
     harness.run(make_request("0", [1], 2, adapter=0))

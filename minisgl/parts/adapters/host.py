@@ -89,9 +89,10 @@ class Adapters(Part):
         return bool(self._to_load) or any(each.begun and not each.is_ready for each in self._places)
 
     def plan(self, work: StepWork) -> AdapterPlan | None:
-        changes = {running.slot: self._value(running.request) for running in work.joining}
         changes = {
-            slot: value for slot, value in changes.items() if self._of_slot.get(slot, 0) != value
+            running.slot: value
+            for running in work.joining
+            if self._of_slot.get(running.slot, 0) != (value := self._value(running.request))
         }
         self._of_slot |= changes
         loads: list[tuple[int, int]] = []
@@ -103,7 +104,8 @@ class Adapters(Part):
         self._to_load = []
         is_adapted = self._has_adapted_rows(work)
         is_alone = not (work.decoding or work.chunks)
-        if not (changes or loads or is_adapted or is_alone):
+        # While an adapter is on its way, each step tells whether it has come.
+        if not (changes or is_adapted or is_alone or self.wants_step):
             return None
         is_quick = not (changes or loads)
         return AdapterPlan(is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads))
