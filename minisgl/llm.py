@@ -371,6 +371,19 @@ class LLM:
         extras, vectors = self._adapter(lora), self.engine.vectors
         return self._wait_for(vectors.rerank(pairs, options, cache_salt=cache_salt, extras=extras))
 
+    def load_lora(self, name: str, folder: Text) -> None:
+        """Load an adapter (LoRA) beside the requests that run, for which the options `lora` or
+        `max_loras` have made room. The same again changes nothing. Raises MinisglError: for another
+        adapter under a name that is taken, and for what is wrong with the files.
+        """
+        path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+        self._wait_for(self.engine.adapters.load(name, path))
+
+    def unload_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter. Those that run or wait go on with it. Raises
+        MinisglError."""
+        self._wait_for(self.engine.adapters.unload(name))
+
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""
         if os.getpid() != self._process_id:

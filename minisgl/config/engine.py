@@ -211,8 +211,8 @@ class EngineConfig:
     )
     max_loras: int | None = adapter_option(
         None,
-        f"Adapters on the device at once, whose rows share steps; if not given, all of --lora, up "
-        f"to {DEFAULT_LORAS}. Others wait in host memory.",
+        "Adapters on the device at once, whose rows share steps; if not given, all of --lora, up "
+        f"to {DEFAULT_LORAS}. Others wait in host memory. Loading adapters later needs some, too.",
     )
     max_lora_rank: int = adapter_option(
         64,
@@ -300,8 +300,6 @@ class EngineConfig:
                 raise ConfigError("--lora", each, "allowed: NAME=FOLDER")
             if names.count(name) > 1:
                 raise ConfigError("--lora", each, f"the name {name} is given twice; allowed: once")
-        if self.max_loras is not None and not self.lora:
-            refuse(self, "max_loras", "there is no adapter; allowed: with --lora")
         check_at_least(self, "max_loras", 1)
         if self.max_lora_rank not in range(LORA_RANK_UNIT, MOST_LORA_RANK + 1, LORA_RANK_UNIT):
             allowed = f"allowed: multiples of {LORA_RANK_UNIT} up to {MOST_LORA_RANK}"

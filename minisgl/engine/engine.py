@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.config import EngineConfig
+from minisgl.engine.adapters import LoadedAdapters
 from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
@@ -54,7 +55,6 @@ class AsyncEngine:
         self.tokenizer = loaded.tokenizer
         self.defaults = loaded.defaults
         self.model_name = loaded.model_name
-        self.adapters = loaded.adapters
         self._runner = loaded.runner
         self._process_id = os.getpid()
         self._meter = Meter()
@@ -63,6 +63,9 @@ class AsyncEngine:
         self._delivery = Delivery(self.tokenizer, self._scheduler, self._meter)
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
         self.vectors = Vectors(loaded, self.encode, self.submit)
+        self.adapters = LoadedAdapters(
+            loaded, self._scheduler, self._delivery, self._open_intake, self._steps.wake
+        )
         self._ranks = loaded.ranks
         self._refusal: str | None = None  # why new requests are refused
         self._closing: asyncio.Future[None] | None = None
@@ -142,10 +145,7 @@ class AsyncEngine:
 
     def adapter(self, name: str) -> Extra:
         """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
-        if name in self.adapters:
-            return self.adapters[name]
-        loaded = ", ".join(self.adapters) or "none"
-        raise InvalidRequestError("lora", f"there is no adapter {name:.80}; loaded: {loaded}.")
+        return self.adapters.named(name)
 
     async def compile(self, structured: StructuredOutput | None, client: str = "") -> Compiled:
         """Compile a constraint, for the matchers of requests; None constrains only reasoning.

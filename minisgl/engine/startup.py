@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -23,14 +23,13 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
+from minisgl.lora.files import AdapterReader
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
-from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
-from minisgl.request import Extra
 from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.setup import read_setup
@@ -62,7 +61,7 @@ class Loaded(Generic[Handle]):
     fingerprint: Callable[[], bytes] = bytes
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
-    adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
+    adapters: AdapterReader | None = None  # None: there is no room for any
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -110,7 +109,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         fingerprint=setup.fingerprint,
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
-        adapters=adapted_by_name(runner.adapters),
+        adapters=runner.adapters,
     )
 
 

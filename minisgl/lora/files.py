@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,23 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 class AdapterError(CallerError):
     """An adapter's files are broken, do not fit to the model, or need what is not supported."""
+
+
+class AdapterReader(Protocol):
+    """Reads adapters for the ranks of an engine."""
+
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """What tells what each of those computes that were loaded at the start, by its name. Their
+        numbers are 0, 1, ..."""
+
+    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
+        """Read and check an adapter on every rank, for plans that name its number, which no other
+        has. Changes nothing else. root: a folder outside of which nothing is read.
+
+        Returns its digest. Blocks; any thread may call it. Raises AdapterError, after which some
+        ranks may have it, and EngineStoppedError.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from minisgl.config import ResolvedConfig
@@ -32,6 +33,7 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
+from minisgl.lora.files import AdapterError, AdapterReader
 from minisgl.matcher import MaskRows
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
@@ -145,6 +147,27 @@ def _option(config: ResolvedConfig) -> tuple[str, int]:
     return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
 
 
+class RankAdapters:
+    """Reads adapters on all ranks, of which each checks the files."""
+
+    def __init__(self, own: AdapterReader, others: RemoteRanks) -> None:
+        self.digests = own.digests
+        self._own = own
+        self._others = others
+
+    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
+        digest = self._own.read(number, folder, root)
+        for answer in self._others.call("read_adapter", number, folder, root):
+            if answer.obstacle:
+                raise AdapterError(answer.obstacle)
+            if msgspec.msgpack.decode(answer.result, type=bytes) != digest:
+                raise AdapterError(
+                    f"Rank {answer.rank} has read another adapter: the files have changed "
+                    "meanwhile, or differ from machine to machine; allowed: the same on all."
+                )
+        return digest
+
+
 class SeveralRanks:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
@@ -157,7 +180,7 @@ class SeveralRanks:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.load_rule = own.load_rule
-        self.adapters = own.adapters
+        self.adapters = None if own.adapters is None else RankAdapters(own.adapters, others)
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))
         others.moved = self._fewest_pages.ended

@@ -114,7 +114,7 @@ def load_runner(
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
     adapters = None
-    if config.adapters:
+    if config.max_loras:
         report("loading adapters", 0.0)
         adapters = load_adapters(config, setup.model, weights.model, lanes)
     memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
@@ -288,7 +288,7 @@ class _RunnerMaker:
             tiers=tiers,
             load_rule=load_rule,
             disk=disk,
-            adapters={} if self.adapters is None else self.adapters.digests,
+            adapters=self.adapters,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         lanes.synchronize()

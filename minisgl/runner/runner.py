@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.moves import Done, Move
+from minisgl.lora.files import AdapterReader
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.parts.device_part import DeviceParts
 from minisgl.runner.capture import Capture
@@ -66,16 +67,16 @@ class ModelRunner:
         tiers: Tiers | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
-        adapters: Mapping[str, bytes] | None = None,
+        adapters: AdapterReader | None = None,
     ) -> None:
         """tiers: the memories behind the device, with `load_rule` and `disk` for whoever plans
-        copies. adapters: that requests may have, and what tells what each computes."""
+        copies. adapters: None where there is no room for any."""
         self.capacity = capacity
         self.vocab_size = computation.vocab_size
         self.lanes = computation.lanes
         self.load_rule = load_rule
         self.disk = disk
-        self.adapters = adapters or {}
+        self.adapters = adapters
         self._parts = parts
         self._tiers = tiers
         self._computation = computation

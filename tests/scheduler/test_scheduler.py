@@ -25,7 +25,13 @@ from support.fake_runner import (
 from support.folders import ROOT
 
 from minisgl.config import Capacity, WindowSizes
-from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
+from minisgl.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    QueueFullError,
+    StepError,
+)
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.lease import Lease
@@ -35,7 +41,7 @@ from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
-from minisgl.parts.adapters.host import Adapted, AdapterPlan
+from minisgl.parts.adapters.host import Adapted, AdapterPlan, Adapters
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
 from minisgl.parts.masks.host import masked_rows, matcher_of
@@ -2024,6 +2030,94 @@ def test_after_a_failure_slots_are_told_their_adapters_again() -> None:
     again = make_request("2", [1], 8, adapter=0)
     harness.run(again)
     check_output(again)
+
+
+def part_of(harness: Harness) -> Adapters:
+    return next(part for part in harness.scheduler.parts if isinstance(part, Adapters))
+
+
+def adapter_of(request: Request) -> int | None:
+    adapted = request.extra(Adapted)
+    return None if adapted is None else adapted.number
+
+
+@dataclass
+class Unloading(Neighbour):
+    """Unloads adapters at random, for which no request is submitted any more."""
+
+    waiting: list[Request] = field(default_factory=list)
+    unloaded: set[int] = field(default_factory=set)
+
+    def move(self, requests: list[Request]) -> None:
+        asked = map(adapter_of, (*requests, *self.waiting))
+        numbers = {number for number in asked if number is not None} - self.unloaded
+        if not numbers or self.rng.random() > 0.2:
+            return
+        number = self.rng.choice(sorted(numbers))
+        self.unloaded.add(number)
+        having = [each for each in requests if adapter_of(each) == number]
+        part_of(self.harness).unload(number, having)
+        for request in [each for each in self.waiting if adapter_of(each) == number]:
+            with pytest.raises(ModelNotFoundError, match="just been unloaded"):
+                part_of(self.harness).extra(request.params, [1], request.extra(Adapted))
+            self.waiting.remove(request)
+
+    def check_lent(self) -> None:
+        having = {*map(adapter_of, (each.request for each in self.harness.running_and_queued()))}
+        assert not having & self.harness.runner.dropped, "it is dropped while a request has it"
+
+    def end_all(self) -> None:
+        self.harness.run()
+        assert self.harness.runner.dropped == self.unloaded
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_in_which_adapters_come_and_go_gives_the_tokens_of_each(seed: int) -> None:
+    rng = random.Random(seed)
+    harness = cramped_harness(rng, seed, max_loras=rng.choice([1, 2, 3]))
+    waiting = random_requests(rng, rng.randint(1, 20), num_adapters=8, longest=15)
+    run_schedule(harness, waiting, rng, Unloading(harness, rng, waiting=waiting))
+
+
+def drops_of(plan: StepPlan | None) -> tuple[int, ...]:
+    adapted = None if plan is None else plan.part(AdapterPlan)
+    return () if adapted is None else adapted.drops
+
+
+def test_an_adapter_is_dropped_once_after_the_last_request_that_has_it() -> None:
+    """Also where nothing else is to be done; and once more if the step that drops it fails."""
+    harness = Harness(max_loras=1)
+    running = make_request("running", [1], 4, ignore_eos=True, adapter=0)
+    queued = make_request("queued", [1], 4, ignore_eos=True, adapter=0)
+    harness.scheduler.submit(running)
+    harness.launch()
+    harness.scheduler.submit(queued)
+    part_of(harness).unload(0, [running, queued])
+    while not (running.finished and queued.finished):
+        assert not drops_of(harness.launch())
+        while harness.in_flight:
+            harness.settle()
+    plan = harness.launch()
+    assert plan is not None and drops_of(plan) == (0,) and not plan.num_tokens
+    harness.scheduler.fail(plan.step, StepError("injected"))
+    harness.in_flight.clear()
+    assert drops_of(harness.launch()) == (0,)
+    harness.settle()
+    assert harness.launch() is None
+    for request in (running, queued):
+        check_output(request)
+
+
+def test_the_place_of_an_adapter_that_was_unloaded_goes_first() -> None:
+    harness = Harness(max_loras=2)
+    for number in (0, 1):
+        harness.run(make_request(f"{number}", [1], 2, adapter=number))
+    part_of(harness).unload(1, ())
+    harness.run()
+    harness.run(make_request("2", [1], 2, adapter=2))
+    loads = [load for plan in harness.plans for load in loads_of(plan)]
+    assert loads == [(0, 0), (1, 1), (1, 2)]
 
 
 # -- ranks that divide the requests ----------------------------------------------------------------

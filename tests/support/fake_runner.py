@@ -162,6 +162,7 @@ class FakeRunner:
         self._window_cells: dict[tuple[int, int], int] = {}
         self._slots: dict[int, _Slot] = {}
         self._adapters: dict[int, _Adapter] = {}  # by place
+        self.dropped: set[int] = set()  # adapters
         self._adapter_of: dict[int, int] = {}  # of each slot: 1 + the place, or 0
         self._cells: dict[tuple[int, int], int] = {}
         self._host: dict[int, list[int]] = {}
@@ -238,9 +239,11 @@ class FakeRunner:
             }
         if isinstance(part, AdapterPlan):
             for place, adapter in part.loads:
+                assert adapter not in self.dropped, "it is not in host memory any more"
                 self._adapters[place] = _Adapter(adapter)
             for each in self._adapters.values():
                 each.has_landed |= part.is_alone or self._runs.random() < 0.2
+            self.dropped |= {*part.drops}
             places = self._adapters.items()
             return tuple((place, each.number) for place, each in places if each.has_landed)
         return {}

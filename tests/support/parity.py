@@ -31,7 +31,6 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
-from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner import setup as setup_phase
@@ -121,7 +120,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
             model_name="test",
             ranks=runner.others if isinstance(runner, SeveralRanks) else None,
             disk=runner.disk,
-            adapters=adapted_by_name(runner.adapters),
+            adapters=runner.adapters,
         )
     )
 

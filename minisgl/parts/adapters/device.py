@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -36,18 +36,26 @@ class DeviceAdapters:
         self,
         pool: AdapterPool,
         num_places: int,
-        adapters: Sequence[HostAdapter],
-        digests: Mapping[str, bytes],
         lanes: Lanes,
     ) -> None:
-        """digests: of what each of them computes, by its name, in their order."""
         self.pool = pool
-        self.digests = digests
+        self.digests: dict[str, bytes] = {}  # of those loaded at the start, in their order
         self.lanes = lanes
-        self._adapters = adapters
+        self._adapters: dict[int, HostAdapter] = {}  # by number
         self._lane = copy_lane(lanes)
         # Of each place, the last load. One thread changes it, and another reads it.
         self._loads: list[_Loaded | None] = [None] * num_places
+
+    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
+        """Read an adapter for plans to come; see AdapterReader."""
+        self.lanes.enter_thread()
+        adapter = read_adapter(Path(folder), root=None if root is None else Path(root))
+        self._adapters[number] = self.pool.pack(adapter)
+        return adapter.digest
+
+    def drop(self, number: int) -> None:
+        """Forget an adapter. It may not be there, and a copy of it may be on its way."""
+        self._adapters.pop(number, None)
 
     def change(self, changes: Sequence[tuple[int, int]]) -> None:
         """Give slots of the tables the adapters at these places, which may be on their way."""
@@ -85,6 +93,8 @@ class AdapterStep(StepPart):
     def end(self) -> None:
         for place, adapter in self._plan.loads:
             self._adapters.load(place, adapter)
+        for adapter in self._plan.drops:
+            self._adapters.drop(adapter)
 
     def outcome(self) -> tuple[tuple[int, int], ...]:
         return self._adapters.landed(wait=self._plan.is_alone)
@@ -104,13 +114,10 @@ def load_adapters(
         dtype=getattr(torch, config.dtype),
         device=lanes.device,
     )
-    packed: list[HostAdapter] = []
-    digests: dict[str, bytes] = {}
-    for name, folder in config.adapters:
+    adapters = DeviceAdapters(pool, config.max_loras, lanes)
+    for number, (name, folder) in enumerate(config.adapters):
         try:
-            adapter = read_adapter(Path(folder))
-            packed.append(pool.pack(adapter))
+            adapters.digests[name] = adapters.read(number, folder)
         except AdapterError as error:
             raise CheckpointError(f"--lora {name}: {error}") from error
-        digests[name] = adapter.digest
-    return DeviceAdapters(pool, config.max_loras, packed, digests, lanes)
+    return adapters

@@ -3,10 +3,11 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from minisgl.request import Extra, Request
+from minisgl.errors import ModelNotFoundError
+from minisgl.request import Extra, Request, SamplingParams
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.scheduler.state import Running, StepWork
@@ -16,14 +17,8 @@ from minisgl.scheduler.state import Running, StepWork
 class Adapted(Extra):
     """The adapter that all rows of a request have."""
 
-    number: int  # of the adapter among those loaded, from 0 on
+    number: int  # of the adapter, which no other one gets after it
     kv_of: bytes  # what it computes, whatever its name is
-
-
-def adapted_by_name(digests: Mapping[str, bytes]) -> dict[str, Adapted]:
-    """What asks for each of the adapters that were loaded. digests: what tells what each computes,
-    by its name."""
-    return {name: Adapted(number, of) for number, (name, of) in enumerate(digests.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +28,7 @@ class AdapterPlan(PartPlan):
     is_alone: bool = False  # the step has no rows
     changes: tuple[tuple[int, int], ...] = ()  # slots, and 1 + the place of their adapter, or 0
     loads: tuple[tuple[int, int], ...] = ()  # places, and the adapters that they get
+    drops: tuple[int, ...] = ()  # adapters that are not asked for again
 
 
 @dataclass(slots=True)
@@ -56,8 +52,31 @@ class Adapters(Part):
         self._places = [_Place() for _ in range(num_places)]
         self._to_load: list[int] = []  # places
         self._of_slot: dict[int, int] = {}  # as the device has them: 1 + the place, or 0
+        self._leaving: dict[int, Sequence[Request]] = {}  # adapters, and the last that have them
+        self._dropped: dict[int, int] = {}  # adapters, and the steps that drop them
         self._num_uses = 0
         self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row is adapted
+
+    def extra(
+        self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
+    ) -> Extra | None:
+        if isinstance(given, Adapted) and (
+            given.number in self._leaving or given.number in self._dropped
+        ):
+            raise ModelNotFoundError("The adapter of this request has just been unloaded.")
+        return given
+
+    def unload(self, number: int, having: Sequence[Request]) -> None:
+        """Refuse new requests for an adapter, and let the ranks drop it once those that have it
+        have ended."""
+        self._leaving[number] = having
+
+    def _to_drop(self) -> list[int]:
+        return [
+            number
+            for number, having in self._leaving.items()
+            if all(request.finished for request in having)
+        ]
 
     def admits(self, request: Request, running: Iterable[Running]) -> bool:
         number = _number(request)
@@ -86,7 +105,8 @@ class Adapters(Part):
 
     @property
     def wants_step(self) -> bool:
-        return bool(self._to_load) or any(each.begun and not each.is_ready for each in self._places)
+        on_their_way = (each.begun and not each.is_ready for each in self._places)
+        return bool(self._to_load or self._to_drop()) or any(on_their_way)
 
     def plan(self, work: StepWork) -> AdapterPlan | None:
         changes = {
@@ -102,13 +122,21 @@ class Adapters(Part):
             place.begun = work.step
             loads.append((index, place.adapter))
         self._to_load = []
+        drops = self._to_drop()
+        for number in drops:
+            del self._leaving[number]
+            self._dropped[number] = work.step
+            if (found := self._find(number)) is not None:
+                self._places[found].last_used = 0  # the first to be taken
         is_adapted = self._has_adapted_rows(work)
         is_alone = not (work.decoding or work.chunks)
         # While an adapter is on its way, each step tells whether it has come.
-        if not (changes or is_adapted or is_alone or self.wants_step):
+        if not (changes or drops or is_adapted or is_alone or self.wants_step):
             return None
-        is_quick = not (changes or loads)
-        return AdapterPlan(is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads))
+        is_quick = not (changes or loads or drops)
+        return AdapterPlan(
+            is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads), tuple(drops)
+        )
 
     def _value(self, request: Request) -> int:
         number = _number(request)
@@ -132,6 +160,9 @@ class Adapters(Part):
         for index, place in enumerate(self._places):
             if place.begun >= step and not place.is_ready:
                 self._places[index] = _Place()
+        for number, dropped in self._dropped.items():
+            if dropped >= step:
+                self._leaving[number] = ()
 
     def audit(self, running: Iterable[Running]) -> None:
         held = [place.adapter for place in self._places if place.adapter is not None]
@@ -145,6 +176,7 @@ class Adapters(Part):
             assert known in (value, -1), "a slot has another adapter"
             if _is_adapted(each):
                 assert value and self._places[value - 1].is_ready, "it runs without its adapter"
+                assert _number(each.request) not in self._dropped, "it lacks its adapter"
 
 
 def _number(request: Request) -> int | None:

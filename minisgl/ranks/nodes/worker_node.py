@@ -37,7 +37,7 @@ from minisgl.ranks.nodes.link import (
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel, Failed, Ready
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Channel, Failed, Ready
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
@@ -80,6 +80,7 @@ class _WorkerNode:
         logger.info("Node 0 has all nodes; loading ranks %s", ", ".join(map(str, self._own)))
         self._ranks = ranks = self._start_ranks(start)
         ranks.lost.add_done_callback(self._report)
+        ranks.answered = self._report_answer
         threading.Thread(target=self._report_ready, args=(ranks,), daemon=True).start()
         with _second_signal_ends():
             try:
@@ -178,6 +179,10 @@ class _WorkerNode:
         with contextlib.suppress(MinisglError, OSError):
             ranks.wait_ready(lambda fraction: None)
             self._link.send(Ready())
+
+    def _report_answer(self, answer: Answered) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send(answer)
 
     def _report(self, lost: Future[None]) -> None:
         if (error := lost.exception()) is not None:

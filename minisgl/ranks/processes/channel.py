@@ -1,8 +1,8 @@
 """Carries messages between rank 0 and the other ranks.
 
-    rank 0   ── plans, moves, close ──────────▶  rank
+    rank 0   ── plans, moves, calls, close ───▶  rank
              ◀── Ready, Failed ────────────────
-             ◀── RankListens, RankMoved ───────
+             ◀── Answered, RankMoved ──────────
              ◀── heartbeats ───────────────────
 
 Ranks on one machine use pipes, and shared memory for the heartbeats. For ranks on other machines
@@ -21,7 +21,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from minisgl.distributed.addresses import Listening
 from minisgl.errors import MinisglError
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 
@@ -50,15 +49,15 @@ class RankMoved:
     num_pages: int  # from the first on, that are done
 
 
-@dataclass(frozen=True, slots=True)
-class RankListens:
-    """Sent once the same rank of other engines can find this one, or if that cannot be."""
+class Answered(Struct, frozen=True, tag=True):
+    """Sent when a call has ended on a rank."""
 
-    listening: Listening | None
-    obstacle: str = ""
+    rank: int
+    result: bytes = b""  # in MessagePack
+    obstacle: str = ""  # why there is none
 
 
-Message = Ready | Failed | RankMoved | RankListens
+Message = Ready | Failed | RankMoved | Answered
 
 
 @dataclass(frozen=True, slots=True)

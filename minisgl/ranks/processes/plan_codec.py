@@ -20,7 +20,7 @@ from minisgl.scheduler.plan import SlotJoin, StepPlan
 AGAIN = b"\0"
 SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
 MOVE = b"\3"  # begins a message with a list of Move
-LISTEN = b"\4"  # begins a message with an address and a token
+CALL = b"\4"  # begins a message with the name of a call, and its arguments
 
 Content = TypeVar("Content")
 
@@ -76,7 +76,7 @@ def _without_text(join: SlotJoin) -> SlotJoin:
 
 
 def packed(kind: bytes, content: object) -> bytes:
-    """A message of another kind than plans: MOVE or LISTEN."""
+    """A message of another kind than plans: MOVE or CALL."""
     return kind + msgspec.msgpack.encode(content)
 
 

@@ -12,18 +12,20 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
+import msgspec
+
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Answered,
     Channel,
-    RankListens,
     RankMoved,
     Waitable,
 )
 from minisgl.ranks.processes.launcher import Launcher
 from minisgl.ranks.processes.mask_ring import StepMasks
-from minisgl.ranks.processes.plan_codec import LISTEN, packed
+from minisgl.ranks.processes.plan_codec import CALL, packed
 from minisgl.ranks.processes.rank_watch import RankWatch, error_of
 from minisgl.ranks.processes.worker import RankSpec
 
@@ -58,6 +60,7 @@ class RemoteRanks:
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         # Called when a rank has ended a move, with its id and the number of pages.
         self.moved: Callable[[int, int], None] = lambda move, num_pages: None
+        self.answered: Callable[[Answered], None] = lambda answer: None  # called likewise
         self.may_hang = may_hang
         self._specs = [replace(own, rank=rank) for rank in ranks]
         self._rendezvous = own.rendezvous
@@ -65,8 +68,9 @@ class RemoteRanks:
         self.channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.setup.config.step_timeout)
-        self._listening: dict[int, RankListens] = {}
-        self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
+        self._answers: dict[int, Answered] = {}
+        self._changed = threading.Condition()  # for _watch.ready, _answers, _ending and lost
+        self._calling = threading.Lock()
         self._ending = False
         self._killing: threading.Timer | None = None
         self._gone = threading.Event()
@@ -93,14 +97,20 @@ class RemoteRanks:
     def listen(self, address: str, token: bytes) -> Listening:
         """Let every rank take part in moves between engines; see Tiers. Blocks. Raises OSError, or
         the reason why the ranks are lost."""
-        self._listening.clear()
-        self.pass_on(packed(LISTEN, (address, token)))
-        self._wait_for_all(self._listening, lambda fraction: None)
-        found = [self._listening[rank] for rank in sorted(self._listening)]
+        found = self.call("listen", address, token)
         for each in found:
             if each.obstacle:
                 raise OSError(each.obstacle)
-        return Listening.of(each.listening for each in found if each.listening is not None)
+        return Listening.of(msgspec.msgpack.decode(each.result, type=Listening) for each in found)
+
+    def call(self, name: str, *arguments: object) -> list[Answered]:
+        """Call one of CALLS on every rank, beside the plans; returns the answers, in the order of
+        the ranks. Blocks while another call does. Raises the reason why the ranks are lost."""
+        with self._calling:
+            self._answers.clear()
+            self.pass_on(packed(CALL, (name, arguments)))
+            self._wait_for_all(self._answers, lambda fraction: None)
+            return [self._answers[rank] for rank in sorted(self._answers)]
 
     def _wait_for_all(self, heard: Sized, report: Callable[[float], None]) -> None:
         """Block until as many as all ranks are in `heard`. Raises why that cannot be."""
@@ -224,8 +234,9 @@ class RemoteRanks:
                 self.moved(message.move, message.num_pages)
                 continue
             with self._changed:
-                if isinstance(message, RankListens):
-                    self._listening[rank] = message
+                if isinstance(message, Answered):
+                    self._answers[rank] = message
+                    self.answered(message)
                 else:
                     self._watch.heard(rank, message)
                 self._changed.notify_all()

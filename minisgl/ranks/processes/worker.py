@@ -13,27 +13,30 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 
 from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.errors import MinisglError, without_words
+from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Answered,
     Failed,
     RankEnd,
-    RankListens,
     RankMoved,
     Ready,
 )
-from minisgl.ranks.processes.plan_codec import LISTEN, MOVE, SAMPLE, PlanDecoder, unpacked
+from minisgl.ranks.processes.plan_codec import CALL, MOVE, SAMPLE, PlanDecoder, unpacked
 from minisgl.ranks.processes.rendezvous import Rendezvous
 from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.queued_step import StepHandle
@@ -136,6 +139,11 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         with reporting, contextlib.suppress(OSError):  # rank 0 has died
             end.report(RankMoved(move, num_pages))
 
+    def answer(name: str, arguments: Sequence[Any]) -> None:
+        answered = _called(runner, end.rank, name, arguments)
+        with reporting, contextlib.suppress(OSError):
+            end.report(answered)
+
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
 
@@ -149,9 +157,10 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         if data.startswith(MOVE):
             runner.move(unpacked(data, list[Move]), moved)
             continue
-        if data.startswith(LISTEN):
-            with reporting:
-                end.report(_listen(runner, *unpacked(data, tuple[str, bytes])))
+        if data.startswith(CALL):
+            name, arguments = unpacked(data, tuple[str, list[Any]])
+            call = threading.Thread(target=answer, args=(name, arguments), daemon=True)
+            call.start()  # in a thread of its own, so that no plan waits for it
             continue
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
@@ -170,8 +179,22 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
     collector.join()
 
 
-def _listen(runner: ModelRunner, address: str, token: bytes) -> RankListens:
+def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | None) -> bytes:
+    assert runner.adapters is not None, "there is room for adapters"
+    return runner.adapters.read(number, folder, root)
+
+
+# What rank 0 can have called on all ranks. Each may run beside the plans.
+CALLS: Mapping[str, Callable[..., object]] = {
+    "listen": ModelRunner.listen,
+    "read_adapter": _read_adapter,
+}
+
+
+def _called(runner: ModelRunner, rank: int, name: str, arguments: Sequence[Any]) -> Answered:
     try:
-        return RankListens(runner.listen(address, token))
-    except OSError as error:
-        return RankListens(None, str(error))
+        return Answered(rank, msgspec.msgpack.encode(CALLS[name](runner, *arguments)))
+    except (MinisglError, OSError) as error:
+        return Answered(rank, obstacle=str(error))
+    except Exception as error:
+        return Answered(rank, obstacle=in_one_line(error))

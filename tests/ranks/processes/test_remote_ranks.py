@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from support.processes import pids_of
 from support.waiting import wait_until
@@ -20,16 +21,16 @@ from minisgl.distributed.addresses import Listening
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
+    Answered,
     Failed,
     Message,
     RankEnd,
-    RankListens,
     Ready,
     Waitable,
 )
 from minisgl.ranks.processes.launcher import ProcessState
 from minisgl.ranks.processes.mask_ring import StepMasks
-from minisgl.ranks.processes.plan_codec import LISTEN, unpacked
+from minisgl.ranks.processes.plan_codec import CALL, unpacked
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec
@@ -216,16 +217,18 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
             listening = thread.submit(ranks.listen, "host:0", b"secret")
             for rank in (3, 1, 2):  # in any order
                 data = channel.ends[rank].receive()
-                assert data is not None and data.startswith(LISTEN)
-                assert unpacked(data, tuple[str, bytes]) == ("host:0", b"secret")
-                told = RankListens(Listening((f"host:{rank}",), rank != lacks))
-                channel.ends[rank].report(told)
+                assert data is not None and data.startswith(CALL)
+                called = unpacked(data, tuple[str, tuple[str, bytes]])
+                assert called == ("listen", ("host:0", b"secret"))
+                told = msgspec.msgpack.encode(Listening((f"host:{rank}",), rank != lacks))
+                channel.ends[rank].report(Answered(rank, told))
             found = Listening(("host:1", "host:2", "host:3"), is_direct=lacks is None)
             assert listening.result() == found
         listening = thread.submit(ranks.listen, "host:0", b"")
         for rank, end in channel.ends.items():
             assert end.receive()
-            end.report(RankListens(None, "Address already in use" if rank == 2 else ""))
+            told = msgspec.msgpack.encode(Listening(()))
+            end.report(Answered(rank, told, "Address already in use" if rank == 2 else ""))
         with pytest.raises(OSError, match="Address already in use"):
             listening.result()
     with remote_ranks() as (ranks, launcher, _), ThreadPoolExecutor(1) as thread:

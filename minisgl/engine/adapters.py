@@ -1,0 +1,141 @@
+"""The adapters of an engine by their names, which come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+from minisgl.engine.delivery import Delivery
+from minisgl.engine.startup import Loaded
+from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from minisgl.lora.files import AdapterError
+from minisgl.parts.adapters.host import Adapted, Adapters
+from minisgl.request import Extra
+from minisgl.scheduler.scheduler import Scheduler
+
+MAX_NAME_CHARS = 256
+
+
+class AdapterExistsError(InvalidRequestError):
+    """Another adapter has this name already."""
+
+    http_status = 409
+    code = "adapter_exists"
+
+
+class LoadedAdapters(Mapping[str, Extra]):
+    """What asks for each adapter, by its name. Used on the engine's loop.
+
+    Each load has a number of its own. So whatever is on its way, a number is either of one adapter
+    or of none.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded[Any],
+        scheduler: Scheduler,
+        delivery: Delivery,
+        check_open: Callable[[], object],
+        wake: Callable[[], None],
+    ) -> None:
+        """check_open: raises EngineStoppedError where nothing is taken. wake: soon launches the
+        plans that there are."""
+        self._reader = loaded.adapters
+        parts = (part for part in scheduler.parts if isinstance(part, Adapters))
+        self._part = next(parts, None)
+        self._delivery = delivery
+        self._check_open = check_open
+        self._wake = wake
+        digests = {} if self._reader is None else self._reader.digests
+        self._numbers = itertools.count(len(digests))
+        self._by_name = {
+            name: Adapted(number, digest) for number, (name, digest) in enumerate(digests.items())
+        }
+        self._changing = asyncio.Lock()
+
+    def __getitem__(self, name: str) -> Extra:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._by_name])
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def loaded(self) -> str:
+        """What messages say of them."""
+        return f"loaded: {', '.join(self._by_name) or 'none'}."
+
+    def named(self, name: object) -> Adapted:
+        """What asks for an adapter. Raises InvalidRequestError."""
+        if not isinstance(name, str):
+            raise InvalidRequestError("lora", f"must be the name of an adapter; {self.loaded}")
+        if name not in self._by_name:
+            raise InvalidRequestError("lora", f"there is no adapter {name:.80}; {self.loaded}")
+        return self._by_name[name]
+
+    async def load(self, name: str, folder: str, *, root: str | None = None) -> None:
+        """Load an adapter on all ranks, beside the steps. What it replaces must be unloaded first;
+        the same once more changes nothing.
+
+        root: a folder outside of which nothing is read. Raises ConfigError where there is no room
+        for adapters, InvalidRequestError for the name, AdapterExistsError, AdapterError for the
+        files, and EngineStoppedError; then nothing has changed.
+        """
+        if self._part is None:
+            raise ConfigError("--max-loras", 0, "there is no room for adapters; allowed: 1 or more")
+        texts = isinstance(name, str) and isinstance(folder, str) and folder
+        if not (texts and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARS):
+            allowed = f"a name of 1 to {MAX_NAME_CHARS} printable characters, and a folder"
+            raise InvalidRequestError("lora", f"allowed: {allowed}; {self.loaded}")
+        await self._in_turn(self._load(self._part, name, folder, root))
+
+    async def unload(self, name: str) -> None:
+        """Refuse new requests for an adapter from now on. Those that have it go on; the memory that
+        it takes is free after the last of them. Raises ModelNotFoundError and EngineStoppedError.
+        """
+        await self._in_turn(self._unload(name))
+
+    async def _in_turn(self, change: Coroutine[Any, Any, None]) -> None:
+        """Make one change after the other. Who has asked may leave meanwhile."""
+
+        async def changed() -> None:
+            async with self._changing:
+                await change
+
+        await asyncio.shield(asyncio.ensure_future(changed()))
+
+    async def _load(self, part: Adapters, name: str, folder: str, root: str | None) -> None:
+        self._check_open()
+        assert self._reader is not None, "it has room"
+        number = next(self._numbers)
+        is_kept = False
+        try:
+            digest = await asyncio.to_thread(self._reader.read, number, folder, root)
+            self._check_open()
+            known = self._by_name.get(name)
+            if known is None:
+                self._by_name[name] = Adapted(number, digest)
+                is_kept = True
+            elif known.kv_of != digest:
+                reason = f"{name} is another adapter; unload that first, or give another name"
+                raise AdapterExistsError("lora", f"{reason}; {self.loaded}")
+        except AdapterError as error:
+            raise AdapterError(f"{str(error).removesuffix('.')}; {self.loaded}") from error
+        finally:
+            if not is_kept:
+                part.unload(number, ())
+                self._wake()
+
+    async def _unload(self, name: str) -> None:
+        self._check_open()
+        if self._part is None or not isinstance(name, str) or name not in self._by_name:
+            raise ModelNotFoundError(f"There is no adapter {name!r:.80}; {self.loaded}")
+        adapted = self._by_name.pop(name)
+        requests = (stream.request for stream in self._delivery.streams.values())
+        having = [each for each in requests if each.extra(Adapted) == adapted]
+        self._part.unload(adapted.number, having)
+        self._wake()
