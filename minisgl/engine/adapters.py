@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from minisgl.engine.delivery import Delivery
@@ -12,7 +12,6 @@ from minisgl.engine.startup import Loaded
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from minisgl.lora.files import AdapterError
 from minisgl.parts.adapters.host import Adapted, Adapters
-from minisgl.request import Extra
 from minisgl.scheduler.scheduler import Scheduler
 
 MAX_NAME_CHARS = 256
@@ -25,7 +24,7 @@ class AdapterExistsError(InvalidRequestError):
     code = "adapter_exists"
 
 
-class LoadedAdapters(Mapping[str, Extra]):
+class LoadedAdapters(dict[str, Adapted]):
     """What asks for each adapter, by its name. Used on the engine's loop.
 
     Each load has a number of its own. So whatever is on its way, a number is either of one adapter
@@ -49,33 +48,23 @@ class LoadedAdapters(Mapping[str, Extra]):
         self._check_open = check_open
         self._wake = wake
         digests = {} if self._reader is None else self._reader.digests
-        self._numbers = itertools.count(len(digests))
-        self._by_name = {
-            name: Adapted(number, digest) for number, (name, digest) in enumerate(digests.items())
-        }
+        self._numbers = itertools.count()
+        for (name, digest), number in zip(digests.items(), self._numbers, strict=False):
+            self[name] = Adapted(number, digest)
         self._changing = asyncio.Lock()
-
-    def __getitem__(self, name: str) -> Extra:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._by_name])
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     @property
     def loaded(self) -> str:
         """What messages say of them."""
-        return f"loaded: {', '.join(self._by_name) or 'none'}."
+        return f"loaded: {', '.join(self) or 'none'}."
 
     def named(self, name: object) -> Adapted:
         """What asks for an adapter. Raises InvalidRequestError."""
         if not isinstance(name, str):
             raise InvalidRequestError("lora", f"must be the name of an adapter; {self.loaded}")
-        if name not in self._by_name:
+        if name not in self:
             raise InvalidRequestError("lora", f"there is no adapter {name:.80}; {self.loaded}")
-        return self._by_name[name]
+        return self[name]
 
     async def load(self, name: str, folder: str, *, root: str | None = None) -> None:
         """Load an adapter on all ranks, beside the steps. What it replaces must be unloaded first;
@@ -116,9 +105,9 @@ class LoadedAdapters(Mapping[str, Extra]):
         try:
             digest = await asyncio.to_thread(self._reader.read, number, folder, root)
             self._check_open()
-            known = self._by_name.get(name)
+            known = self.get(name)
             if known is None:
-                self._by_name[name] = Adapted(number, digest)
+                self[name] = Adapted(number, digest)
                 is_kept = True
             elif known.kv_of != digest:
                 reason = f"{name} is another adapter; unload that first, or give another name"
@@ -132,9 +121,9 @@ class LoadedAdapters(Mapping[str, Extra]):
 
     async def _unload(self, name: str) -> None:
         self._check_open()
-        if self._part is None or not isinstance(name, str) or name not in self._by_name:
+        if self._part is None or not isinstance(name, str) or name not in self:
             raise ModelNotFoundError(f"There is no adapter {name!r:.80}; {self.loaded}")
-        adapted = self._by_name.pop(name)
+        adapted = self.pop(name)
         requests = (stream.request for stream in self._delivery.streams.values())
         having = [each for each in requests if each.extra(Adapted) == adapted]
         self._part.unload(adapted.number, having)

@@ -70,6 +70,8 @@ def build(
                 refuse(server, name, "the address is the cluster's; set it in its http_options")
     if engine.nnodes > 1:
         refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
+    if server.lora_root:
+        refuse(server, "lora_root", "with Ray adapters are loaded at the start; allowed: --lora")
     base_names(server, engine)
     server = with_all_keys(server)
     hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minisgl.router.adapters import FleetAdapters
 from minisgl.router.exchange import EngineLostError
 from minisgl.router.fleet import Fleet, Peer
 from minisgl.router.forward import Engines, Forward
@@ -23,6 +24,7 @@ from minisgl.router.relay import Relay
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import application
 from minisgl.server.config import ServerConfig
+from minisgl.server.handlers.adapters import LOAD, UNLOAD
 from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.access_log import Answered
 from minisgl.server.http.encoding import json_response
@@ -45,10 +47,11 @@ def forwarding_app(
     hosts: Hosts | None,
     responses: Counter[Answered],
     own: Mapping[str, Callable[[Request], Awaitable[Response]]],
+    others: Sequence[Route] = (),
 ) -> Starlette:
     """An application that forwards all requests but those to its `own` paths and its pages.
 
-    responses: counts them.
+    responses: counts them. others: routes that are its own, too.
     """
 
     async def version(request: Request) -> Response:
@@ -58,7 +61,7 @@ def forwarding_app(
     if not config.no_ui:
         routes += page_routes()  # there while no engine is ready, too
     every = Route("/{path:path}", Forward(engines))
-    return application([*routes, every], config, responses, hosts)
+    return application([*routes, *others, every], config, responses, hosts)
 
 
 def create_router_app(
@@ -68,11 +71,12 @@ def create_router_app(
     *,
     index: int = 0,
     routers: Sequence[Peer] = (),
+    adapters: FleetAdapters | None = None,
 ) -> Starlette:
     """Build the application. With `hosts` it answers only requests addressed to one of them.
 
     index: of this among several routing processes. routers: all of them, if there are several, on
-    private sockets, where each tells its own metrics alone.
+    private sockets, where each tells its own metrics alone. adapters: None where none is loaded.
     """
     own_places = [(router.path, None) for router in routers if router.index == index]
     metrics = RouterMetrics(fleet)
@@ -103,7 +107,9 @@ def create_router_app(
         return json_response(MetricsHistory(SECONDS, samples))
 
     own = {"/health": health, "/metrics": joined_metrics, "/metrics/history": history}
-    return forwarding_app(Relay(fleet), config, hosts, metrics.responses, own)
+    paths = () if adapters is None else (LOAD, UNLOAD)
+    others = [Route(path, adapters.change, methods=["POST"]) for path in paths if adapters]
+    return forwarding_app(Relay(fleet), config, hosts, metrics.responses, own, others)
 
 
 async def _metrics_pages(peers: Sequence[Peer], path: str = "/metrics") -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from struct import Struct
 
 from minisgl.router import lifeline
+from minisgl.router.adapters import FleetAdapters
 from minisgl.router.app import create_router_app
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
 from minisgl.router.relay import RelayConnection
@@ -95,8 +96,15 @@ class OwnFront:
         self._fleet = Fleet(spec.replica_paths, spec.policy, spec.roles)
         routers = [Peer(index, path) for index, path in enumerate(spec.router_paths)]
         config = spec.server
+        adapters = FleetAdapters(self._fleet, config.admin_key) if config.lora_root else None
+        self.adapters = adapters
         app = create_router_app(
-            self._fleet, config, hosts_of(config, listener), index=spec.index, routers=routers
+            self._fleet,
+            config,
+            hosts_of(config, listener),
+            index=spec.index,
+            routers=routers,
+            adapters=adapters,
         )
         room = room_for_connections(0) // 2  # each may have one to a replica
         public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, RelayConnection)

@@ -66,6 +66,9 @@ class RouterProcess:
         """
         if engine.nnodes > 1:
             raise ConfigError("--nnodes", engine.nnodes, "replicas are on one node; allowed: 1")
+        if server.lora_root and router.router_processes > 1:
+            reason = "one of several routing processes does not know what the others have loaded"
+            raise ConfigError("--lora-root", server.lora_root, f"{reason}; allowed: one")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = with_all_keys(server)
@@ -115,7 +118,9 @@ class RouterProcess:
         specs = self._replica_specs(folder)
         self._replica_paths = [spec.server.uds for spec in specs]
         self._front = self._make_front(listeners, self._replica_paths, folder)
-        supervisor = Supervisor(specs, self._replica_command, self._report)
+        adapters = self._front.adapters if isinstance(self._front, OwnFront) else None
+        prepare = None if adapters is None else adapters.bring
+        supervisor = Supervisor(specs, self._replica_command, self._report, prepare)
         self._listener = listeners[0]
         stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(self._front.serve())

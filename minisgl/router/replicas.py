@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from minisgl.config import EngineConfig
@@ -88,14 +88,17 @@ class Supervisor:
         specs: Sequence[ReplicaSpec],
         command: Sequence[str],
         report: Callable[[Sequence[ReplicaState]], None],
+        prepare: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """command: starts a replica, which reads its spec from the lifeline; its index follows.
 
-        report: called whenever the state of a replica changes.
+        report: called whenever the state of a replica changes. prepare: what is done at each start
+        before a replica counts as ready, by its index.
         """
         self._all = [_Running(spec, Peer(spec.index, spec.server.uds)) for spec in specs]
         self._command = command
         self._report = report
+        self._prepare = prepare
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -160,9 +163,12 @@ class Supervisor:
 
     async def _watch(self, running: _Running, process: asyncio.subprocess.Process) -> None:
         """Follow whether a replica takes requests; kill it if it is silent."""
-        heard_s = time.monotonic()
+        heard_s, prepare = time.monotonic(), self._prepare
         while True:
             is_ready = await self._probe(running.peer)
+            if is_ready and prepare is not None:
+                await prepare(running.spec.index)
+                prepare = None
             now, before = time.monotonic(), running.state
             running.is_silent = running.was_ready and is_ready is None
             if is_ready is not None:

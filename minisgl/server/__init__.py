@@ -7,11 +7,13 @@ import os
 from dataclasses import replace
 
 from minisgl.config import EngineConfig, with_torchrun
-from minisgl.errors import CallerError, MinisglError
+from minisgl.errors import CallerError, ConfigError, MinisglError
 from minisgl.keys import keys_of_environment, keys_of_file
 from minisgl.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
+
+ADMIN_VARIABLE = "MINISGL_ADMIN_KEY"
 
 
 def run(engine: EngineConfig, server: ServerConfig) -> int:
@@ -61,9 +63,15 @@ def _run_worker_node(config: EngineConfig) -> int:
 def with_all_keys(config: ServerConfig) -> ServerConfig:
     """`config` with the keys of the environment and of its key file added, without duplicates.
 
-    Raises ConfigError for a source without a key.
+    Raises ConfigError for a source without a key, and for loading adapters without the admin's.
     """
     keys = [*config.api_key, *keys_of_environment()]
     if config.api_key_file is not None:
         keys += keys_of_file(config.api_key_file)
-    return replace(config, api_key=tuple(dict.fromkeys(keys)))
+    admin_key = config.admin_key or os.environ.get(ADMIN_VARIABLE, "")
+    if config.lora_root and not admin_key:
+        reason = f"loading adapters needs a key; allowed: with --admin-key or {ADMIN_VARIABLE}"
+        raise ConfigError("--lora-root", config.lora_root, reason)
+    if keys and admin_key:
+        keys.append(admin_key)
+    return replace(config, api_key=tuple(dict.fromkeys(keys)), admin_key=admin_key)

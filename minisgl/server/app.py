@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.endpoints import ENDPOINTS, WrongTaskError
 from minisgl.server.engine_state import EngineState
-from minisgl.server.handlers import about
+from minisgl.server.handlers import about, adapters
 from minisgl.server.handlers.generation import IGNORED_HEADER
 from minisgl.server.http.access_log import Answered, Observe
 from minisgl.server.http.auth import Keys
@@ -99,6 +100,8 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     for each in ENDPOINTS:
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
+    for path, answer in (adapters.HANDLERS if config.lora_root else {}).items():
+        routes.append(Route(path, partial(answer, service), methods=["POST"]))
     return application([*pages, *routes], config, service.metrics.responses, hosts)
 
 

@@ -57,6 +57,17 @@ class ServerConfig:
     api_key_file: str | None = server_option(
         None, "File with more keys, one per line; lines that begin with # are comments."
     )
+    admin_key: str = server_option(
+        "",
+        "Key of who may load adapters; where requests need a key, it is one, too. Also read from "
+        "MINISGL_ADMIN_KEY.",
+        secret=True,
+    )
+    lora_root: str = server_option(
+        "",
+        "Folder below which there are adapters that may be loaded while the server runs, by "
+        "requests with the admin key.",
+    )
     served_model_name: tuple[str, ...] = server_option(
         (), "Name of the model in requests and answers; repeat for aliases."
     )
@@ -118,6 +129,8 @@ class ServerConfig:
                 )
         for key in self.api_key:
             check_key("--api-key", key)
+        if self.admin_key:
+            check_key("--admin-key", self.admin_key)
         if any(not name for name in self.served_model_name):
             refuse(self, "served_model_name", "allowed: names that are not empty")
         for name in self.served_model_name:

@@ -53,13 +53,17 @@ class Loading(NamedTuple):
 
 
 def base_names(config: ServerConfig, options: EngineConfig) -> tuple[str, ...]:
-    """The names of the model itself. Raises ConfigError if an adapter has one of them."""
+    """The names of the model itself. Raises ConfigError for adapters that do not go with them or
+    that there is no room for."""
     names = config.served_model_name or (options.model or DEMO_NAME,)
     for name in options.adapters:
         check_utf8("--lora", name)
         if name in names:
             reason = "this is a name of the model itself; allowed: another name for the adapter"
             raise ConfigError("--lora", name, reason)
+    if config.lora_root and not (options.lora or options.max_loras):
+        reason = "there is no room for adapters; allowed: with --max-loras"
+        raise ConfigError("--lora-root", config.lora_root, reason)
     return names
 
 

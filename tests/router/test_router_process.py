@@ -30,10 +30,18 @@ CHAT = "/v1/chat/completions"
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, behaviour: dict[str, Any], *, replicas: int = 2, routers: int = 1, **options: Any
+    folder: Path,
+    behaviour: dict[str, Any],
+    *,
+    replicas: int = 2,
+    routers: int = 1,
+    policy: str = "cache",
+    **options: Any,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The parent process and its URL; its private folder is below `folder`."""
-    router = json.dumps({"replicas": replicas, "router_processes": routers})
+    router = json.dumps(
+        {"replicas": replicas, "router_processes": routers, "router_policy": policy}
+    )
     with free_port() as port:
         server = json.dumps({"port": port, **options})
         with python_in(folder, SCRIPT, json.dumps(behaviour), server, router) as process:
@@ -101,6 +109,75 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
         assert "Routing process 1 has ended (exit code -9)" in log
         assert "Traceback" not in log
         wait_until_nothing_is_left(tmp_path)
+
+
+def models_of(client: httpx.Client) -> set[tuple[str, ...]]:
+    """The adapters for which replicas answer, that take turns."""
+    asked = {"messages": HELLO, "max_tokens": 1}
+    found = set[tuple[str, ...]]()
+    for _ in range(2):
+        names = []
+        for name in ("a", "b", "c"):
+            statuses = {client.post(CHAT, json={**asked, "model": name}).status_code for _ in "01"}
+            assert len(statuses) == 1, "the replicas differ"
+            names += [name] if statuses == {200} else []
+        found.add(tuple(names))
+    return found
+
+
+def test_adapters_are_loaded_on_all_replicas_and_on_those_that_start_later(tmp_path: Path) -> None:
+    """Or on none: what one refuses, the others have not either."""
+    root = tmp_path / "root"
+    for name in ("a", "b", "c"):
+        (root / name).mkdir(parents=True)
+    options = {"lora_root": str(root), "admin_key": "admin", "api_key": ["k"]}
+    sockets = tmp_path / "s"
+    sockets.mkdir()
+    with serving(sockets, {}, policy="round-robin", **options) as (process, url):
+        wait_for_ready(process, url, 2)
+        headers = {"authorization": "Bearer admin"}
+        with httpx.Client(base_url=url, headers=headers, timeout=None) as client:
+
+            def change(what: str, name: str, **more: str) -> httpx.Response:
+                body = {"lora_name": name, **more}
+                return client.post(f"/v1/{what}_lora_adapter", json=body)
+
+            for wrong in ({"authorization": "Bearer k"}, {"authorization": ""}):
+                body = {"lora_name": "a", "lora_path": "a"}
+                answer = client.post("/v1/load_lora_adapter", json=body, headers=wrong)
+                assert answer.status_code == 401
+            for name in ("a", "b"):
+                answer = change("load", name, lora_path=name)
+                told = f"Success: LoRA adapter '{name}' added successfully."
+                assert (answer.status_code, answer.text) == (200, told)
+            assert models_of(client) == {("a", "b")}
+            assert change("unload", "a").status_code == 200
+            (root / "c" / "fails_once").touch()
+            answer = change("load", "c", lora_path="c")
+            assert answer.status_code == 400
+            said = r"Replica [01]: The files are broken; loaded: b\."
+            assert re.fullmatch(said, answer.json()["error"]["message"])
+            assert models_of(client) == {("b",)}
+            assert change("load", "b", lora_path="b").status_code == 200  # changes nothing
+            answer = change("load", "b", lora_path="c")
+            assert answer.status_code == 409 and "b is another" in answer.text
+            answer = change("unload", "a")
+            assert answer.status_code == 404 and "There is no adapter 'a'" in answer.text
+            answer = client.post("/v1/load_lora_adapter", json={"lora_name": 5, "lora_path": "a"})
+            assert answer.status_code == 400 and "lora_name" in answer.text
+            assert client.get("/v1/load_lora_adapter").status_code == 405
+            assert models_of(client) == {("b",)}
+
+            arguments = children_of(sockets)
+            (pid,) = (pid for pid, args in arguments.items() if args[-1] == "1")
+            os.kill(pid, signal.SIGKILL)
+            while client.get("/health").json()["ready"] == 2:
+                check_running(process)
+            assert change("load", "c", lora_path="c").status_code == 200  # on that which runs
+            wait_for_ready(process, url, 2)
+            assert models_of(client) == {("b", "c")}
+            assert change("unload", "b").status_code == 200
+            assert models_of(client) == {("c",)}
 
 
 def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Path) -> None:

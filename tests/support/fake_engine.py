@@ -9,6 +9,7 @@ until there is a file "loads_until", and no answer ends before there is a file "
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -23,10 +24,12 @@ from minisgl.config import Capacity, EngineConfig
 from minisgl.engine.stats import EngineStats, Totals
 from minisgl.engine.vector_types import Embedding, EmbedOptions, Input, RerankOptions, Score
 from minisgl.errors import (
+    CallerError,
     ContextLengthError,
     EngineStoppedError,
     InvalidRequestError,
     MinisglError,
+    ModelNotFoundError,
     QueueFullError,
 )
 from minisgl.grammar.compiler import Compiled
@@ -82,6 +85,29 @@ class FakeTokenizer:
 @dataclass(frozen=True)
 class FakeAdapter(Extra):
     name: str
+    folder: str = ""
+
+
+class FakeAdapters(dict[str, FakeAdapter]):
+    """A folder with a file "fails_once" is refused, and loses that file."""
+
+    @property
+    def loaded(self) -> str:
+        return f"loaded: {', '.join(self)}."
+
+    async def load(self, name: str, folder: str, *, root: str | None = None) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (Path(folder) / "fails_once").unlink()
+            raise CallerError(f"The files are broken; {self.loaded}")
+        if self.get(name, FakeAdapter(name, folder)).folder != folder:
+            error = InvalidRequestError("lora", f"{name} is another adapter; {self.loaded}")
+            error.http_status = 409
+            raise error
+        self[name] = FakeAdapter(name, folder)
+
+    async def unload(self, name: str) -> None:
+        if self.pop(name, None) is None:
+            raise ModelNotFoundError(f"There is no adapter {name!r}; {self.loaded}")
 
 
 def names_of(extras: Iterable[Extra]) -> list[str]:
@@ -266,7 +292,7 @@ class FakeEngine:
         self.ends_after = ends_after
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.vectors = FakeVectors(self, task)
-        self.adapters = {name: FakeAdapter(name) for name in adapters}
+        self.adapters = FakeAdapters((name, FakeAdapter(name)) for name in adapters)
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
         self.running: dict[str, FakeStream] = {}

@@ -46,7 +46,7 @@ def main() -> int:
         behaviour, server, router = sys.argv[1:]
         itself = (sys.executable, __file__)
         process = RouterProcess(
-            EngineConfig(model="fake", device="cpu"),
+            EngineConfig(model="fake", device="cpu", max_loras=1),
             ServerConfig(
                 **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(server).items()}
             ),

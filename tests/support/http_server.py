@@ -21,6 +21,7 @@ from support.ports import free_port
 from support.processes import check_running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from minisgl.config import EngineConfig
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
@@ -32,10 +33,12 @@ NEVER_S = 1e6
 
 
 @contextlib.asynccontextmanager
-async def server_on(engine: FakeEngine | None, **options: Any) -> AsyncIterator[tuple[Server, int]]:
+async def server_on(
+    engine: FakeEngine | None, engine_options: EngineConfig | None = None, **options: Any
+) -> AsyncIterator[tuple[Server, int]]:
     """A server on the test's own loop, and its port."""
     config = ServerConfig(port=0, **options)
-    state = EngineState(config, engine)
+    state = EngineState(config, engine, engine_options)
     with bind(config) as listener:
         server = Server(http_settings(create_app(state)), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))

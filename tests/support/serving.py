@@ -48,14 +48,17 @@ class Served(Generic[AnyEngine]):
 
 @contextlib.contextmanager
 def served(
-    start: Callable[[], Awaitable[AnyEngine]], **options: Any
+    start: Callable[[], Awaitable[AnyEngine]],
+    engine_options: EngineConfig | None = None,
+    **options: Any,
 ) -> Iterator[Served[AnyEngine]]:
-    """Serve the engine that `start` makes on the server's own loop, and close it at the end."""
+    """Serve the engine that `start` makes on the server's own loop, and close it at the end.
+    options: of the server."""
     ready: Future[Served[AnyEngine]] = Future()
 
     async def serve() -> None:
         engine = await start()
-        state = EngineState(ServerConfig(port=0, **options), engine)
+        state = EngineState(ServerConfig(port=0, **options), engine, engine_options)
         with bind(state.config) as listener:
             server = Server(http_settings(create_app(state)), state)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

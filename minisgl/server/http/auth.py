@@ -41,6 +41,14 @@ class Keys:
             scope["state"][CLIENT] = self._clients[found.index(True)]
 
 
+def check_admin(scope: Scope, key: str) -> None:
+    """Raise HTTPError for a request without the admin key, which none has if it is empty."""
+    is_given = [hmac.compare_digest(given, key.encode()) for given in _given_keys(scope)]
+    if not (key and any(is_given)):
+        message = "The admin key is missing or wrong."
+        raise HTTPError(401, message, "invalid_admin_key", {"www-authenticate": "Bearer"})
+
+
 def _given_keys(scope: Scope) -> list[bytes]:
     """The keys that a request has: as bearer token, and as clients of Anthropic's API send it."""
     headers = dict(scope["headers"])

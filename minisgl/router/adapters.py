@@ -1,0 +1,99 @@
+"""Adapters that are loaded on all replicas, and on those that start later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl.errors import MinisglError
+from minisgl.router.exchange import EngineLostError, HTTPRequest, read_request
+from minisgl.router.fleet import Fleet, Replica
+from minisgl.server.engine_state import NotReadyError
+from minisgl.server.handlers.adapters import LOAD, UNLOAD, Unloading
+from minisgl.server.http.auth import check_admin
+from minisgl.server.http.error_bodies import Error
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 300.0  # for a replica to load an adapter
+
+
+class ReplicaRefusedError(MinisglError):
+    """A replica has not done what all were asked for."""
+
+    code = "replica_refused"
+
+    def __init__(self, index: int, status: int, body: bytes) -> None:
+        reason = "It has ended, or does not answer; ask again."
+        with suppress(msgspec.MsgspecError):
+            reason = msgspec.json.decode(body, type=Error).error.message
+        super().__init__(f"Replica {index}: {reason}")
+        self.http_status = status
+
+
+class FleetAdapters:
+    """Passes what loads and unloads adapters on to all replicas, one request after the other."""
+
+    def __init__(self, fleet: Fleet, admin_key: str) -> None:
+        self._fleet = fleet
+        self._admin_key = admin_key
+        # What has changed since the replicas were started first, by path and name, in order.
+        self._changes: dict[tuple[str, str], HTTPRequest] = {}
+        self._changing = asyncio.Lock()
+
+    async def change(self, request: Request) -> Response:
+        """The answer of one replica if all have done it. A load that fails is undone."""
+        check_admin(request.scope, self._admin_key)
+        self._fleet.check_ready()
+        asked = await read_request(request.scope, request.receive)
+        return await asyncio.shield(asyncio.ensure_future(self._change(asked)))
+
+    async def _change(self, asked: HTTPRequest) -> Response:
+        is_load = asked.path == LOAD
+        async with self._changing:
+            replicas = [each for each in self._fleet.replicas if each.state.start]
+            found = await asyncio.gather(*(self._ask(each, asked) for each in replicas))
+            answers = {each: at for each, at in zip(replicas, found, strict=True) if at is not None}
+            done = [each for each, (status, _) in answers.items() if status == 200]
+            # Of an unload, one that does not have the adapter has done it, too.
+            fine = (200, 404) if done and not is_load else (200,)
+            failed = [each for each, (status, _) in answers.items() if status not in fine]
+            if done:
+                name = msgspec.json.decode(asked.body, type=Unloading).lora_name
+                if is_load and failed and (LOAD, name) not in self._changes:
+                    body = msgspec.json.encode(Unloading(name))
+                    undo = replace(asked, path=UNLOAD, raw_path=UNLOAD.encode(), body=body)
+                    await asyncio.gather(*(self._ask(each, undo) for each in done))
+                elif not (is_load and failed):
+                    self._changes.pop((LOAD, name), None)
+                    self._changes[asked.path, name] = asked
+            for replica in failed:
+                raise ReplicaRefusedError(replica.index, *answers[replica])
+            if not done:
+                raise NotReadyError("loading", "No replica takes requests yet.")
+            return Response(answers[done[0]][1], media_type="text/plain")
+
+    async def bring(self, index: int) -> None:
+        """Ask a replica that has started for all that the others were asked for."""
+        async with self._changing:
+            for (path, name), asked in self._changes.items():
+                if (answer := await self._ask(self._fleet.replicas[index], asked)) is None:
+                    answer = 503, b""
+                if answer[0] not in (200, 404):
+                    error = ReplicaRefusedError(index, *answer)
+                    logger.error("%s %s: %s", path, name, error)
+
+    async def _ask(self, replica: Replica, asked: HTTPRequest) -> tuple[int, bytes] | None:
+        """Status and body of the answer. None: it is starting, and is asked when it has."""
+        status, body = 503, b""
+        with suppress(EngineLostError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                status, body = await replica.whole(asked.encoded())
+        runs = replica.state.is_ready or replica.state.is_silent
+        return None if status == 503 and not runs else (status, body)
