@@ -27,8 +27,8 @@ class AdapterExistsError(InvalidRequestError):
 class LoadedAdapters(dict[str, Adapted]):
     """What asks for each adapter, by its name. Used on the engine's loop.
 
-    Each load has a number of its own. So whatever is on its way, a number is either of one adapter
-    or of none.
+    Each load has a number of its own, so that a number means one adapter or none, whatever is on
+    its way.
     """
 
     def __init__(
@@ -39,14 +39,11 @@ class LoadedAdapters(dict[str, Adapted]):
         check_open: Callable[[], object],
         wake: Callable[[], None],
     ) -> None:
-        """check_open: raises EngineStoppedError where nothing is taken. wake: soon launches the
-        plans that there are."""
+        """check_open: raises EngineStoppedError. wake: soon launches the plans that there are."""
         self._reader = loaded.adapters
         parts = (part for part in scheduler.parts if isinstance(part, Adapters))
         self._part = next(parts, None)
-        self._delivery = delivery
-        self._check_open = check_open
-        self._wake = wake
+        self._delivery, self._check_open, self._wake = delivery, check_open, wake
         digests = {} if self._reader is None else self._reader.digests
         self._numbers = itertools.count()
         for (name, digest), number in zip(digests.items(), self._numbers, strict=False):
@@ -67,8 +64,7 @@ class LoadedAdapters(dict[str, Adapted]):
         return self[name]
 
     async def load(self, name: str, folder: str, *, root: str | None = None) -> None:
-        """Load an adapter on all ranks, beside the steps. What it replaces must be unloaded first;
-        the same once more changes nothing.
+        """Load an adapter on all ranks, beside the steps. The same once more changes nothing.
 
         root: a folder outside of which nothing is read. Raises ConfigError where there is no room
         for adapters, InvalidRequestError for the name, AdapterExistsError, AdapterError for the
@@ -83,9 +79,8 @@ class LoadedAdapters(dict[str, Adapted]):
         await self._in_turn(self._load(self._part, name, folder, root))
 
     async def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter from now on. Those that have it go on; the memory that
-        it takes is free after the last of them. Raises ModelNotFoundError and EngineStoppedError.
-        """
+        """Refuse new requests for an adapter from now on. Its memory is free after the last that
+        has it. Raises ModelNotFoundError and EngineStoppedError."""
         await self._in_turn(self._unload(name))
 
     async def _in_turn(self, change: Coroutine[Any, Any, None]) -> None:
@@ -99,23 +94,18 @@ class LoadedAdapters(dict[str, Adapted]):
 
     async def _load(self, part: Adapters, name: str, folder: str, root: str | None) -> None:
         self._check_open()
-        assert self._reader is not None, "it has room"
+        assert self._reader is not None, "there is room"
         number = next(self._numbers)
-        is_kept = False
         try:
             digest = await asyncio.to_thread(self._reader.read, number, folder, root)
             self._check_open()
-            known = self.get(name)
-            if known is None:
-                self[name] = Adapted(number, digest)
-                is_kept = True
-            elif known.kv_of != digest:
+            if self.setdefault(name, Adapted(number, digest)).kv_of != digest:
                 reason = f"{name} is another adapter; unload that first, or give another name"
                 raise AdapterExistsError("lora", f"{reason}; {self.loaded}")
         except AdapterError as error:
             raise AdapterError(f"{str(error).removesuffix('.')}; {self.loaded}") from error
         finally:
-            if not is_kept:
+            if name not in self or self[name].number != number:
                 part.unload(number, ())
                 self._wake()
 
@@ -125,6 +115,7 @@ class LoadedAdapters(dict[str, Adapted]):
             raise ModelNotFoundError(f"There is no adapter {name!r:.80}; {self.loaded}")
         adapted = self.pop(name)
         requests = (stream.request for stream in self._delivery.streams.values())
-        having = [each for each in requests if each.extra(Adapted) == adapted]
-        self._part.unload(adapted.number, having)
+        self._part.unload(
+            adapted.number, [each for each in requests if each.extra(Adapted) == adapted]
+        )
         self._wake()

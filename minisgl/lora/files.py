@@ -56,18 +56,12 @@ class AdapterError(CallerError):
 class AdapterReader(Protocol):
     """Reads adapters for the ranks of an engine."""
 
-    @property
-    def digests(self) -> Mapping[str, bytes]:
-        """What tells what each of those computes that were loaded at the start, by its name. Their
-        numbers are 0, 1, ..."""
+    digests: dict[str, bytes]  # of adapters 0, 1, ..., loaded at the start, by their names
 
     def read(self, number: int, folder: str, root: str | None = None) -> bytes:
-        """Read and check an adapter on every rank, for plans that name its number, which no other
-        has. Changes nothing else. root: a folder outside of which nothing is read.
-
-        Returns its digest. Blocks; any thread may call it. Raises AdapterError, after which some
-        ranks may have it, and EngineStoppedError.
-        """
+        """Read and check an adapter on every rank, for plans that name this number; returns its
+        digest. root: a folder outside of which nothing is read. Blocks; any thread may call it.
+        Raises AdapterError, after which some ranks may have it, and EngineStoppedError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,11 @@ class AdapterPool:
             )
         return HostAdapter(matrices, ranks)
 
+    def pin(self, num_adapters: int) -> None:
+        """Have torch pin what so many adapters take, and keep it for them: while the driver pins
+        memory, no step is launched."""
+        _ = [self._on_host(self._matrices[0]) for _ in range(num_adapters)]
+
     def _on_host(self, like: Tensor) -> Tensor:
         pinned = self._matrices.is_cuda
         return torch.zeros(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)

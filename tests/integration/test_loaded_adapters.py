@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.adapted_requests import Asked, answer, asked_of, check_greedy
-from support.parity import greedy, load_engine
+from support.adapted_requests import (
+    Asked,
+    asked_of,
+    check_coming_and_going,
+    check_one,
+    folder_of,
+    loaded_of,
+    numbers_on,
+    of_name,
+)
+from support.parity import load_engine
 from support.waiting import until
 
 from minisgl.engine import AsyncEngine
-from minisgl.engine.startup import Loaded
 from minisgl.errors import (
     ConfigError,
     EngineStoppedError,
@@ -25,77 +33,10 @@ from minisgl.errors import (
 )
 from minisgl.lora.files import TENSORS_FILE, AdapterError
 
-ROOM = {"max_loras": 2, "max_lora_rank": 16, "page_size": 4}
-
-
-def folder_of(asked: Asked, name: str) -> str:
-    return dict(each.split("=", 1) for each in asked.options["lora"])[name]
-
-
-def loaded_of(asked: Asked, **options: Any) -> Loaded[Any]:
-    return load_engine(asked.case.folder, **{**ROOM, **options})
-
-
-def numbers_on(loaded: Loaded[Any]) -> list[int]:
-    """The numbers of the adapters that rank 0 has in host memory."""
-    reader: Any = loaded.adapters
-    return sorted(getattr(reader, "_own", reader)._adapters)
-
-
-def of_name(asked: Asked, name: str | None, start: int = 0) -> int:
-    """The next request with this adapter."""
-    return asked.names.index(name, start)
-
-
-async def check_one(engine: AsyncEngine, asked: Asked, index: int, name: str | None) -> None:
-    """A request gets the tokens that PEFT has for it."""
-    request = await answer(engine, asked.prompts[index], name, greedy(16))
-    check_greedy(request.output_token_ids, asked.runs[index])
-
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "dp_attention": True}, {"pp": 2}], ids=str)
 def test_adapters_come_and_go_beside_requests(options: dict[str, Any]) -> None:
-    """More than there are places for; a name is given again to another adapter."""
-    asked = asked_of("qwen3")
-
-    async def run() -> None:
-        loaded = loaded_of(asked, **options)
-        async with AsyncEngine(loaded) as engine:
-            assert not engine.adapters and not numbers_on(loaded)
-            beside = asyncio.gather(
-                *(check_one(engine, asked, of_name(asked, None, start), None) for start in (0, 9))
-            )
-            for name in ("a0", "a1", "a2"):
-                await engine.adapters.load(name, folder_of(asked, name))
-            await beside
-            assert [*engine.adapters] == ["a0", "a1", "a2"]
-            await asyncio.gather(
-                *(
-                    check_one(engine, asked, index, name)
-                    for index, name in enumerate(asked.names)
-                    if name in (None, "a0", "a1", "a2")
-                )
-            )
-            index = of_name(asked, "a0")
-            params = greedy(16)
-            adapter = engine.adapter("a0")  # of a request that is still being read
-            stream = engine.submit(asked.prompts[index], params, extras=(adapter,))
-            await anext(aiter(stream))
-            await engine.adapters.unload("a0")
-            with pytest.raises(ModelNotFoundError, match="has just been unloaded"):
-                engine.submit(asked.prompts[index], params, extras=(adapter,))
-            with pytest.raises(InvalidRequestError, match="no adapter a0; loaded: a1, a2"):
-                engine.adapter("a0")
-            await engine.adapters.load("a0", folder_of(asked, "a3"))
-            assert 0 in numbers_on(loaded)  # a request has it
-            other = of_name(asked, "a3")
-            await check_one(engine, asked, other, "a0")
-            await stream.wait_finished()
-            check_greedy(stream.request.output_token_ids, asked.runs[index])
-            await until(lambda: numbers_on(loaded) == [1, 2, 3])
-            engine.audit()
-
-    asyncio.run(run())
+    check_coming_and_going("qwen3", **options)
 
 
 def test_the_same_again_is_fine_and_another_of_that_name_is_refused() -> None:

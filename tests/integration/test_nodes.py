@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch.distributed as dist
+from support.demo_adapters import save_demo_adapter
 from support.fake_matcher import FakeMatcher, ending_at, held_to, tokens_after
 from support.http_server import HELLO, wait_for_health
 from support.nodes import TOKEN, Network, Node, network, node, program
@@ -25,6 +26,7 @@ from minisgl import LLM
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.lora.files import AdapterError
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.request import SamplingParams
 from minisgl.server import run
@@ -46,7 +48,8 @@ from minisgl.engine.startup import work_for_node_0
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    config = EngineConfig(device="cpu", {option}=2, nnodes=2, node_rank=1, master_port={port})
+    places = dict({option}=2, nnodes=2, node_rank=1, master_port={port})
+    config = EngineConfig(device="cpu", max_loras=1, **places)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(work_for_node_0, config).result()
     print("done", file=sys.stderr)
@@ -84,24 +87,44 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
     return [stream.request.output_token_ids for stream in streams]
 
 
+async def adapted_tokens(engine: AsyncEngine, folder: Path) -> list[list[int]]:
+    """Those of a prompt with an adapter, which is loaded for it, and without."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    await engine.adapters.load("a", str(folder))
+    streams = [
+        engine.submit([*range(300, 320)], params, extras=extras)
+        for extras in ((engine.adapter("a"),), ())
+    ]
+    for stream in streams:
+        await stream.wait_finished()
+    return [stream.request.output_token_ids for stream in streams]
+
+
 @pytest.mark.parametrize("option", ["tp", "pp"])
 async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray."""
+    """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray. An
+    adapter is loaded while they run, by the ranks of both."""
+    save_demo_adapter(tmp_path / "adapter", seed=0)
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     script = tmp_path / "actor.py"
     script.write_text(ACTOR.format(option=option, port=port))
-    options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
+    options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port, "max_loras": 1}
     with program(tmp_path, str(script)) as other:
         async with await demo_engine(**options) as engine:
             found = await tokens(engine)
+            with pytest.raises(AdapterError, match="has no file"):
+                await engine.adapters.load("a", str(tmp_path / "absent"))
+            adapted = await adapted_tokens(engine, tmp_path / "adapter")
         assert other.process.wait() == 0, other.log
         wait_until(lambda: not other.pids())
         assert "Node 0 has ended, and so does this node" in other.log
         assert other.log.endswith("done\n")
-    async with await demo_engine() as alone:
+    async with await demo_engine(max_loras=1) as alone:
         assert found == await tokens(alone)
+        assert adapted == await adapted_tokens(alone, tmp_path / "adapter")
+    assert len({*map(tuple, adapted)}) == 2
 
 
 @pytest.fixture

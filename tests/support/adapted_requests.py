@@ -10,14 +10,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import GreedyRun, greedy_reference, load_reference
 from support.parity import FOLDER, NOISE, Case, case_of, greedy, load_engine
+from support.waiting import until
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.errors import InvalidRequestError, ModelNotFoundError
 from minisgl.request import Request, SamplingParams
 
 NUM_ADAPTERS, NUM_REQUESTS, NUM_TOKENS = 8, 32, 16
@@ -142,3 +146,77 @@ def check(name: str, **options: Any) -> list[Request]:
         else:
             check_greedy(request.output_token_ids, run)
     return found
+
+
+# -- adapters that come and go --------------------------------------------------------------------
+
+ROOM = {"max_loras": 2, "max_lora_rank": 16, "page_size": 4}
+
+
+def folder_of(asked: Asked, name: str) -> str:
+    return dict(each.split("=", 1) for each in asked.options["lora"])[name]
+
+
+def loaded_of(asked: Asked, **options: Any) -> Loaded[Any]:
+    return load_engine(asked.case.folder, **{**ROOM, **options})
+
+
+def numbers_on(loaded: Loaded[Any]) -> list[int]:
+    """The numbers of the adapters that rank 0 has in host memory."""
+    reader: Any = loaded.adapters
+    return sorted(getattr(reader, "_own", reader)._adapters)
+
+
+def of_name(asked: Asked, name: str | None, start: int = 0) -> int:
+    """The next request with this adapter."""
+    return asked.names.index(name, start)
+
+
+async def check_one(engine: AsyncEngine, asked: Asked, index: int, name: str | None) -> None:
+    """A request gets the tokens that PEFT has for it."""
+    request = await answer(engine, asked.prompts[index], name, greedy(16))
+    check_greedy(request.output_token_ids, asked.runs[index])
+
+
+def check_coming_and_going(name: str, **options: Any) -> None:
+    """More than there are places for; a name is given again to another adapter."""
+    asked = asked_of(name)
+
+    async def run() -> None:
+        loaded = loaded_of(asked, **options)
+        async with AsyncEngine(loaded) as engine:
+            assert not engine.adapters and not numbers_on(loaded)
+            beside = asyncio.gather(
+                *(check_one(engine, asked, of_name(asked, None, start), None) for start in (0, 9))
+            )
+            for each in ("a0", "a1", "a2"):
+                await engine.adapters.load(each, folder_of(asked, each))
+            await beside
+            assert [*engine.adapters] == ["a0", "a1", "a2"]
+            await asyncio.gather(
+                *(
+                    check_one(engine, asked, index, each)
+                    for index, each in enumerate(asked.names)
+                    if each in (None, "a0", "a1", "a2")
+                )
+            )
+            index = of_name(asked, "a0")
+            params = greedy(16)
+            adapter = engine.adapter("a0")  # of a request that is still being read
+            stream = engine.submit(asked.prompts[index], params, extras=(adapter,))
+            await anext(aiter(stream))
+            await engine.adapters.unload("a0")
+            with pytest.raises(ModelNotFoundError, match="has just been unloaded"):
+                engine.submit(asked.prompts[index], params, extras=(adapter,))
+            with pytest.raises(InvalidRequestError, match="no adapter a0; loaded: a1, a2"):
+                engine.adapter("a0")
+            await engine.adapters.load("a0", folder_of(asked, "a3"))
+            assert 0 in numbers_on(loaded)  # a request has it
+            other = of_name(asked, "a3")
+            await check_one(engine, asked, other, "a0")
+            await stream.wait_finished()
+            check_greedy(stream.request.output_token_ids, asked.runs[index])
+            await until(lambda: numbers_on(loaded) == [1, 2, 3])
+            engine.audit()
+
+    asyncio.run(run())

@@ -120,4 +120,5 @@ def load_adapters(
             adapters.digests[name] = adapters.read(number, folder)
         except AdapterError as error:
             raise CheckpointError(f"--lora {name}: {error}") from error
+    pool.pin(config.max_loras - len(config.adapters))
     return adapters

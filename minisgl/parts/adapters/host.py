@@ -53,16 +53,14 @@ class Adapters(Part):
         self._to_load: list[int] = []  # places
         self._of_slot: dict[int, int] = {}  # as the device has them: 1 + the place, or 0
         self._leaving: dict[int, Sequence[Request]] = {}  # adapters, and the last that have them
-        self._dropped: dict[int, int] = {}  # adapters, and the steps that drop them
+        self._dropped: dict[int, int] = {}  # and the steps that drop them
         self._num_uses = 0
         self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row is adapted
 
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
-        if isinstance(given, Adapted) and (
-            given.number in self._leaving or given.number in self._dropped
-        ):
+        if isinstance(given, Adapted) and given.number in self._leaving | self._dropped:
             raise ModelNotFoundError("The adapter of this request has just been unloaded.")
         return given
 
@@ -71,12 +69,9 @@ class Adapters(Part):
         have ended."""
         self._leaving[number] = having
 
-    def _to_drop(self) -> list[int]:
-        return [
-            number
-            for number, having in self._leaving.items()
-            if all(request.finished for request in having)
-        ]
+    def _to_drop(self) -> tuple[int, ...]:
+        each = self._leaving.items()
+        return tuple(number for number, having in each if all(one.finished for one in having))
 
     def admits(self, request: Request, running: Iterable[Running]) -> bool:
         number = _number(request)
@@ -134,9 +129,7 @@ class Adapters(Part):
         if not (changes or drops or is_adapted or is_alone or self.wants_step):
             return None
         is_quick = not (changes or loads or drops)
-        return AdapterPlan(
-            is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads), tuple(drops)
-        )
+        return AdapterPlan(is_adapted, is_quick, is_alone, (*changes.items(),), tuple(loads), drops)
 
     def _value(self, request: Request) -> int:
         number = _number(request)

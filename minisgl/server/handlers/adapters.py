@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -26,26 +25,24 @@ class Loading(Unloading):
 
 
 async def load(service: Service, request: Request) -> Response:
-    state = service.state
-    check_admin(request.scope, state.config.admin_key)
-    asked = await read_body(request, Loading, strict=state.config.strict_fields)
-    name, root, adapters = asked.lora_name, state.config.lora_root, state.engine().adapters
+    state, config = service.state, service.state.config
+    check_admin(request.scope, config.admin_key)
+    asked = await read_body(request, Loading, strict=config.strict_fields)
+    name, adapters = asked.lora_name, state.engine().adapters
     if name in state.model_names():
         reason = f"is a name of the model itself; allowed: another one; {adapters.loaded}"
         raise InvalidRequestError("lora_name", reason)
-    await adapters.load(name, os.path.join(root, asked.lora_path), root=root)
+    folder = os.path.join(config.lora_root, asked.lora_path)
+    await adapters.load(name, folder, root=config.lora_root)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload(service: Service, request: Request) -> Response:
-    state = service.state
-    check_admin(request.scope, state.config.admin_key)
-    asked = await read_body(request, Unloading, strict=state.config.strict_fields)
-    await state.engine().adapters.unload(asked.lora_name)
+    config = service.state.config
+    check_admin(request.scope, config.admin_key)
+    asked = await read_body(request, Unloading, strict=config.strict_fields)
+    await service.state.engine().adapters.unload(asked.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
-HANDLERS: Mapping[str, Callable[[Service, Request], Awaitable[Response]]] = {
-    LOAD: load,
-    UNLOAD: unload,
-}
+HANDLERS = {LOAD: load, UNLOAD: unload}

@@ -22,10 +22,11 @@ from minisgl.ranks.nodes.link import (
     Frame,
     Join,
     LinkError,
+    Message,
     NodeLink,
     Start,
 )
-from minisgl.ranks.processes.channel import Failed, Ready
+from minisgl.ranks.processes.channel import Answered, Failed, Ready
 from minisgl.ranks.processes.mask_ring import StepMasks
 
 
@@ -68,7 +69,8 @@ def frames(link: NodeLink, number: int) -> list[Frame]:
 
 def test_messages_plans_and_masks_arrive_as_they_were_and_in_order(ends: Ends) -> None:
     other = ends.other()
-    messages = [Join(1, {"dtype": "float32"}), Start("10.0.0.1", 7), Ready(), Failed("X", "y")]
+    messages: list[Message] = [Join(1, {"dtype": "float32"}), Start("10.0.0.1", 7), Ready()]
+    messages += [Answered(3, b"\xff", "why"), Failed("X", "y")]
     for message in messages:
         ends.near.send(message)
     rows = np.arange(300 * 5000, dtype=np.uint32).reshape(300, 5000)
@@ -80,12 +82,12 @@ def test_messages_plans_and_masks_arrive_as_they_were_and_in_order(ends: Ends) -
 
     sender = threading.Thread(target=send)  # it waits until somebody reads
     sender.start()
-    found = frames(other, 8)
+    found = frames(other, 9)
     sender.join()
-    assert found[:5] == [*messages, b"\0"]
-    assert isinstance(found[5], StepMasks) and found[5].step == 2**40
-    assert np.array_equal(found[5].rows, rows)
-    assert found[6:] == [b"a plan", Close()]
+    assert found[:6] == [*messages, b"\0"]
+    assert isinstance(found[6], StepMasks) and found[6].step == 2**40
+    assert np.array_equal(found[6].rows, rows)
+    assert found[7:] == [b"a plan", Close()]
 
 
 def test_a_frame_may_come_in_pieces(ends: Ends) -> None:
