@@ -582,6 +582,18 @@ def test_adapters_answer_by_their_names(tmp_path: Path) -> None:
                 llm.generate(prompt, **given)
         with pytest.raises(InvalidRequestError, match="no adapter three; loaded: one, two"):
             llm.generate("Hello", lora="three")
+        llm.unload_lora("one")
+        llm.load_lora("three", tmp_path / "0")
+        asked = {"sampling_params": GREEDY, "lora": "three"}
+        [output] = llm.generate(prompt, **asked)
+        assert output.token_ids == greedy_tokens(models[0], prompt, 8)
+        with pytest.raises(InvalidRequestError, match="no adapter one; loaded: two, three"):
+            llm.generate(prompt, lora="one")
+        for folder in (None, 5, b"x"):
+            with pytest.raises(InvalidRequestError, match=r"^lora: allowed: a name"):
+                llm.load_lora("four", cast(Any, folder))
+        with pytest.raises(MinisglError, match="no adapter 'one'; loaded: two, three"):
+            llm.unload_lora("one")
 
 
 def test_vectors_are_of_the_adapter_that_is_named(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 from minisgl.bench.workload.requests import ScheduledRequest
@@ -114,9 +114,11 @@ async def run_embeddings(
     The end of a request is its vector, and it has no tokens. The engine must have no other work.
     """
 
+    adapters = _adapters(engine)
+
     async def embedded(job: ScheduledRequest, started: float) -> RequestRecord:
         submitted_s = time.perf_counter() - started
-        [found] = await engine.vectors.embed([job.prompt])
+        [found] = await engine.vectors.embed([job.prompt], extras=next(adapters))
         ended_s = time.perf_counter() - started
         return RequestRecord(
             submitted_s=submitted_s,
@@ -168,7 +170,8 @@ async def _generate(
         )
 
     asks = [
-        partial(answered, job, job.params(temperature), await _extras(engine, job)) for job in jobs
+        partial(answered, job, job.params(temperature), (*await _extras(engine, job), *adapted))
+        for job, adapted in zip(jobs, _adapters(engine), strict=False)
     ]
     return await _run(engine, asks, max_concurrency)
 
@@ -204,6 +207,11 @@ async def _run(engine: AsyncEngine, asks: Sequence[Ask], max_concurrency: int | 
 
 async def _extras(engine: AsyncEngine, job: ScheduledRequest) -> tuple[Extra, ...]:
     return (Constraint((await engine.compile(STRUCTURED)).matcher()),) if job.structured else ()
+
+
+def _adapters(engine: AsyncEngine) -> Iterator[tuple[Extra, ...]]:
+    """What asks for an adapter, of which requests take turns; of nothing where none is loaded."""
+    return cycle([(each,) for each in engine.adapters.values()] or [()])
 
 
 async def _wait(stream: OutputStream) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from script_runner import engine_config, make_parser
+from support.demo_adapters import save_demo_adapter
 from support.forked_programs import minisgl as minisgl_program
 from support.printed_tables import cells
 
@@ -194,6 +195,27 @@ async def test_no_more_requests_run_at_once_than_were_allowed() -> None:
         ]
         assert len(before) <= 1
     assert run.requests[1].submitted_s < run.requests[0].last_token_s, "two do run at once"
+
+
+async def test_requests_take_turns_with_the_adapters_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(2):
+        save_demo_adapter(tmp_path / f"{seed}", seed)
+    lora = tuple(f"{seed}={tmp_path / str(seed)}" for seed in range(2))
+    jobs = make_workload(Sizes(5, Span(4, 9), Span(3, 6)), vocab_size=1237, seed=0)
+    asked: list[Any] = []
+    submit = AsyncEngine.submit
+
+    def submitted(*given: Any, **more: Any) -> OutputStream:
+        asked.append(more["extras"])
+        return submit(*given, **more)
+
+    monkeypatch.setattr(AsyncEngine, "submit", submitted)
+    async with await AsyncEngine.start(EngineConfig(device="cpu", lora=lora)) as engine:
+        turns = [(engine.adapter(f"{index % 2}"),) for index in range(5)]
+        await run_offline(engine, jobs)
+    assert asked == turns
 
 
 async def test_streaming_and_waiting_give_the_same_record() -> None:
