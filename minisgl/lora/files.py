@@ -219,15 +219,16 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_pairs(path: Path) -> dict[str, Pair]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     found: dict[str, dict[str, Tensor]] = {}
     try:
-        with safe_open(path, framework="pt") as stored:
-            for key in stored.keys():  # noqa: SIM118 - it is no mapping
-                module, side = _split_key(key)
-                found.setdefault(module, {})[side] = _checked(key, stored.get_tensor(key))
-    except (OSError, SafetensorError) as error:
+        # Not mapped: the system ends a process that reads a mapped file which is cut meanwhile.
+        for key, matrix in load(path.read_bytes()).items():
+            module, side = _split_key(key)
+            found.setdefault(module, {})[side] = _checked(key, matrix)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise AdapterError(f"{TENSORS_FILE} cannot be read: {in_one_line(error)}.") from error
     if not found:
         raise AdapterError(f"{TENSORS_FILE} has no tensors; allowed: pairs of lora_A and lora_B.")

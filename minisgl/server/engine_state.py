@@ -28,10 +28,7 @@ Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 logger = logging.getLogger(__name__)
 
 # The options of the engine that change its answers, if only in their rounding.
-SETUP = (
-    *("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn"),
-    "lora",
-)
+SETUP = ("dtype", "device", "quantization", "tp", "pp", "kv_cache_dtype", "dense_copies", "attn")
 DEMO_NAME = "demo"  # of the demo model, as its folder is called
 
 
@@ -125,12 +122,17 @@ class EngineState:
             reasoning_parser=config.reasoning_parser,
         )
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Another one where an equal request may get another answer; raises NotReadyError."""
+        loaded = [(name, each.kv_of) for name, each in self.engine().adapters.items()]
+        parts = ascii((self._setup, loaded)).encode()
+        return f"fp_{hashlib.blake2b(parts, digest_size=5).hexdigest()}"
+
+    @cached_property
+    def _setup(self) -> tuple[object, ...]:
         setup = (getattr(self.options, name) for name in SETUP)
-        parts = (metadata.version("minisgl"), self.engine().model_name, *setup)
-        return f"fp_{hashlib.blake2b(ascii(parts).encode(), digest_size=5).hexdigest()}"
+        return metadata.version("minisgl"), self.engine().model_name, *setup
 
     @property
     def loading(self) -> Loading | None:

@@ -89,6 +89,11 @@ def tokens_of(client: httpx.Client, model: str) -> list[int]:
     return list(answer.json()["choices"][0]["token_ids"])
 
 
+def fingerprint_of(client: httpx.Client) -> str:
+    answer = client.post("/v1/completions", json=asked_of("sql", 1)).raise_for_status()
+    return str(answer.json()["system_fingerprint"])
+
+
 def test_what_is_loaded_answers_at_once_and_what_is_unloaded_no_more(
     client: httpx.Client, models: dict[str, PreTrainedModel]
 ) -> None:
@@ -98,6 +103,7 @@ def test_what_is_loaded_answers_at_once_and_what_is_unloaded_no_more(
         200,
         "Success: LoRA adapter 'sql' added successfully.",
     )
+    fingerprint = fingerprint_of(client)
     listed = client.get("/v1/models/sql").json()
     assert (listed["id"], listed["parent"]) == ("sql", "demo")
     assert tokens_of(client, "sql") == greedy_tokens(models["v0"], PROMPT, 8)
@@ -119,6 +125,7 @@ def test_what_is_loaded_answers_at_once_and_what_is_unloaded_no_more(
     assert error_of(answer)["message"] == "There is no adapter 'sql'; loaded: none."
     assert load(client, "sql", str(Path("v0", "..", "v1"))).status_code == 200
     assert tokens_of(client, "sql") == greedy_tokens(models["v1"], PROMPT, 8)
+    assert fingerprint_of(client) != fingerprint  # of another adapter of that name
 
 
 def test_a_stream_ends_with_the_adapter_that_it_began_with(
