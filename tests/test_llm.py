@@ -221,7 +221,8 @@ def test_iterators_of_prompts_are_accepted_and_bytes_are_refused(llm: LLM) -> No
 
 
 LEFT_OPEN = """
-import asyncio, os, sys, threading, time
+import asyncio
+import json, os, sys, threading, time
 from minisgl import LLM, SamplingParams
 from minisgl.errors import EngineStoppedError
 
@@ -596,13 +597,21 @@ def test_adapters_answer_by_their_names(tmp_path: Path) -> None:
             llm.unload_lora("one")
 
 
-def test_vectors_are_of_the_adapter_that_is_named(tmp_path: Path) -> None:
+def test_vectors_are_of_the_adapter_that_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And an adapter of another model is told of, and works where it fits."""
     model = save_demo_adapter(tmp_path, seed=0)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "me/Other\n"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     lora, ids = f"one={tmp_path}", [*range(3, 20)]
     with LLM(device="cpu", dtype="float32", task="embed", lora=(lora,)) as llm:
         [own], [adapted] = llm.embed(ids), llm.embed(ids, lora="one")
         with pytest.raises(InvalidRequestError, match=r"^lora: there is no adapter two"):
             llm.embed(ids, lora="two")
+    told = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert told == [r"--lora one was trained for 'me/Other\n', not for demo"]
     wanted = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
     found = torch.tensor([own.vector, adapted.vector])
     alike = torch.cosine_similarity(found, wanted[None])

@@ -4,8 +4,8 @@ adapters they have, beside an engine that has loaded none. Random weights and ad
 python scripts/tools/dummy_config.py Llama-3.1-8B /tmp/llama
 python scripts/bench/bench_adapters.py /tmp/llama
 
-Each adapter is of all linear layers. Options that are not this script's go to the engines, as
-EngineConfig names them.
+With --loads N it measures the steps of 32 streams instead, while N adapters are read and copied to
+the device. Each adapter is of all linear layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import argparse
 import asyncio
 import json
 import tempfile
+import time
+from collections.abc import Awaitable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +25,7 @@ from safetensors.torch import save_file
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.request import Extra, Request, SamplingParams
 
 # Rows of a step, and how many adapters they have.
@@ -38,9 +42,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--loads", type=int, default=0, help="adapters loaded beside 32 streams")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(arguments, Path(folder)))
+        run = measure_loads if arguments.loads else measure
+        asyncio.run(run(arguments, Path(folder)))
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> None:
@@ -81,6 +87,61 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
+    """The longest times between the tokens of a stream: alone, while adapters are read, and while
+    they are copied to the device, for which requests wait."""
+    for number in range(arguments.loads):
+        write_adapter(arguments.model, folder / str(number), arguments.rank, number)
+    config = EngineConfig(
+        model=str(arguments.model),
+        load_format="dummy",
+        device=arguments.device,
+        max_running_requests=64,
+        max_loras=arguments.loads,
+        max_lora_rank=arguments.rank,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+    times: list[float] = []
+
+    async def watch(stream: OutputStream) -> None:
+        async for _ in stream:
+            times.append(time.perf_counter())
+
+    async with await AsyncEngine.start(config) as engine:
+        streams = [engine.submit([1 + row, 2, 3, 4], params) for row in range(32)]
+        watching = asyncio.ensure_future(watch(streams[0]))
+        print(f"{'':8} {'median ms':>10} {'longest ms':>11}")
+
+        async def tell(name: str, work: Awaitable[object]) -> None:
+            first = len(times)
+            await work
+            await stepped(2)
+            gaps = [1e3 * (after - before) for before, after in pairwise(times[first:])]
+            print(f"{name:8} {median(gaps):10.3f} {max(gaps):11.3f}")
+
+        async def stepped(number: int) -> None:
+            first = len(times)
+            while len(times) < first + number:  # noqa: ASYNC110  a stream sets no event
+                await asyncio.sleep(0.01)
+
+        async def read() -> None:
+            for number in range(arguments.loads):
+                await engine.adapters.load(f"a{number}", str(folder / str(number)))
+
+        async def copy() -> None:
+            one = SamplingParams(temperature=0, max_tokens=1)
+            for name in engine.adapters:
+                await engine.submit([5, 6], one, extras=[engine.adapter(name)]).wait_finished()
+
+        await stepped(50)  # the first
+        await tell("alone", stepped(500))
+        await tell("read", read())
+        await tell("copied", copy())
+        watching.cancel()
+        for stream in streams:
+            stream.abort()
 
 
 async def tpots(
