@@ -286,6 +286,13 @@ async def test_only_the_admin_key_loads_adapters(keys: tuple[str, ...], tmp_path
         assert engine.adapters["a"].folder == str(tmp_path / "b")
 
 
+async def test_no_key_is_the_admin_key_where_there_is_none(tmp_path: Path) -> None:
+    async with http_client(FakeEngine(), engine_options=ROOM, lora_root=str(tmp_path)) as client:
+        for headers in ({}, {"authorization": "Bearer"}, {"x-api-key": ""}):
+            body = {"lora_name": "a", "lora_path": "b"}
+            assert (await client.post(LOAD, json=body, headers=headers)).status_code == 401
+
+
 async def test_without_a_root_there_is_nothing_to_ask() -> None:
     async with http_client(FakeEngine(), engine_options=ROOM, admin_key="admin") as client:
         for path in (LOAD, UNLOAD):
