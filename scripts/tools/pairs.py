@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -53,6 +52,7 @@ KINDS = {
 HOST: dict[str, Any] = {"host_cache": 8.0}
 DISK: dict[str, Any] = {**HOST, "disk_cache": "folder"}
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
+ADOPTED = "`--model-impl adopted`"
 # Names of drafters, which stand for folders.
 HEAD, SMALL, SMALL_WINDOWED = "an EAGLE-3 head", "a small model", "one with windowed layers"
 
@@ -69,8 +69,7 @@ class Option:
 OPTIONS = {
     "`--host-cache`": Option(HOST),
     "`--disk-cache`": Option(DISK),
-    "pages of other engines": Option(HOST, shares=True),
-    "the same with `--whole-pages`": Option({**HOST, "whole_pages": True}, shares=True),
+    "pages of other engines": Option({**HOST, "whole_pages": True}, shares=True),
     "`--roles`": Option(HOST, roles=True),
     "`--replicas`": Option({}),
     "`--tp`": Option({"tp": 2}),
@@ -95,7 +94,7 @@ OPTIONS = {
     f"`--speculative --host-cache` with {HEAD}": Option({"speculative": HEAD, **HOST}),
     "`--schedule-policy lpm`": Option({"schedule_policy": "lpm"}),
     "retraction": Option({"schedule_conservativeness": 0.02}),
-    "`--model-impl adopted`": Option({"model_impl": "adopted"}),
+    ADOPTED: Option({"model_impl": "adopted"}),
 }
 
 
@@ -173,14 +172,6 @@ def _sentence(why: str, model: str) -> str:
     [architecture] = MODELS[model]["architectures"]
     why = why.replace(architecture, "This model").replace(f"{_folders().name}/", "")
     return f"{why.removesuffix('.')}."
-
-
-def working() -> Iterator[tuple[str, str]]:
-    """The options and kinds that are not refused together."""
-    for name in OPTIONS:
-        for kind in KINDS:
-            if cell(name, kind).outcome is not Outcome.REFUSED:
-                yield name, kind
 
 
 def table() -> str:
