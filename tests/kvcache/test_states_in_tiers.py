@@ -277,3 +277,33 @@ def test_a_snapshot_that_a_failed_step_copied_leaves_host_memory() -> None:
     kv.drop_written_since(6)
     kv.audit(6)
     assert kv.match(pack_tokens(FIRST), len(FIRST)) == 0
+
+
+NEXT = [*FIRST[:4], 5, 6, 7, 0]
+
+
+@pytest.mark.parametrize("num_come", [0, 3, 4, 5, 7, 8])
+def test_where_a_part_of_a_read_comes_a_request_goes_on_from_an_earlier_snapshot(
+    num_come: int,
+) -> None:
+    """Of seven pages and the snapshot at their end: from that of the prompt before, if its pages
+    are there."""
+    store = MemoryStore()
+    kv = make(store, num_snapshots=4)
+    store.write(names(FIRST[:4]), [memoryview(b"page")] * 6)
+    store.write(names(NEXT[:7]), [memoryview(b"page")] * 9)
+    come: list[range] = []
+    assert kv.disk is not None
+    assert kv.disk.read(pack_tokens(NEXT), len(NEXT), ended=come.append)
+    (move,) = kv.moves.take()
+    assert [*move.keys] == names(NEXT[:7])
+    kv.moves.end(move.id, num_come)
+    kv.audit(0)
+    found = 4 if num_come >= 4 else 0
+    rest = carry_out(kv)
+    assert [[*move.keys] for move in rest] == [names(FIRST[:4])[3:]] * bool(found)
+    kv.audit(0)
+    assert come == [range(min(num_come, 7))] and not kv.moves.take()
+    assert kv.match(pack_tokens(NEXT), len(NEXT)) == found
+    run(kv, NEXT, 1)
+    assert kv.match(pack_tokens(NEXT), len(NEXT)) == 7
