@@ -54,7 +54,7 @@ DISK: dict[str, Any] = {**HOST, "disk_cache": "folder"}
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 ADOPTED = "`--model-impl adopted`"
 # Names of drafters, which stand for folders.
-HEAD, SMALL, SMALL_WINDOWED = "an EAGLE-3 head", "a small model", "one with windowed layers"
+HEAD, SMALL, SMALL_WINDOWED = "an EAGLE-3 head", "a small model", "a small model with windows"
 
 
 @dataclass(frozen=True)
