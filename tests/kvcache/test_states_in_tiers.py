@@ -158,3 +158,152 @@ def test_snapshots_count_in_what_is_copied_ahead(pages_each: int, most: int) -> 
     counts = [len(run(kv, [2 * step, 1], step).offloads) for step in range(1, 33)]
     counts += [len((kv.tiers.take_copies(step) or Copies()).offloads) for step in range(33, 40)]
     assert max(counts) <= most and sum(counts) > 2 * pages_each
+
+
+OTHER = [6, 7, 8, 9, 0]
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_load_takes_no_snapshot_from_which_a_request_is_about_to_begin(is_loaded: bool) -> None:
+    """Whose own load has landed, or which found it on the device."""
+    kv = make(num_pages=25)
+    for step, tokens in enumerate((FIRST, OTHER, SECOND), 1):
+        run(kv, tokens, step)
+        kv.tiers.offload_all()
+        kv.tiers.take_copies(step)
+        kv.settled(step)
+    if not is_loaded:
+        run(kv, FIRST, 8)
+    first = open_lease(kv, FIRST)
+    copies = kv.tiers.take_copies(9) or Copies()
+    assert len(copies.loads) == is_loaded
+    for load in copies.loads:
+        kv.loads.landed(load.id)
+    assert first.start_snapshot == 0 and not kv.is_loading(first)
+    other = kv.acquire(pack_tokens(OTHER), len(OTHER))
+    assert other.must_load
+    assert kv.reserve(other, len(OTHER)) is None, "the load would write what it begins from"
+    kv.take_snapshots(first, first.num_committed, len(FIRST), 10)
+    assert kv.reserve(other, len(OTHER)) is not None
+    assert other.start_snapshot == 0
+    kv.close(other)
+    kv.close(first)
+
+
+def test_a_snapshot_of_a_failed_step_is_dropped_though_its_pages_are_older() -> None:
+    kv = make(num_pages=25)
+    run(kv, FIRST, 1)
+    run(kv, SECOND, 2)
+    lease = open_lease(kv, FIRST)  # which finds no snapshot, and computes all of it again
+    assert not lease.num_committed
+    kv.take_snapshots(lease, 0, len(FIRST), 3)
+    kv.commit(lease, pack_tokens(FIRST), len(FIRST), 3)
+    kv.close(lease)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 4
+    kv.drop_written_since(3)
+    kv.audit(3)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 0
+    assert kv.num_cached == len(FIRST) + len(SECOND), "the pages of older steps stay"
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_snapshot_that_a_failed_plan_was_to_load_is_loaded_again(is_planned: bool) -> None:
+    kv = make()
+    in_both(kv)
+    lease = open_lease(kv, FIRST)
+    if is_planned:
+        copies = kv.tiers.take_copies(5)
+        assert copies is not None and [load.pages for load in copies.loads] == [parts(kv)]
+    kv.close(lease)
+    kv.drop_written_since(5)
+    kv.audit(5)
+    assert not kv.loads.in_flight
+    again = open_lease(kv, FIRST)
+    copies = kv.tiers.take_copies(6)
+    assert copies is not None and [load.pages for load in copies.loads] == [parts(kv)]
+    kv.loads.landed(copies.loads[0].id)
+    finish(kv, again, FIRST, 7)
+
+
+def test_a_load_takes_no_snapshot_that_another_one_still_writes_for_nobody() -> None:
+    kv = make(num_pages=25)
+    for step, tokens in enumerate((FIRST, OTHER, SECOND), 1):
+        run(kv, tokens, step)
+        kv.tiers.offload_all()
+        kv.tiers.take_copies(step)
+        kv.settled(step)
+    aborted = open_lease(kv, FIRST)
+    copies = kv.tiers.take_copies(4)
+    assert copies is not None
+    kv.close(aborted)
+    other = kv.acquire(pack_tokens(OTHER), len(OTHER))
+    assert other.must_load and kv.reserve(other, len(OTHER)) is None
+    kv.loads.landed(copies.loads[0].id)
+    assert kv.reserve(other, len(OTHER)) is not None
+    kv.close(other)
+
+
+def offloaded_late(kv: KVCacheManager) -> None:
+    """Have the pages of FIRST in host memory since step 3, and its snapshot with the next plan."""
+    run(kv, FIRST, 1)
+    run(kv, SECOND, 2)
+    kv.tiers.offload_all()
+    assert len((kv.tiers.take_copies(3) or Copies()).offloads) == len(FIRST) + 2 + PAGES_EACH
+    kv.settled(3)
+    run(kv, FIRST, 4)  # computed again, as a snapshot was missing
+    kv.tiers.offload_all()
+
+
+def test_a_page_is_not_written_before_the_snapshot_beside_it_is_settled() -> None:
+    store = MemoryStore()
+    kv = make(store, num_pages=25)
+    offloaded_late(kv)
+    assert kv.disk is not None
+    for step, has_all in ((4, False), (5, False), (6, True)):
+        kv.settled(step)
+        kv.disk.store_all()
+        written = {key for move in kv.moves.take() for key in move.keys}
+        assert (written >= {*names(FIRST[:4])}) == has_all
+        assert has_all or not written & {*names(FIRST[:4])[4:]}
+        if step == 4:
+            assert kv.tiers.take_copies(6) is not None
+
+
+def test_a_snapshot_that_a_failed_step_copied_leaves_host_memory() -> None:
+    kv = make(num_pages=25)
+    offloaded_late(kv)
+    assert kv.tiers.take_copies(6) is not None
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 4
+    kv.drop_written_since(6)
+    kv.audit(6)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 0
+
+
+NEXT = [*FIRST[:4], 5, 6, 7, 0]
+
+
+@pytest.mark.parametrize("num_come", [0, 3, 4, 5, 7, 8])
+def test_where_a_part_of_a_read_comes_a_request_goes_on_from_an_earlier_snapshot(
+    num_come: int,
+) -> None:
+    """Of seven pages and the snapshot at their end: from that of the prompt before, if its pages
+    are there."""
+    store = MemoryStore()
+    kv = make(store, num_snapshots=4)
+    store.write(names(FIRST[:4]), [memoryview(b"page")] * 6)
+    store.write(names(NEXT[:7]), [memoryview(b"page")] * 9)
+    come: list[range] = []
+    assert kv.disk is not None
+    assert kv.disk.read(pack_tokens(NEXT), len(NEXT), ended=come.append)
+    (move,) = kv.moves.take()
+    assert [*move.keys] == names(NEXT[:7])
+    kv.moves.end(move.id, num_come)
+    kv.audit(0)
+    found = 4 if num_come >= 4 else 0
+    rest = carry_out(kv)
+    assert [[*move.keys] for move in rest] == [names(FIRST[:4])[3:]] * bool(found)
+    kv.audit(0)
+    assert come == [range(min(num_come, 7))] and not kv.moves.take()
+    assert kv.match(pack_tokens(NEXT), len(NEXT)) == found
+    run(kv, NEXT, 1)
+    assert kv.match(pack_tokens(NEXT), len(NEXT)) == 7
