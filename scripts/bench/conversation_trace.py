@@ -1,7 +1,7 @@
 """Writes a trace of long conversations that all go on at once, for `minisgl bench --trace`.
 
-Each turn's prompt is that of the turn before, and more. It is sent once that is answered, so a cache
-in which all conversations do not fit has lost the prompt by then.
+Each turn's prompt is that of the turn before, and more. It is sent once that is answered, so a
+cache in which all conversations do not fit has lost the prompt by then.
 
 python scripts/bench/conversation_trace.py /tmp/conversations.jsonl --turns 8
 minisgl bench --model FOLDER --trace /tmp/conversations.jsonl --host-cache 64

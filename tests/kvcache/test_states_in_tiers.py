@@ -23,12 +23,13 @@ def make(
     num_snapshots: int = 1,
     pages_each: int = PAGES_EACH,
     offloads_per_plan: int | None = None,
+    num_host_pages: int = 500,
 ) -> KVCacheManager:
     return KVCacheManager(
         num_pages=num_pages,
         page_size=1,
         cache_type="radix",
-        num_host_pages=500,
+        num_host_pages=num_host_pages,
         num_snapshots=num_snapshots,
         pages_each=pages_each,
         offloads_per_plan=offloads_per_plan,
@@ -73,6 +74,14 @@ def in_both(kv: KVCacheManager) -> None:
     assert len(run(kv, LONG, 2).offloads) == len(FIRST) + PAGES_EACH
     assert len(run(kv, FIRST, 3).loads) == 1
     run(kv, SECOND, 4)
+
+
+def lose_copies(kv: KVCacheManager, step: int) -> None:
+    """Have host memory lose all that it has."""
+    kv.tiers.take_copies(step)
+    kv.settled(step)
+    assert kv.tiers.host.make_room(kv.tiers.host.pool.num_pages)
+    kv.audit(step)
 
 
 def test_a_snapshot_that_the_device_has_lost_comes_back_from_host_memory_alone() -> None:
@@ -123,6 +132,7 @@ def test_a_snapshot_that_the_device_has_lost_comes_back_from_disk_with_its_page(
     kv = make(store)
     assert run(kv, FIRST, 1) == Copies()
     run(kv, SECOND, 2)
+    lose_copies(kv, 2)
     assert kv.match(pack_tokens(FIRST), len(FIRST)) == 0
     assert kv.disk is not None and kv.disk.read(pack_tokens(FIRST), len(FIRST))
     (move,) = carry_out(kv)
@@ -194,6 +204,7 @@ def test_a_snapshot_of_a_failed_step_is_dropped_though_its_pages_are_older() -> 
     kv = make(num_pages=25)
     run(kv, FIRST, 1)
     run(kv, SECOND, 2)
+    lose_copies(kv, 2)
     lease = open_lease(kv, FIRST)  # which finds no snapshot, and computes all of it again
     assert not lease.num_committed
     kv.take_snapshots(lease, 0, len(FIRST), 3)
@@ -247,6 +258,7 @@ def offloaded_late(kv: KVCacheManager) -> None:
     """Have the pages of FIRST in host memory since step 3, and its snapshot with the next plan."""
     run(kv, FIRST, 1)
     run(kv, SECOND, 2)
+    lose_copies(kv, 2)
     kv.tiers.offload_all()
     assert len((kv.tiers.take_copies(3) or Copies()).offloads) == len(FIRST) + 2 + PAGES_EACH
     kv.settled(3)
@@ -307,3 +319,49 @@ def test_where_a_part_of_a_read_comes_a_request_goes_on_from_an_earlier_snapshot
     assert kv.match(pack_tokens(NEXT), len(NEXT)) == found
     run(kv, NEXT, 1)
     assert kv.match(pack_tokens(NEXT), len(NEXT)) == 7
+
+
+@pytest.mark.parametrize("is_in_use", [True, False])
+def test_a_snapshot_that_makes_way_is_in_host_memory_before(is_in_use: bool) -> None:
+    kv = make(num_pages=25)
+    run(kv, FIRST, 1)
+    user = open_lease(kv, [*FIRST[:4], 7, 0]) if is_in_use else None
+    if user is not None:  # it has begun from the snapshot, and does not need it any more
+        kv.take_snapshots(user, user.num_committed, 5, 2)
+    offloads = [*run(kv, SECOND, 3).offloads, *(kv.tiers.take_copies(4) or Copies()).offloads]
+    assert [page for page, _ in offloads[: 4 + PAGES_EACH]][4:] == [*parts(kv)]
+    kv.audit(4)
+    if user is not None:
+        kv.close(user)
+    assert kv.match(pack_tokens(FIRST), len(FIRST)) == 4
+    assert len(run(kv, FIRST, 5).loads) == 1
+
+
+def host_memory_of(num_snapshots: int) -> KVCacheManager:
+    """Room for so many prompts of FIRST's length."""
+    return make(num_pages=60, num_host_pages=num_snapshots * (5 + PAGES_EACH))
+
+
+def leave_device(kv: KVCacheManager, step: int) -> None:
+    kv.tiers.offload_all()
+    kv.tiers.take_copies(step)
+    kv.settled(step)
+    kv.audit(step)
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_host_memory_first_gives_up_snapshots_behind_which_one_prefix_goes_on(
+    branches: bool,
+) -> None:
+    """Those in the middle of a conversation, before older prompts. Where two go on, it stays."""
+    kv = host_memory_of(3)
+    longer = [*FIRST, 6, 0]
+    for step, tokens in ((1, OTHER), (2, FIRST), (3, longer)):
+        run(kv, tokens, 2 * step)
+        leave_device(kv, 2 * step + 1)
+    if branches:
+        run(kv, [*FIRST[:4], 8, 0], 8)
+    assert kv.tiers.host.make_room(kv.tiers.host.pool.num_free + PAGES_EACH)
+    kv.audit(9)
+    found = [kv.match(pack_tokens(tokens), len(tokens)) for tokens in (OTHER, FIRST)]
+    assert found == ([0, 4] if branches else [4, 0])
