@@ -76,6 +76,11 @@ class WindowSizes:
         included."""
         return 1 + self.spare + num_requests * self.span
 
+    def typical_pages(self, max_seq_len: int) -> int:
+        """Number of full pages that a typical request has."""
+        num_tokens = min(max_seq_len, max(TYPICAL_TOKENS, TYPICAL_WINDOWS * self.window))
+        return -(-num_tokens // self.page_size)
+
     def has(self, spec: LayerSpec) -> bool:
         """Whether a layer's KV cache has the pages of windowed layers."""
         return isinstance(spec, KVSpec) and self.hold_all_of(spec)
@@ -106,8 +111,7 @@ def divide(
     full, windowed = sizes.page_bytes(layers)
     if not windowed:
         return room // full if full else sys.maxsize, sys.maxsize
-    num_tokens = min(max_seq_len, max(TYPICAL_TOKENS, TYPICAL_WINDOWS * sizes.window))
-    typical = -(-num_tokens // sizes.page_size)
+    typical = sizes.typical_pages(max_seq_len)
     left = room - full - (1 + sizes.spare) * windowed
     num_requests = max(1.0, left / (typical * full + sizes.span * windowed))
     num_windowed = 1 + sizes.spare + int(num_requests * sizes.span)

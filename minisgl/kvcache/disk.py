@@ -49,8 +49,9 @@ class DiskTier:
     ) -> bool:
         """Begin to read what the disk has of `key` beyond the other tiers, if that pays.
 
-        Returns whether it has begun. ended: called at the end with the pages of `key` that have
-        come: `acquire` may find more then.
+        Returns whether it has begun. If only a part comes, it goes on with what requests can go on
+        behind nevertheless. ended: called at the end with the pages of `key` that have come:
+        `acquire` may find more then.
         """
         pool, index = self._host.pool, self._disk.index
         max_pages = self._host.device.max_match(num_tokens)
@@ -82,7 +83,14 @@ class DiskTier:
                 own = dict(zip(beside, pages[count:], strict=True)) if is_whole else {}
                 pool.free(pages[count + len(own) :])
                 self._host.adopt(namespace, key, first, pages[:count], num_pages, own)
-                ended(range(first, first + num_pages))
+
+                def and_shorter(come: range) -> None:
+                    ended(range(first, max(first + num_pages, come.stop)))
+
+                # Behind what has come without what belongs beside it no request can go on: perhaps
+                # behind a shorter part. The rest is there for whoever computes it anew.
+                if is_whole or not self.read(key, num_tokens, namespace, ended=and_shorter):
+                    and_shorter(range(0))
 
             self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
         self._host.tree.release(match.node)

@@ -105,6 +105,19 @@ class HostTier(Residency):
         )
         return True
 
+    def save(self, node: Node, num_computed: int) -> None:
+        """Copy the end of a node here with the next plan, as a group is about to give up what its
+        pages are of no use without. Nothing happens if that plan offloads too much already.
+        num_computed: pages that it computes."""
+        if node not in self.device.pages or not self.beside(node):
+            return
+        most = self.offloads_per_plan
+        room = node.num_pages if most is None else self.room_for(node, most + num_computed)
+        if room:
+            self.tree.cut(node, room)
+            if self.offload(node):
+                self.tree.let_go(node)
+
     def beside(self, node: Node) -> Beside:
         """What groups have of a node on the device alone, and prefixes need."""
         host_pages, held = self.pages.get(node), self.pool.beside
@@ -141,6 +154,8 @@ class HostTier(Residency):
         if num_pages > pool.num_pages:
             return False
         while pool.num_free < num_pages:
+            if any(group.give_up() for group in self.device.groups):
+                continue
             node = self.pop()
             if node is None:
                 return False

@@ -100,6 +100,10 @@ class PageGroup(Protocol):
     def load(self, lease: Lease) -> Sequence[int]:
         """Where on the device the latter goes for a lease that loads."""
 
+    def give_up(self) -> bool:
+        """Free what host memory keeps beside a page that nobody is likely to need; False if there
+        is nothing of that kind."""
+
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         """Begin a lease on a prefix that is `usable`. ends: numbers of pages of its prompt after
         which other requests may go on."""

@@ -90,6 +90,13 @@ class HostPool(PagePool):
         held = self.beside.get(host_page, {})
         return [held[index] for index in indices] if held.keys() >= {*indices} else []
 
+    def drop_beside(self, host_page: int, indices: range) -> None:
+        """Free what is beside a page with these indices."""
+        held = self.beside.pop(host_page, {})
+        self.free([held.pop(index) for index in indices if index in held])
+        if held:
+            self.beside[host_page] = held
+
     def with_beside(self, host_pages: Sequence[int]) -> list[int]:
         """Pages, and all that is beside them."""
         beside = (self.beside.get(host_page, {}).values() for host_page in host_pages)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from minisgl.kvcache.host_tier import HostTier
@@ -48,6 +49,8 @@ class Snapshots(Follower):
         self._tree = cache.tree
         self._free = list(range(num - 1, -1, -1))
         self._cached: OrderedDict[Node, int] = OrderedDict()  # least recently used first
+        # Nodes behind which only one prefix goes on, and has a snapshot, too.
+        self._passed: OrderedDict[Node, None] = OrderedDict()
         # Of requests whose first chunk is not planned: a load of the same plan, which comes before
         # them, must not write what they begin from.
         self._waiting: set[Lease] = set()
@@ -78,13 +81,16 @@ class Snapshots(Follower):
         return max(0, num_pages - 1)
 
     def on_device(self, node: Node) -> Beside:
-        if node not in self._cached:
+        if node not in self._cached or node in self._passed:
             return {}
         numbers = zip(self.indices, self._parts(self._cached[node]), strict=True)
         return {(node.num_pages - 1, index): number for index, number in numbers}
 
     def to_load(self, node: Node) -> Sequence[int]:
-        if self._host is None or node in self._cached:
+        return () if node in self._cached else self._in_host(node)
+
+    def _in_host(self, node: Node) -> Sequence[int]:
+        if self._host is None:
             return ()
         return self._host.beside_of(node, node.num_pages - 1, self.indices)
 
@@ -108,7 +114,17 @@ class Snapshots(Follower):
                 usable = end
         return usable
 
+    def give_up(self) -> bool:
+        assert self._host is not None, "what it keeps is there"
+        for node in [*takewhile(lambda node: node not in self._loading(), self._passed)]:
+            del self._passed[node]
+            if self._in_host(node):
+                self._host.pool.drop_beside(self._host.pages[node][-1], self.indices)
+                return True
+        return False
+
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
+        self._passed.pop(lease.node, None)
         if lease.node in self._cached:
             lease.start_snapshot = self._cached[lease.node]
             self._cached.move_to_end(lease.node)
@@ -124,16 +140,25 @@ class Snapshots(Follower):
 
     def _least_used(self) -> Node | None:
         """The node that loses its snapshot next: no load writes it, and no request waits for it."""
-        kept = {lease.node for lease in self._waiting}
-        if self._loads is not None:
-            kept.update(node for node, _ in self._loads.in_flight.values())
+        kept = self._loading().union(lease.node for lease in self._waiting)
         return next((node for node in self._cached if node not in kept), None)
 
-    def _take(self) -> int | None:
+    def _loading(self) -> set[Node]:
+        """The last nodes of loads on their way."""
+        if self._loads is None:
+            return set()
+        return {node for node, _ in self._loads.in_flight.values()}
+
+    def _take(self, num_computed: int = 0) -> int | None:
+        """num_computed: pages that the plan computes for whoever takes it."""
         if self._free:
             return self._free.pop()
         node = self._least_used()
-        return None if node is None else self._cached.pop(node)
+        if node is None:
+            return None
+        if self._host is not None:
+            self._host.save(node, num_computed)
+        return self._cached.pop(node)
 
     def take(self, lease: Lease, start: int, end: int, step: int) -> tuple[TakenSnapshot, ...]:
         """The snapshots that `step` leaves, which computes the tokens `start` .. `end` - 1."""
@@ -141,7 +166,10 @@ class Snapshots(Follower):
         taken: list[TakenSnapshot] = []
         for boundary in lease.snapshots:
             num_tokens = boundary * self._tree.page_size
-            if start < num_tokens <= end and (snapshot := self._take()) is not None:
+            if not start < num_tokens <= end:
+                continue
+            snapshot = self._take((end - start) // self._tree.page_size)
+            if snapshot is not None:
                 self._cache.pool.mark_written(self._parts(snapshot), step)
                 lease.snapshots[boundary] = snapshot
                 taken.append(TakenSnapshot(num_tokens, snapshot))
@@ -158,6 +186,19 @@ class Snapshots(Follower):
                 if self._cached.setdefault(path[-1], snapshot) != snapshot:  # it has an equal one
                     self._free.append(snapshot)
                     self._cached.move_to_end(path[-1])
+                self._pass(path)
+
+    def _pass(self, path: Sequence[Node]) -> None:
+        """Have the snapshots go first that lie before the last node of a path: what goes on behind
+        their prefixes goes on behind that node, as far as is known."""
+        self._passed.pop(path[-1], None)
+        for node in path[:-1]:
+            if len(node.children) > 1:
+                self._passed.pop(node, None)
+            elif node in self._cached or self._in_host(node):
+                self._passed[node] = None
+                if node in self._cached:
+                    self._cached.move_to_end(node, last=False)
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         self.commit(lease, key, num_pages, step)
@@ -166,6 +207,7 @@ class Snapshots(Follower):
 
     def ended(self, node: Node) -> None:
         """Take the snapshot of a node away, if it has one."""
+        self._passed.pop(node, None)
         snapshot = self._cached.pop(node, None)
         if snapshot is not None:
             self._free.append(snapshot)
@@ -180,6 +222,7 @@ class Snapshots(Follower):
         held = [each for lease in leases for each in lease.snapshots.values() if each is not None]
         owners = sorted([*self._free, *self._cached.values(), *held])
         assert owners == list(range(self.num)), "a snapshot is lost or owned twice"
+        assert self._passed.keys() <= set(self._tree.nodes())
         assert self._waiting <= {*leases}
         written_by = [self._written_by[self._parts(each)[0]] for each in self._cached.values()]
         is_planned = self._loads is None or not self._loads.new

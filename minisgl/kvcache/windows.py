@@ -143,6 +143,9 @@ class Windows(Follower):
         self._count_extra(held)
         return [number for page in taken for number in self._parts(page)]
 
+    def give_up(self) -> bool:
+        return False
+
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
         held = WindowPages(self.first_needed(len(lease.pages)), [], {*ends}, prompt_end=max(ends))
         lease.windows = held

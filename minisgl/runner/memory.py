@@ -197,7 +197,8 @@ def divide_pages(
     if sizes is None:
         return num_pages, 0
     if config.num_pages:
-        return num_pages, sizes.pages_for(num_slots)
+        num_cached = num_pages // sizes.typical_pages(config.max_seq_len)
+        return num_pages, sizes.pages_for(max(num_slots, num_cached))
     full, windowed = map(pipeline.host_min, divide(sizes, layers, room, config.max_seq_len))
     if full == sys.maxsize:  # no layer needs them: they are only numbers
         longest = -(-config.max_seq_len // config.page_size)

@@ -10,14 +10,26 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cache_kinds import (
+    FEW,
+    FULL,
+    LENGTHS,
+    NUM_SHARED,
+    STATE_CACHE,
+    STATES,
+    WINDOWED,
+    case_of,
+)
 from support.fp8_kv import fp8_case
-from support.parity import Case, batch, count_excused, greedy, load_engine
+from support.killed_engines import killed_while_writing
+from support.parity import Case, batch, complete, count_excused, greedy, load_engine
 from support.slow_lanes import SlowLane
-from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
+from support.tensor_parallel import EVERYTHING, short_case_of, shortened
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, startup
@@ -41,15 +53,20 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "Tiers", functools.partial(Tiers, make_lane=SlowLane))
 
 
-def serve(case: Case, folder: Path, rounds: int = 1, **options: Any) -> int:
-    """Runs the case's prompts on an engine of its own; returns the prompt tokens from disk."""
+def serve(case: Case, folder: Path, rounds: int = 1, *, alone: bool = False, **options: Any) -> int:
+    """Runs the case's prompts on an engine of its own, together or each alone; returns the prompt
+    tokens from disk."""
 
     async def run() -> int:
         everything = {**EVERYTHING, "host_cache": HOST_GB, "disk_cache": str(folder), **options}
         async with AsyncEngine(load_engine(case.folder, **everything)) as engine:
             for _ in range(rounds):
-                params = [greedy(NUM_TOKENS)] * len(case.prompts)
-                outputs = await batch(engine, case.prompts, params)
+                params = [greedy(len(run.token_ids)) for run in case.runs]
+                jobs = [*zip(case.prompts, params, strict=True)]
+                if alone:
+                    outputs = [await complete(engine, *job) for job in jobs]
+                else:
+                    outputs = await batch(engine, case.prompts, params)
                 await count_excused(engine, case, outputs)
                 engine.audit()
             counters = engine.stats().counters
@@ -123,7 +140,7 @@ def test_an_unfit_folder_is_refused_before_weights_are_read(
         startup.load(dataclasses.replace(options, disk_cache=str(tmp_path / "file")))
 
 
-def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_files_change_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = short_case_of("llama3")
     serve(case, tmp_path)
     for place, file in enumerate(files(tmp_path)):
@@ -135,6 +152,68 @@ def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptu
         serve(case, tmp_path)
     assert "damaged" in caplog.text
     assert not set(damaged) <= set(files(tmp_path))
+
+
+# Number of files with a part of what the prompts of a small model leave in some 27, 77 and 51.
+PART = {FULL: 15, WINDOWED: 55, STATES: 40}
+# The tokens of which the disk has pages once all prompts were asked: of each up to its last page.
+ALL = sum((length - 1) // 4 * 4 for length in LENGTHS) - (len(LENGTHS) - 1) * NUM_SHARED
+
+
+def of_kind(kind: str) -> tuple[Case, dict[str, Any]]:
+    """A small model, and options with which it gives pages up and takes snapshots."""
+    sizes: dict[str, Any] = {"num_pages": 60, "max_running_requests": 4, "alone": True}
+    return case_of(kind), FEW | sizes | (STATE_CACHE if kind == STATES else {})
+
+
+@pytest.mark.parametrize("kind", [WINDOWED, STATES])
+def test_damaged_files_of_windows_or_states_change_no_token(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, options = of_kind(kind)
+    serve(case, tmp_path, **options)
+    for file in files(tmp_path)[::2]:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert serve(case, tmp_path, **options) < ALL
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("kind", PART)
+def test_an_engine_that_is_killed_while_it_writes_leaves_what_is_whole(
+    kind: str, tmp_path: Path
+) -> None:
+    case, options = of_kind(kind)
+    given = {**EVERYTHING, "host_cache": HOST_GB, "disk_cache": str(tmp_path), **options}
+    given.pop("alone")
+    killed_while_writing(case, PART[kind], given)
+    assert ".part" in {file.suffix for file in files(tmp_path)}
+    assert 0 < serve(case, tmp_path, **options) < ALL
+    assert serve(case, tmp_path, **options) == ALL
+
+
+@pytest.mark.parametrize("kind", PART)
+def test_a_disk_that_is_full_keeps_what_it_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, options = of_kind(kind)
+    write_file, left = PageFiles._write_file, [*range(PART[kind])]
+
+    def write(self: PageFiles, name: str, parts: Sequence[memoryview]) -> None:
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left.pop()
+        write_file(self, name, parts)
+
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr(PageFiles, "_write_file", write)
+        assert serve(case, tmp_path, **options) == 0
+    assert caplog.text.count("The disk cache cannot write files") == 1
+    assert len(files(tmp_path)) == PART[kind]
+    assert 0 < serve(case, tmp_path, **options) < ALL
+    assert serve(case, tmp_path, **options) == ALL
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)

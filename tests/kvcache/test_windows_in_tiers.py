@@ -248,3 +248,45 @@ def test_windows_come_back_from_disk_if_all_of_them_are_there(
     if began:
         load, found = load_of(again, PROMPT, 1)
         assert found == 19 and len(load.pages) == 19 + pages_each * (WINDOW - 1)
+
+
+def stored(prompts: list[tuple[list[int], list[int]]]) -> MemoryStore:
+    """A disk with all that these prompts and answers leave."""
+    store = MemoryStore()
+    kv = make(store=store)
+    for step, (prompt, answer) in enumerate(prompts, 1):
+        run(kv, prompt, step, answer)
+    offload_all(kv, len(prompts) + 1)
+    assert kv.disk is not None
+    kv.disk.store_all()
+    for move in kv.moves.take():
+        store.write(move.keys, [memoryview(b"page") for _ in move.keys])
+        kv.moves.end(move.id, len(move.keys))
+    return store
+
+
+@pytest.mark.parametrize("num_come", [0, 1, 18, 19, 22, 26, 27, 28])
+def test_where_a_part_of_a_read_comes_a_request_goes_on_behind_a_shorter_one(num_come: int) -> None:
+    """Of 26 pages and three of windows: behind the prompt, if its pages are there."""
+    kv = make(store=stored([(PROMPT, ANSWER)]))
+    come: list[range] = []
+    assert kv.disk is not None
+    assert kv.disk.read(pack_tokens(TURN), len(TURN), ended=come.append)
+    (move,) = kv.moves.take()
+    assert len(move.keys) == 26 + WINDOW - 1
+    kv.moves.end(move.id, num_come)
+    kv.audit(0)
+    found = 19 if num_come >= 19 else 0
+    rest = kv.moves.take()
+    assert len(rest) == bool(found) and len(come) == (not found)
+    for move in rest:  # the pages that have windows beside them, and these
+        assert len(move.keys) == 2 * (WINDOW - 1)
+        kv.moves.end(move.id, len(move.keys))
+    kv.audit(0)
+    assert come == [range(min(num_come, 26))] and not kv.moves.take()
+    assert kv.match(pack_tokens(TURN), len(TURN)) == found
+    if found:
+        assert load_of(kv, TURN, 1)[1] == found
+    run(kv, TURN, 2)  # on what has come alone, too
+    assert kv.match(pack_tokens(TURN), len(TURN)) == len(TURN) - 1
+    assert num_windowed(offload_all(kv, 3)) > 0

@@ -21,7 +21,17 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import load_reference
 from support.parity import batch, greedy, load_engine
 from support.quantized import FORMATS, edit_config
-from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, drafter_of, save_case
+from support.state_cases import (
+    FEW,
+    LENGTHS,
+    NUM_SHARED,
+    NUM_TOKENS,
+    StateCase,
+    check_hits,
+    check_restart,
+    drafter_of,
+    save_case,
+)
 from transformers import AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
@@ -29,6 +39,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, MinisglError
 from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.moe.grouped import ByScores, choose_grouped
+from minisgl.kvcache.copies import LoadRule
 from minisgl.layers import grouped_experts, short_conv
 from minisgl.layers.linear import MergedMap
 from minisgl.models import lfm2
@@ -165,6 +176,26 @@ def test_tokens_equal_those_of_transformers_with_and_without_hits(
 ) -> None:
     found = check(case(name), page_size=4, **options)
     assert found == [(length - 1) // 4 * 4 for length in LENGTHS]
+
+
+@pytest.mark.parametrize(("name", "options"), [("dense", {}), ("experts", {"tp": 2})], ids=str)
+def test_states_come_back_from_host_memory(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    assert check_hits(case(name), host_cache=0.02, **FEW, **options) > NUM_SHARED
+
+
+@pytest.mark.parametrize(
+    "drafts", [{}, {"speculative": "ngram", "draft_tokens": 15}], ids=["", "larger states"]
+)
+def test_states_survive_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any]
+) -> None:
+    """Also where what a run keeps makes them longer."""
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    monkeypatch.setattr(load, "NgramDrafter", drafter_of(case()))
+    check_restart(case(), tmp_path / "disk", **drafts)
 
 
 @pytest.mark.parametrize("name", MODELS)

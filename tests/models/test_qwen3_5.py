@@ -18,11 +18,13 @@ from support.forked_programs import minisgl
 from support.parity import NOISE, batch, greedy, load_engine
 from support.state_cases import (
     EXPERTS,
+    FEW,
     HYBRID,
-    LENGTHS,
     NUM_SHARED,
     NUM_TOKENS,
     StateCase,
+    check_hits,
+    check_restart,
     drafter_of,
     save_case,
 )
@@ -150,27 +152,6 @@ def test_a_rank_keeps_the_states_of_its_own_requests() -> None:
     assert stats == SnapshotStats(2 * capacity.num_snapshots, 0)
 
 
-def check_hits(case: StateCase, **options: Any) -> int:
-    """Ask each prompt twice, and alone: the second time it is found up to its last page. Returns
-    how many tokens came from host memory."""
-
-    async def run() -> int:
-        async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
-            cached: list[int] = []
-            for place in (*range(len(LENGTHS)), *range(len(LENGTHS))):
-                (output,) = await batch(engine, [case.prompts[place]], [greedy(NUM_TOKENS)])
-                cached.append(output.num_cached_tokens)
-                assert output.token_ids == case.runs[place].token_ids, "a token differs"
-            num_host_tokens = engine.stats().counters.num_host_tokens
-        assert cached == [0, 0, 0, 0, 0, *((length - 1) // 4 * 4 for length in LENGTHS)]
-        return num_host_tokens
-
-    return asyncio.run(run())
-
-
-FEW: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "state_cache": 0.01}
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"tp": 2}], ids=str
 )
@@ -191,29 +172,8 @@ def test_states_survive_a_restart(
     """And where a file is lost that has some of them, the tokens are computed."""
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     case = case_of(TEXT[0])
-    folder = tmp_path / "disk"
-    options = {"page_size": 4, "host_cache": 0.02, "disk_cache": str(folder), **FEW, **drafts}
     monkeypatch.setattr(load, "NgramDrafter", drafter_of(case))
-
-    async def run() -> tuple[list[int], int]:
-        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
-            cached: list[int] = []
-            for prompt, wanted in zip(case.prompts, case.runs, strict=True):
-                (output,) = await batch(engine, [prompt], [greedy(NUM_TOKENS)])
-                cached.append(output.num_cached_tokens)
-                assert output.token_ids == wanted.token_ids, "a token differs"
-            return cached, engine.stats().counters.num_disk_tokens
-
-    assert asyncio.run(run()) == ([0, 0, 0, 0, 0], 0)
-    every = [(length - 1) // 4 * 4 for length in LENGTHS]
-    cached, num_disk_tokens = asyncio.run(run())
-    assert cached == every and num_disk_tokens > NUM_SHARED
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 500
-    )
-    files[len(files) // 2].unlink()
-    cached, _ = asyncio.run(run())
-    assert all(num <= most for num, most in zip(cached, every, strict=True))
+    check_restart(case, tmp_path / "disk", **drafts)
 
 
 @pytest.mark.parametrize(

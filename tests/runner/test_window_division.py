@@ -60,6 +60,12 @@ def test_windowed_pages_for_all_requests_beside_the_full_pages_of_the_option() -
     assert divided(config, 5000, FULL, WINDOWED) == (5000, 1 + 128 + 100 * 10)
 
 
+def test_windowed_pages_for_all_that_the_full_pages_of_the_option_may_cache() -> None:
+    config = options_for(FULL, WINDOWED, num_pages=25_600, max_running_requests=100)
+    num_typical = 25_600 * 16 // 2048
+    assert divided(config, 25_600, FULL, WINDOWED) == (25_600, 1 + 128 + num_typical * 10)
+
+
 @pytest.mark.parametrize(("layers", "kind"), [([FULL], 1), ([WINDOWED], 0)])
 def test_a_stage_with_one_kind_of_layers_takes_the_number_of_the_other(
     layers: list[AttentionSpec], kind: int

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.checkpoints import GreedyRun, greedy_reference
 from support.drafters import KnowingDrafter
+from support.parity import batch, greedy, load_engine
 from transformers import PreTrainedModel
+
+from minisgl.engine import AsyncEngine
 
 NUM_TOKENS = 24
 LENGTHS = (3, 17, 70, 70, 9)
@@ -37,6 +42,8 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+# Room on the device for one of the longer prompts, so that others fall out.
+FEW: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "state_cache": 0.01}
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,46 @@ def save_case(model: PreTrainedModel, folder: Path) -> StateCase:
     runs = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
     assert all(len({*run.token_ids}) > 5 for run in runs)
     return StateCase(folder, prompts, runs)
+
+
+def check_hits(case: StateCase, **options: Any) -> int:
+    """Ask each prompt twice, and alone: the second time it is found up to its last page. Returns
+    how many tokens came from host memory."""
+
+    async def run() -> int:
+        async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
+            cached: list[int] = []
+            for place in (*range(len(LENGTHS)), *range(len(LENGTHS))):
+                (output,) = await batch(engine, [case.prompts[place]], [greedy(NUM_TOKENS)])
+                cached.append(output.num_cached_tokens)
+                assert output.token_ids == case.runs[place].token_ids, "a token differs"
+            num_host_tokens = engine.stats().counters.num_host_tokens
+        assert cached == [0, 0, 0, 0, 0, *((length - 1) // 4 * 4 for length in LENGTHS)]
+        return num_host_tokens
+
+    return asyncio.run(run())
+
+
+def check_restart(case: StateCase, folder: Path, **options: Any) -> None:
+    """Ask each prompt of three engines with the same disk: the second finds all, and where a file
+    is lost that has some, the third computes it. Any hit pays."""
+    given = {"page_size": 4, "host_cache": 0.02, "disk_cache": str(folder), **FEW, **options}
+
+    async def run() -> tuple[list[int], int]:
+        async with AsyncEngine(load_engine(case.folder, **given)) as engine:
+            cached: list[int] = []
+            for prompt, wanted in zip(case.prompts, case.runs, strict=True):
+                (output,) = await batch(engine, [prompt], [greedy(NUM_TOKENS)])
+                cached.append(output.num_cached_tokens)
+                assert output.token_ids == wanted.token_ids, "a token differs"
+            return cached, engine.stats().counters.num_disk_tokens
+
+    assert asyncio.run(run()) == ([0, 0, 0, 0, 0], 0)
+    every = [(length - 1) // 4 * 4 for length in LENGTHS]
+    cached, num_disk_tokens = asyncio.run(run())
+    assert cached == every and num_disk_tokens > NUM_SHARED
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    files = sorted(path for path, size in sizes.items() if size > 500)
+    files[len(files) // 2].unlink()
+    cached, _ = asyncio.run(run())
+    assert all(num <= most for num, most in zip(cached, every, strict=True))
