@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.divided_tiers import check_own_tiers
 from support.forked_programs import minisgl
 from support.parity import NOISE, batch, greedy, load_engine
 from support.state_cases import (
@@ -172,7 +173,7 @@ FEW: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "state_cach
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"tp": 2}], ids=str
+    "options", [{}, {"max_prefill_length": 7}, {"padded": 8}, {"tp": 2}, {"pp": 2}], ids=str
 )
 def test_a_hit_in_host_memory_changes_no_token(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -182,8 +183,17 @@ def test_a_hit_in_host_memory_changes_no_token(
     assert num_host_tokens > NUM_SHARED
 
 
+def test_ranks_that_divide_requests_load_states_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    check_own_tiers(case_of(TEXT[0]), state_cache=0.02)
+
+
 @pytest.mark.parametrize(
-    "drafts", [{}, {"speculative": "ngram", "draft_tokens": 15}], ids=["", "larger states"]
+    "drafts",
+    [{}, {"speculative": "ngram", "draft_tokens": 15}, {"pp": 2}],
+    ids=["", "larger states", "stages"],
 )
 def test_states_survive_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any]
@@ -401,12 +411,6 @@ def test_replicas_with_roles_are_refused_before_their_weights_are_loaded(tmp_pat
     assert ended.returncode == UnsupportedModelError.exit_code
     assert "keeps a state for each request" in ended.stderr, ended.stderr
     assert "without --roles" in ended.stderr
-
-
-@pytest.mark.parametrize("option", [{"host_cache": 1.0, "pp": 2}])
-def test_tiers_behind_the_device_are_refused_by_name(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="keeps a state for each request"):
-        load_engine(case_of(TEXT[0]).folder, **option)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.host_copy_cases import cache_of
+from support.host_copy_cases import cache_of, numbering_of
 
 from minisgl.attention.state import StateBySlot
 from minisgl.device.lanes import Lanes
@@ -30,7 +30,7 @@ def test_snapshots_and_pages_come_back_as_they_were(
     kept = [tensor.clone() for state in states for tensor in state.tensors]
     page_bytes = sum(plane[0].nbytes for state in pages for plane in state.planes)
     monkeypatch.setattr(host_copies, "PIECE_BYTES", pages_per_piece * page_bytes)
-    copies = HostCopies(states, 64, Lanes(CPU), first_snapshot=FIRST)
+    copies = HostCopies(states, 64, numbering_of(states, FIRST), Lanes(CPU))
     each = -(-sum(sizes) * 4 // page_bytes)
     parts = [range(num_pages + at * each, num_pages + (at + 1) * each) for at in (2, 0)]
     numbers = [1, *parts[0], 2, *parts[1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.host_copy_cases import cache_of
+from support.host_copy_cases import cache_of, numbering_of
 
 from minisgl.attention.state import PagedKV, StateBySlot
 from minisgl.device.lanes import Lanes
@@ -32,7 +32,7 @@ def test_windowed_pages_come_back_as_they_were_beside_pages_and_snapshots(
     page_bytes = sum(plane[0].nbytes for each in pages for plane in each.planes)
     each = -(-sum(plane[0].nbytes for kv in windowed for plane in kv.planes) // page_bytes)
     monkeypatch.setattr(host_copies, "PIECE_BYTES", pages_per_piece * page_bytes)
-    copies = HostCopies(states, 64, Lanes(CPU), first_snapshot=FIRST)
+    copies = HostCopies(states, 64, numbering_of(states, FIRST), Lanes(CPU))
     of_state = -(-state[0].nbytes // page_bytes)
     first = len(pages[0].k) + 2 * of_state
 

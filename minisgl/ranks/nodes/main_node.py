@@ -14,7 +14,15 @@ from minisgl.distributed.layout import RankLayout
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.ranks.nodes.gathering import Nodes
 from minisgl.ranks.nodes.link import Beat, Close, Frame, LinkError, Start
-from minisgl.ranks.processes.channel import Channel, Failed, Message, RankEnd, Ready, Waitable
+from minisgl.ranks.processes.channel import (
+    Channel,
+    Failed,
+    Landed,
+    Message,
+    RankEnd,
+    Ready,
+    Waitable,
+)
 from minisgl.ranks.processes.launcher import Launcher
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.rank_watch import error_of
@@ -97,6 +105,8 @@ class NodesChannel(Channel):
         ranks = self._layout.ranks_of_node(node)
         if isinstance(frame, Ready):
             return [(rank, frame) for rank in ranks]
+        if isinstance(frame, Landed):
+            return [(ranks[0], frame)]
         if isinstance(frame, Beat):
             self._node_beats.update(zip(ranks, frame.ranks, strict=False))
         elif isinstance(frame, Failed):

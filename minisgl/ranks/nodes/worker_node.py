@@ -37,7 +37,7 @@ from minisgl.ranks.nodes.link import (
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel, Failed, Ready
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Channel, Failed, Landed, Ready
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
@@ -128,7 +128,9 @@ class _WorkerNode:
             rendezvous=TcpRendezvous(start.host, start.port),
             interface=interface_of(self._link.own_address),
         )
-        return RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
+        ranks = RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
+        ranks.landed = self._report_landed
+        return ranks
 
     # -- while they run ----------------------------------------------------------------------------
 
@@ -178,6 +180,10 @@ class _WorkerNode:
         with contextlib.suppress(MinisglError, OSError):
             ranks.wait_ready(lambda fraction: None)
             self._link.send(Ready())
+
+    def _report_landed(self, load: int) -> None:
+        with contextlib.suppress(OSError):  # which is about to be seen
+            self._link.send(Landed(load))
 
     def _report(self, lost: Future[None]) -> None:
         if (error := lost.exception()) is not None:

@@ -2,7 +2,7 @@
 
     rank 0   ── plans, moves, close ──────────▶  rank
              ◀── Ready, Failed ────────────────
-             ◀── RankListens, RankMoved ───────
+             ◀── RankListens, RankMoved, Landed ─
              ◀── heartbeats ───────────────────
 
 Ranks on one machine use pipes, and shared memory for the heartbeats. For ranks on other machines
@@ -50,6 +50,12 @@ class RankMoved:
     num_pages: int  # from the first on, that are done
 
 
+class Landed(Struct, frozen=True, tag=True):
+    """Sent when a load has landed on the only rank that has its pages."""
+
+    load: int
+
+
 @dataclass(frozen=True, slots=True)
 class RankListens:
     """Sent once the same rank of other engines can find this one, or if that cannot be."""
@@ -58,7 +64,7 @@ class RankListens:
     obstacle: str = ""
 
 
-Message = Ready | Failed | RankMoved | RankListens
+Message = Ready | Failed | RankMoved | Landed | RankListens
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Channel,
+    Landed,
     RankListens,
     RankMoved,
     Waitable,
@@ -58,6 +59,8 @@ class RemoteRanks:
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         # Called when a rank has ended a move, with its id and the number of pages.
         self.moved: Callable[[int, int], None] = lambda move, num_pages: None
+        # Called when a load has landed on a rank that has requests of its own, with its id.
+        self.landed: Callable[[int], None] = lambda load: None
         self.may_hang = may_hang
         self._specs = [replace(own, rank=rank) for rank in ranks]
         self._rendezvous = own.rendezvous
@@ -222,6 +225,9 @@ class RemoteRanks:
         for rank, message in self.channel.receive(timeout_s, wakers):
             if isinstance(message, RankMoved):
                 self.moved(message.move, message.num_pages)
+                continue
+            if isinstance(message, Landed):
+                self.landed(message.load)
                 continue
             with self._changed:
                 if isinstance(message, RankListens):
