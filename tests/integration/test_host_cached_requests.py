@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.divided_tiers import check_own_tiers
+from support.divided_tiers import DP, check_own_tiers
 from support.fp8_kv import fp8_case
 from support.parity import (
     FEW_PAGES,
@@ -126,6 +126,24 @@ def test_each_rank_that_divides_requests_has_host_memory_of_its_own(
 ) -> None:
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     check_own_tiers(short_case_of(name), **options)
+
+
+def test_a_request_that_its_rank_retracts_loads_what_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    case = short_case_of("llama3")
+
+    async def run() -> None:
+        options = {**EVERYTHING, **DP, "num_pages": 26, "host_cache": HOST_GB}
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            params = [greedy(NUM_TOKENS)] * len(case.prompts)
+            await count_excused(engine, case, await batch(engine, case.prompts, params))
+            assert engine.stats().counters.num_retractions > 0
+            caches = engine._scheduler.kv.of_ranks
+            assert sum(cache.loads.num_begun for cache in caches) > 0
+
+    asyncio.run(run())
 
 
 def test_ranks_that_divide_requests_share_a_disk(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from minisgl.config import LayerSpec, ResolvedConfig, slot_bytes
+from minisgl.config import LayerSpec, ResolvedConfig, StateSpec
 from minisgl.errors import ConfigError
 from minisgl.paths import path_of
 from minisgl.tiers.disk.page_files import PageFiles
@@ -50,8 +50,8 @@ def open_store(
     of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32)
     if config.windows is not None:
         of_rank.update(config.windows.window.to_bytes(4, "little"))  # which layers it has
-    if state_bytes := slot_bytes(layers):
-        of_rank.update(state_bytes.to_bytes(8, "little"))  # with what drafts need
+    states = [spec.tensors for spec in layers if isinstance(spec, StateSpec)]
+    of_rank.update(repr(states).encode() if states else b"")  # with what drafts need of them
     return PageFiles(_folder(config), of_rank.digest(), page_bytes, config.disk_cache_bytes)
 
 
