@@ -21,14 +21,16 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import load_reference
 from support.parity import batch, greedy, load_engine
 from support.quantized import FORMATS, edit_config
-from support.state_cases import LENGTHS, NUM_TOKENS, StateCase, drafter_of, save_case
+from support.state_cases import LENGTHS, NUM_SHARED, NUM_TOKENS, StateCase, drafter_of, save_case
 from transformers import AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
+from minisgl.config import slot_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, MinisglError
 from minisgl.kernels.gated_delta import reference
 from minisgl.kernels.moe.grouped import ByScores, choose_grouped
+from minisgl.kvcache.copies import LoadRule
 from minisgl.layers import grouped_experts, short_conv
 from minisgl.layers.linear import MergedMap
 from minisgl.models import lfm2
@@ -165,6 +167,33 @@ def test_tokens_equal_those_of_transformers_with_and_without_hits(
 ) -> None:
     found = check(case(name), page_size=4, **options)
     assert found == [(length - 1) // 4 * 4 for length in LENGTHS]
+
+
+def test_stages_load_snapshots_that_take_more_pages_on_one_than_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of which the device has lost some, with their pages."""
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    states = read_model_config(case().folder).facts().states
+    few = {"num_pages": 79, "page_size": 2, "max_seq_len_override": 156, "max_running_requests": 2}
+    options = {"host_cache": 0.02, "state_cache": 8.01 * slot_bytes(states) / 1e9, "pp": 2, **few}
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case().folder, **options)) as engine:
+            for asked in range(2):
+                cached: list[int] = []
+                for token in range(8 * asked):  # they push out pages and snapshots
+                    await batch(engine, [[token] * 140], [greedy(1)])
+                for prompt, wanted in zip(case().prompts, case().runs, strict=True):
+                    (output,) = await batch(engine, [prompt], [greedy(NUM_TOKENS)])
+                    assert output.token_ids == wanted.token_ids, "a token differs"
+                    cached.append(output.num_cached_tokens)
+            assert cached == [(length - 1) // 2 * 2 for length in LENGTHS]
+            assert engine.stats().counters.num_host_tokens > NUM_SHARED
+            snapshots = engine._scheduler.kv.snapshots
+            assert snapshots is not None and len(snapshots.indices) > 1
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", MODELS)
