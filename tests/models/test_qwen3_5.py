@@ -199,13 +199,14 @@ def test_ranks_that_divide_requests_load_states_of_their_own(
 
 @pytest.mark.parametrize(
     "drafts",
-    [{}, {"speculative": "ngram", "draft_tokens": 15}, {"pp": 2}],
+    [{}, {"speculative": "ngram", "draft_tokens": 15}, {"pp": 3}],
     ids=["", "larger states", "stages"],
 )
 def test_states_survive_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any]
 ) -> None:
-    """And where a file is lost that has some of them, the tokens are computed."""
+    """And where a file is lost that has some of them, the tokens are computed. The last of three
+    stages has no full layer."""
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     case = case_of(TEXT[0])
     folder = tmp_path / "disk"
