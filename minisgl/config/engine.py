@@ -311,9 +311,6 @@ class EngineConfig:
         if self.max_running_requests < self.tp:
             reason = f"each of {self.tp} ranks attends for its own (--dp-attention)"
             refuse(self, "max_running_requests", f"{reason}; allowed: {self.tp} or more")
-        if self.host_cache:
-            reason = "each rank has other pages (--dp-attention), which go to no other memory"
-            refuse(self, "host_cache", f"{reason}; allowed: 0")
 
     def _check_nodes(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

@@ -139,6 +139,9 @@ class Capacity:
     num_snapshots: int = 0  # of the states of requests
     num_window_pages: int = 0  # of windowed layers, if these have their own
     num_attending: int = 1  # ranks that divide the requests: each has so many pages and snapshots
+    # Pages of host memory that a snapshot, and a page of windowed layers, take on every rank.
+    state_parts: int = 1
+    window_parts: int = 1
 
     @staticmethod
     def of(
@@ -584,9 +587,6 @@ def _resolve_snapshots(
         if config.state_cache:
             refuse(config, "state_cache", "this model keeps no state for each request; allowed: 0")
         return 0
-    reason = "this model keeps a state for each request, which no page of the KV cache has"
-    if config.host_cache and config.pp > 1:
-        refuse(config, "host_cache", f"{reason} on every stage (--pp); allowed: 0")
     num_bytes = slot_bytes(model.states)
     if config.cache_type == "naive":
         if config.state_cache:
@@ -627,21 +627,17 @@ def _resolve_windows(
     if sizes is None:
         return None
     num_slots = config.max_running_requests // _num_attending(config)
-    full, windowed = sizes.page_bytes(specs)
     if config.whole_pages:
         notes.append("pages behind sliding windows are kept: --whole-pages")
-    elif config.host_cache and (config.pp > 1 or not full):
-        reason = "on each stage (--pp)" if full else "in this model"
-        notes.append(
-            "pages behind sliding windows are kept: --host-cache needs layers without a window "
-            f"{reason}"
-        )
+    elif config.host_cache and not sizes.page_bytes(specs).full:
+        reason = "--host-cache needs layers without a window in this model"
+        notes.append(f"pages behind sliding windows are kept: {reason}")
     elif any(spec.window for spec in model.draft_layers):
         notes.append("pages behind sliding windows are kept: the draft model has windows, too")
     elif num_pages and sizes.pages_for(num_slots) >= num_pages:
         notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
     else:
-        return replace(sizes, pages_each=-(-windowed // max(1, full)))
+        return sizes
     return None
 
 

@@ -319,7 +319,7 @@ class AsyncEngine:
     async def _close(self) -> None:
         try:
             await self.drain(0, CLOSED)
-            if self._scheduler.kv.disk is not None:
+            if self._scheduler.kv.of_ranks[0].disk is not None:
                 with contextlib.suppress(TimeoutError, MinisglError):
                     await asyncio.wait_for(self._steps.store_all(), STORE_S)
         finally:

@@ -39,6 +39,9 @@ def _check(config: ResolvedConfig, model: ModelFacts) -> None:
             "This model keeps a state for each request, which engines do not send to others; "
             "run its replicas without --roles."
         )
+    if config.num_attending > 1:
+        reason = "each rank has pages of its own, and engines exchange whole ones; allowed: off"
+        raise ConfigError("--dp-attention", True, reason)
     if config.windows is not None:
         reason = "engines that exchange pages keep them whole; allowed: on"
         raise ConfigError("--whole-pages", False, reason)
@@ -65,6 +68,8 @@ class PageMoves:
         self._landings: WaitingThread[Any] | None = None
         if self._config.num_host_pages:
             self._landings = WaitingThread("minisgl-landings", self._wait_for)
+            if loaded.ranks is not None:
+                loaded.ranks.landed = partial(self._ends_soon, self._landed)
         self._ended = asyncio.Event()  # a move, or all of this
         self._exchange: PrefixExchange | None = None
         self._closed = False
@@ -72,17 +77,21 @@ class PageMoves:
     # -- between tiers -----------------------------------------------------------------------------
 
     def launched(self, plan: StepPlan, handle: Any) -> None:
-        """Follow the loads of a launched plan."""
+        """Follow the loads of a launched plan that rank 0 has."""
         if self._landings is None:
             return
         planned = plan.part(CopyPlan)
-        if planned is not None and planned.copies.loads:
+        if planned is not None and planned.of_ranks[0].loads:
             self._landings.add(handle)
 
     def _wait_for(self, handle: Any) -> None:
         """Wait for the loads of a launched plan. Called by a thread of their own."""
         for load in self._runner.loads(handle):
-            self._ends_soon(self._kv.loads.landed, load)
+            self._ends_soon(self._landed, load)
+
+    def _landed(self, load: int) -> None:
+        for cache in self._kv.of_ranks:
+            cache.loads.landed(load)
 
     def start(self) -> None:
         """Start the moves that have begun. If the runner has stopped, end them and raise
@@ -111,8 +120,9 @@ class PageMoves:
 
     async def store_all(self) -> None:
         """Write to disk what host memory holds. Nothing may be in flight."""
-        if self._kv.disk is not None:
-            self._kv.disk.store_all()
+        for cache in self._kv.of_ranks:
+            if cache.disk is not None:
+                cache.disk.store_all()
         self.start()
         while not self._closed and any(move.uses_disk for move in self._kv.moves.under_way):
             self._ended.clear()
@@ -172,8 +182,8 @@ class PageMoves:
             return None
         return HostStats(
             page_size=self._config.page_size,
-            num_pages=self._config.num_host_pages,
-            num_used_pages=self._kv.tiers.host.pool.num_used,
+            num_pages=self._config.num_host_pages * self._config.num_attending,
+            num_used_pages=sum(cache.tiers.host.pool.num_used for cache in self._kv.of_ranks),
             traffic=self._runner.traffic() or HostTraffic(),
             has_disk=self._has_disk,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 from minisgl.config import (
@@ -13,8 +13,6 @@ from minisgl.config import (
     LayerSpec,
     ModelFacts,
     ResolvedConfig,
-    page_bytes,
-    slot_bytes,
 )
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.engine.startup_lines import tell
@@ -22,6 +20,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.moves import Moves
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.lora.files import AdapterReader
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
@@ -40,7 +39,6 @@ from minisgl.text.template_file import check_template, read_template
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.tiers.disk.disk_cache import check_folder
 from minisgl.tiers.host.host_copies import max_loading, offloads_per_plan
-from minisgl.tiers.host.state_parts import parts_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
         num_stages=config.pp,
         look_ahead=config.overlap,
         parts=host_parts(
-            kv.tiers if config.num_host_pages else None,
+            [cache.tiers for cache in kv.of_ranks] if config.num_host_pages else [],
             loaded.model.vocab_size,
             loaded.tokenizer,
             config.task,
@@ -146,8 +144,11 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
     layers: Sequence[LayerSpec] = on_rank.kv_specs(config.kv_dtype)
     if num_host_pages:
         layers = config.whole_layers(layers)
-    states = [spec.for_runs(config.max_run) for spec in on_rank.states]
+    windows = config.windows if capacity.num_window_pages else None
+    if windows is not None:
+        windows = replace(windows, pages_each=capacity.window_parts)
     pace = offloads_per_plan(layers, page_size, num_host_pages) if num_host_pages else None
+    moves = Moves()
     caches = [
         KVCacheManager(
             num_pages=capacity.num_pages,
@@ -160,12 +161,14 @@ def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
             disk=loaded.disk,
             max_in_transit=capacity.max_in_transit,
             num_snapshots=capacity.num_snapshots if loaded.model.states else None,
-            pages_each=parts_each(slot_bytes(states), page_bytes(layers, page_size)),
+            pages_each=capacity.state_parts,
             num_window_pages=capacity.num_window_pages,
-            window_sizes=config.windows if capacity.num_window_pages else None,
+            window_sizes=windows,
             looks_ahead=loaded.model.drafts_look_ahead,
+            rank=rank,
+            moves=moves,
         )
-        for _ in range(capacity.num_attending)
+        for rank in range(capacity.num_attending)
     ]
     if len(caches) == 1:
         return caches[0]

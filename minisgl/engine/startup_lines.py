@@ -116,11 +116,14 @@ def _tell_of_tiers(
     def of_token(seconds: float) -> str:
         return f"{1e6 * seconds / config.page_size:.2f} us"
 
-    of_rank = facts.on_rank(config.tp).on_stage(facts.stages(config.pp)[-1])
-    layers = config.whole_layers(of_rank.kv_specs(config.kv_dtype))
-    num_bytes = page_bytes(layers, config.page_size)
+    on_rank = facts.on_rank(config.tp)
+    num_bytes = max(  # of the stage that waits longest
+        page_bytes(config.whole_layers(each.kv_specs(config.kv_dtype)), config.page_size)
+        for each in map(on_rank.on_stage, facts.stages(config.pp))
+    )
+    num_tokens = config.num_attending * config.num_host_pages * config.page_size
     logger.info(
-        f"Host cache of {config.num_host_pages * config.page_size} tokens: a token is loaded in "
+        f"Host cache of {num_tokens} tokens: a token is loaded in "
         f"{of_token(rule.load_s)} ({num_bytes / rule.load_s / 1e9:.1f} GB/s per rank), computed "
         f"in {of_token(rule.compute_s)}"
     )

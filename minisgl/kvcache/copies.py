@@ -10,7 +10,7 @@ from operator import sub
 class Load:
     """Pages on their way from host memory to the device."""
 
-    id: int  # 1, 2, ...
+    id: int  # from 1 on
     host_pages: tuple[int, ...]
     # On the device, as many. Behind the numbers of its pages come those of the parts of snapshots.
     pages: tuple[int, ...]

@@ -38,6 +38,7 @@ class DiskTier:
     _ahead: CopiesAhead
     _moves: Moves
     _num_spare: int  # host pages that are kept free
+    _rank: int  # whose host memory it is
 
     def read(
         self,
@@ -92,7 +93,8 @@ class DiskTier:
                 if is_whole or not self.read(key, num_tokens, namespace, ended=and_shorter):
                     and_shorter(range(0))
 
-            self._moves.begin(Place.DISK, Place.HOST, pages, move_ended, keys=keys)
+            source, target = Place.DISK, Place.HOST
+            self._moves.begin(source, target, pages, move_ended, keys=keys, rank=self._rank)
         self._host.tree.release(match.node)
         return begins
 
@@ -173,5 +175,6 @@ class DiskTier:
             def ended(num_written: int, pages: Sequence[int] = pages) -> None:
                 pool.thaw(pages)
 
-            self._moves.begin(Place.HOST, Place.DISK, pages, ended, keys=names)
+            source, target = Place.HOST, Place.DISK
+            self._moves.begin(source, target, pages, ended, keys=names, rank=self._rank)
         return True

@@ -7,7 +7,7 @@ nobody reads them before the plan that awaits it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -23,6 +23,7 @@ class Loads:
     _cache: RadixCache
     # Number of pages on their way that keep the lane busy until more can follow; None: any.
     _max_pages: int | None
+    _ids: Iterator[int]  # which no other rank's loads have
     num_begun: int = 0  # since the start
     # Those that are not known to have landed: the last node that each fills, and what it writes.
     in_flight: dict[int, tuple[Node, Sequence[int]]] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Loads:
         """Load the end of a match, the locked `node`, into `pages` with the next plan. copied: what
         host memory has of each node. beside: what else comes from where, and where it goes."""
         self.num_begun += 1
-        load_id, host_pages = self.num_begun, list[int]()
+        load_id, host_pages = next(self._ids), list[int]()
         resident = self._cache.pages
         absent = takewhile(lambda each: each in copied and each not in resident, node.upwards())
         for each in reversed([*absent]):

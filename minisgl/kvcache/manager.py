@@ -41,8 +41,6 @@ class KVCacheManager:
     """Leases on the pages of full layers, with what the groups keep beside them. `tiers` are behind
     the device; without any, nothing here knows of them."""
 
-    num_ranks = 1  # that have pages of their own, see `RankCaches`
-
     def __init__(
         self,
         *,
@@ -60,6 +58,8 @@ class KVCacheManager:
         num_window_pages: int = 0,
         window_sizes: WindowSizes | None = None,
         looks_ahead: bool = False,
+        rank: int = 0,
+        moves: Moves | None = None,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: the most pages that a decode plan may offload. None: no limit; then
@@ -70,7 +70,10 @@ class KVCacheManager:
         pages_each: number of host pages that one takes.
         num_window_pages, window_sizes: of windowed layers, if these have pages of their own.
         looks_ahead: what a page has of its last token depends on the next one.
+        rank, moves: where several ranks divide the requests, whose cache this is, and their moves.
         """
+        self.of_ranks: tuple[KVCacheManager, ...] = (self,)  # those with pages of their own
+        self.rank = rank
         self.page_size = page_size
         self.num_pages = num_pages
         self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
@@ -89,19 +92,25 @@ class KVCacheManager:
         if window_sizes is not None:
             self.windows = Windows(num_window_pages, window_sizes, self._cache)
             self._groups.append(self.windows)
-        self.moves = Moves()
-        self.loads = Loads(self._cache, max_loading)
+        self.moves = moves or Moves()
+        self.loads = Loads(self._cache, max_loading, self.moves.ids)
         self._tiers: Tiers | None = None
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             host = HostTier(self._cache, HostPool(num_host_pages, piece=piece), offloads_per_plan)
-            self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit)
+            self._tiers = Tiers(host, self.loads, self.moves, disk, max_in_transit, rank)
             for group in (self.snapshots, self.windows):
                 if group is not None:
                     group.use_copies(host, self.loads)
 
     def of(self, lease: Lease) -> KVCacheManager:
         """The cache that the lease is on."""
+        return self.of_ranks[lease.rank]
+
+    def best_for(
+        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
+    ) -> KVCacheManager:
+        """The cache on which a request should open its lease."""
         return self
 
     @property
@@ -154,6 +163,7 @@ class KVCacheManager:
             num_to_load=match.num_to_load,
             num_beside=match.num_beside,
             loads=self.loads.of(match.pages),
+            rank=self.rank,
         )
         for group in self._groups:
             # Where the prompt leaves another, and where it ends.

@@ -21,16 +21,17 @@ class Place(Enum):
 class Move:
     """Pages on their way between two places, of which one is the device or host memory.
 
-    Every rank moves its part of each page.
+    Every rank moves its part of each page, or the rank that has the pages.
     """
 
-    id: int  # 1, 2, ...
+    id: int  # from 1 on
     source: Place
     target: Place
     pages: tuple[int, ...]  # on the device or in host memory; nobody else writes them meanwhile
     keys: tuple[bytes, ...] = ()  # of the pages on disk
     name: bytes = b""  # of a move between engines, the same on both sides
     peers: tuple[str, ...] = ()  # addresses of the ranks from which those of this engine receive
+    rank: int = 0  # that moves it, of those that divide the requests; otherwise all do
 
     @property
     def uses_device(self) -> bool:
@@ -53,7 +54,7 @@ class Moves:
     """
 
     def __init__(self) -> None:
-        self._ids = itertools.count(1)
+        self.ids = itertools.count(1)  # of all ranks' moves and loads
         self._new: list[Move] = []
         self._under_way: dict[int, tuple[Move, Callable[[int], None]]] = {}
 
@@ -67,13 +68,16 @@ class Moves:
         keys: Sequence[bytes] = (),
         name: bytes = b"",
         peers: Sequence[str] = (),
+        rank: int = 0,
     ) -> None:
         """Begin a move, which the ranks start after the next `take`.
 
         ended: called with the number of pages, from the first on, that every rank has moved. No
         rank touches the pages any more then.
         """
-        move = Move(next(self._ids), source, target, tuple(pages), tuple(keys), name, tuple(peers))
+        move = Move(
+            next(self.ids), source, target, tuple(pages), tuple(keys), name, tuple(peers), rank
+        )
         self._new.append(move)
         self._under_way[move.id] = move, ended
 

@@ -1,16 +1,17 @@
 """The KV caches of ranks that divide the requests among them.
 
-Each rank has pages, prefixes and snapshots of its own, with numbers of their own, and a lease is on
-those of one rank. To the scheduler they are one cache, which chooses the rank of a request when it
-opens the lease.
+Each rank has pages, prefixes and snapshots of its own, on the device and in host memory, with
+numbers of their own, and a lease is on those of one rank. To the scheduler they are one cache,
+which chooses the rank of a request before it opens the lease.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.moves import Place
 from minisgl.kvcache.snapshots import SnapshotStats
 
 # Of two requests with one prefix, the first has it in use, and the second would compute it again
@@ -19,8 +20,7 @@ PREFIX_WEIGHT = 2
 
 
 class RankCaches(KVCacheManager):
-    """The caches of all ranks, as one that has no pages of its own. Without a host tier, a disk and
-    transits.
+    """The caches of all ranks, as one that has no pages of its own.
 
     A request goes to the rank that has its longest prefix, else to the emptiest. If the rank with
     the prefix has over PREFIX_WEIGHT times the prefix more tokens in use than the emptiest, the
@@ -29,18 +29,14 @@ class RankCaches(KVCacheManager):
     """
 
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
-        """caches: of the ranks, of one page size. num_slots: of each rank, which are its most open
-        leases."""
-        super().__init__(num_pages=1, page_size=caches[0].page_size, cache_type="naive")
+        """caches: of the ranks 0, 1, ..., of one page size, with their moves in common. num_slots:
+        of each rank, which are its most open leases."""
+        page_size, moves = caches[0].page_size, caches[0].moves
+        super().__init__(num_pages=1, page_size=page_size, cache_type="naive", moves=moves)
         self.of_ranks = tuple(caches)
         self.num_pages += sum(cache.num_pages - 1 for cache in caches)
-        self.num_ranks = len(caches)
         self.snapshots = caches[0].snapshots
         self._num_slots = num_slots
-
-    def of(self, lease: Lease) -> KVCacheManager:
-        """The cache of the rank that has the pages of a lease."""
-        return self.of_ranks[lease.rank]
 
     @property
     def num_free(self) -> int:
@@ -59,23 +55,20 @@ class RankCaches(KVCacheManager):
         """Number of tokens that a lease would find cached on the rank that has most."""
         return max(cache.match(key, num_tokens, namespace) for cache in self.of_ranks)
 
-    def acquire(
+    def best_for(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
-    ) -> Lease:
-        """Open a lease on the rank that is best for the request. One must have a free slot."""
+    ) -> KVCacheManager:
+        """The cache of the rank that is best for a request. One must have a free slot."""
+        coming = Counter[int]()  # pages from the disk, which requests will use
+        for move in self.moves.under_way:
+            coming[move.rank] += len(move.pages) if move.source is Place.DISK else 0
 
-        def cost(rank: int) -> int:
-            cache = self.of_ranks[rank]
-            in_use = cache.num_pages - 1 - cache.num_available
+        def cost(cache: KVCacheManager) -> int:
+            in_use = cache.num_pages - 1 - cache.num_available + coming[cache.rank]
             found = cache.match(key, num_tokens, namespace) if reuse else 0
             return in_use * self.page_size - PREFIX_WEIGHT * found
 
-        caches = enumerate(self.of_ranks)
-        ranks = [rank for rank, cache in caches if len(cache.leases) < self._num_slots]
-        rank = min(ranks, key=cost)
-        lease = self.of_ranks[rank].acquire(key, num_tokens, namespace, reuse=reuse)
-        lease.rank = rank
-        return lease
+        return min((each for each in self.of_ranks if len(each.leases) < self._num_slots), key=cost)
 
     def settled(self, step: int) -> None:
         for cache in self.of_ranks:

@@ -22,9 +22,16 @@ class Tiers:
     """What is behind the device of one cache, and the order in which plans ask it."""
 
     def __init__(
-        self, host: HostTier, loads: Loads, moves: Moves, disk: Disk | None, max_in_transit: int
+        self,
+        host: HostTier,
+        loads: Loads,
+        moves: Moves,
+        disk: Disk | None,
+        max_in_transit: int,
+        rank: int,
     ) -> None:
         self.host = host
+        self._rank = rank  # whose moves these are, of those in `moves`
         self.disk: DiskTier | None = None
         self.transits = Transits(host.device, host, loads, max_in_transit)
         self._loads = loads
@@ -33,7 +40,7 @@ class Tiers:
         self._ahead = CopiesAhead(host, num_ahead, may_drop=disk is None)
         if disk is not None:
             num_spare = -(-host.pool.num_pages // SPARE_PART)
-            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare)
+            self.disk = DiskTier(disk, host, self._ahead, moves, num_spare, rank)
 
     def take_copies(self, step: int) -> Copies | None:
         """What the plan of `step` copies; None if there is nothing."""
@@ -75,7 +82,7 @@ class Tiers:
         host_pages = pool.with_beside(host_pages)
         owners = [*pool.free_pages, *pool.leaving, *host_pages]
         frozen: list[int] = []
-        for move in self._moves.under_way:
+        for move in (move for move in self._moves.under_way if move.rank == self._rank):
             owners += move.pages if move.source is Place.DISK else ()
             frozen += move.pages if move.target is Place.DISK else ()
         assert len(set(frozen)) == len(frozen) and pool.frozen.issuperset(frozen)

@@ -30,17 +30,19 @@ def device_parts(
     whole_logits: Callable[[Tensor], Tensor],
     mask: Callable[[tuple[int, ...], Tensor], None],
     copies: HostCopies | None,
+    rank: int,
     adapters: DeviceAdapters | None,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
-    copies: None without a host cache. adapters: None without any."""
+    copies: None without a host cache. rank: this one, of those that divide the requests. adapters:
+    None without any."""
     parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
         ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
         VectorPlan: partial(VectorStep, lanes, whole_logits),
     }
     if copies is not None:
-        parts[CopyPlan] = partial(CopyStep, copies)
+        parts[CopyPlan] = partial(CopyStep, copies, rank)
     if adapters is not None:
         parts[AdapterPlan] = partial(AdapterStep, adapters)
     return parts

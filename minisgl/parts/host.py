@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minisgl.kvcache.tiers import Tiers
 from minisgl.parts.adapters.host import AdapterPlan, Adapters
 from minisgl.parts.copies.host import CopyPlan, PageCopies
@@ -16,16 +18,17 @@ PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan, 
 
 
 def host_parts(
-    tiers: Tiers | None,
+    tiers: Sequence[Tiers],
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     task: str = "generate",
     max_loras: int = 0,
 ) -> list[Part]:
-    """In the order in which they plan. tiers: behind the device, if there are any. task: for which
-    the model was loaded. max_loras: adapters on the device at once."""
+    """In the order in which they plan. tiers: behind the device of each rank that has pages of its
+    own, if there are any. task: for which the model was loaded. max_loras: adapters on the device
+    at once."""
     parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
-    if tiers is not None:
+    if tiers:
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))

@@ -215,7 +215,8 @@ class SeveralRanks:
             self.others.collected()
 
     def loads(self, handle: StepHandle) -> Iterator[int]:
-        """As of rank 0: the others await each load on their own device."""
+        """As of rank 0: the others await each load on their own device, or report those of requests
+        of their own."""
         return self._own.loads(handle)
 
     def move(self, moves: Sequence[Move], done: Done) -> None:

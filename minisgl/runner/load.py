@@ -34,6 +34,7 @@ from minisgl.runner.dense_copies import prepare_model
 from minisgl.runner.graphs import GraphKey, graph_keys
 from minisgl.runner.memory import (
     GIB,
+    HostPages,
     StepMemory,
     WeightMemory,
     allocate_states,
@@ -49,6 +50,7 @@ from minisgl.runner.warmup import run_largest_steps, time_prefill, trial_capacit
 from minisgl.tiers.disk.disk_cache import open_store
 from minisgl.tiers.disk.page_files import PageFiles
 from minisgl.tiers.host.host_copies import staging_bytes
+from minisgl.tiers.host.numbering import Numbering
 from minisgl.tiers.tiers import Tiers
 
 NO_ROOM_FOR_GRAPHS = (
@@ -122,11 +124,13 @@ def load_runner(
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(config, setup.model.vocab_size, place, weights, *attention, adapters)
-    steps = _measure_steps(make, memory, keys, report)
-    disk = _open_disk(setup, place, weights.layers, report)
+    host = HostPages.agreed(config, weights.layers, pipeline)
+    steps = _measure_steps(make, memory, host, keys, report)
+    disk = _open_disk(setup, place, weights.layers, host, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
+    capacity = replace(capacity, state_parts=host.state_parts, window_parts=host.window_parts)
     states = make.states(capacity)
-    tiers = _make_tiers(make, states, capacity.num_slots, steps.prefill_s, disk, report)
+    tiers = _make_tiers(make, states, capacity, host, steps.prefill_s, disk, report)
     runner = make(capacity, states, *tiers)
     try:
         if keys:
@@ -279,6 +283,7 @@ class _RunnerMaker:
             computation.whole_logits,
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
+            computation.tables.order.rank,
             self.adapters,
         )
         runner = ModelRunner(
@@ -303,7 +308,11 @@ class _RunnerMaker:
 
 
 def _measure_steps(
-    make: _RunnerMaker, weights: WeightMemory, keys: Sequence[GraphKey], report: Report
+    make: _RunnerMaker,
+    weights: WeightMemory,
+    host: HostPages,
+    keys: Sequence[GraphKey],
+    report: Report,
 ) -> StepMemory:
     """Run the largest steps on a trial runner, and capture some graphs."""
     config, capacity = make.config, trial_capacity(make.config)
@@ -322,8 +331,7 @@ def _measure_steps(
     finally:
         runner.close()
     if config.num_host_pages:
-        layers = config.whole_layers(make.weights.layers)
-        num_bytes += staging_bytes(layers, config.page_size, config.num_host_pages)
+        num_bytes += staging_bytes(host.num_bytes, config.num_host_pages)
     # The page tables of the trial were only as wide as its small cache.
     num_bytes += page_table_bytes(config)
     num_bytes += make.place.stage.bytes_on_the_way(config.max_prefill_length)
@@ -331,21 +339,24 @@ def _measure_steps(
 
 
 def _open_disk(
-    setup: Setup, place: Place, layers: Sequence[LayerSpec], report: Report
+    setup: Setup, place: Place, layers: Sequence[LayerSpec], host: HostPages, report: Report
 ) -> tuple[PageFiles, bytes] | None:
     """The files of this rank, and the fingerprint of the model."""
     if not setup.config.disk_cache:
         return None
     report("reading the disk cache", 0.0)
     fingerprint = setup.fingerprint()
-    rank = place.stage.pipeline.stage * setup.config.tp + place.ranks.rank
-    return open_store(setup.config, layers, fingerprint, rank), fingerprint
+    rank = place.stage.pipeline.stage * setup.config.tp
+    if not setup.config.dp_attention:  # otherwise the pages of all ranks of a stage are alike
+        rank += place.ranks.rank
+    return open_store(setup.config, layers, fingerprint, rank, host.num_bytes), fingerprint
 
 
 def _make_tiers(
     make: _RunnerMaker,
     states: Sequence[LayerState],
-    num_slots: int,
+    capacity: Capacity,
+    host: HostPages,
     prefill_s: float,
     on_disk: tuple[PageFiles, bytes] | None,
     report: Report,
@@ -358,10 +369,19 @@ def _make_tiers(
     tiers = Tiers(
         states,
         config.num_host_pages,
+        Numbering(
+            page_bytes=host.num_bytes,
+            num_pages=capacity.num_pages,
+            num_snapshots=capacity.num_snapshots,
+            # Behind the slots of this rank, and the scratch slot.
+            first_snapshot=capacity.num_slots // capacity.num_attending + 1,
+            state_parts=host.state_parts,
+            window_parts=host.window_parts,
+        ),
         place.lanes,
         store=store,
         report=lambda fraction: report("pinning host memory", fraction),
-        first_snapshot=num_slots + 1,  # behind the scratch slot
+        rank=place.ranks.rank % capacity.num_attending,
     )
     place.lanes.synchronize()
     own = tiers.copies.measure(prefill_s * config.page_size)

@@ -209,6 +209,29 @@ def divide_pages(
     return num_pages, num_pages if config.num_host_pages else 0
 
 
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """The pages of host memory."""
+
+    num_bytes: int  # of one on this rank
+    state_parts: int  # pages that a snapshot takes, on every rank
+    window_parts: int  # and a page of windowed layers
+
+    @staticmethod
+    def agreed(
+        config: ResolvedConfig, layers: Sequence[LayerSpec], pipeline: Pipeline
+    ) -> HostPages:
+        """Pages as large as those of the full layers of each stage, and as many for what is beside
+        one as the stage with the least room in them needs. Where a stage has no full layers, its
+        pages are as large as its parts of the rest. All ranks must call this together."""
+        whole = page_bytes(config.whole_layers(layers), config.page_size)
+        beside = [slot_bytes(layers), page_bytes(layers, config.page_size) - whole]
+        own = [-(-each // whole) if whole else 1 for each in beside]
+        state, window = (max(1, -pipeline.host_min(-num)) for num in own)
+        of_parts = (-(-each // num) for each, num in zip(beside, (state, window), strict=True))
+        return HostPages(whole or max(1, *of_parts), state, window)
+
+
 def fit_capacity(
     config: ResolvedConfig,
     layers: Sequence[LayerSpec],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
@@ -50,7 +50,11 @@ class Admission:
         reserved: dict[int, float] = defaultdict(float)
         for running in self._slots.running:
             reserved[running.lease.rank] += self.ratio.expected(running.request)
-        num_granted = sum(len(grant.pages) for grant in work.grants if not grant.windowed)
+        num_granted = Counter[int]()  # pages, by rank
+        for grant in work.grants:
+            num_granted[self._slots.rank_of(grant.slot)] += (
+                0 if grant.windowed else len(grant.pages)
+            )
         # Clients that may have no more admitted.
         barred = set(filter(self._slots.has_its_share, self._waiting.clients))
         kept_for_one = set[Part]()
@@ -102,7 +106,7 @@ class Admission:
         self,
         waiting: Waiting,
         reserved: dict[int, float],
-        num_granted: int,
+        num_granted: Counter[int],
         work: StepWork,
         barred: set[str],
     ) -> Lease | None:
@@ -110,23 +114,23 @@ class Admission:
         off.
 
         reserved: tokens that the running requests of each rank are expected to need. num_granted:
-        pages that the plan grants to decode rows.
+        pages that the plan grants to its decode rows.
         """
         request, key = waiting.request, waiting.pack()
         num_known = len(request.token_ids)
         reuse = not request.computes_all_tokens
-        lease = self._kv.acquire(key, num_known, request.namespace, reuse=reuse)
-        waiting.wants_load, waiting.num_loads = lease.must_load, self._kv.loads.num_begun
+        kv = self._kv.best_for(key, num_known, request.namespace, reuse=reuse)
+        lease = kv.acquire(key, num_known, request.namespace, reuse=reuse)
+        waiting.loads, waiting.num_loads = kv.loads if lease.must_load else None, kv.loads.num_begun
         if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
             if lease.windows is not None:
                 lease.windows.num_expected = num_known + int(self.ratio.expected(request))
             num_beside = self._num_beside_rows(lease, num_known, work)
-            pages = self._kv.of(lease).reserve(
-                lease, num_known, num_beside=num_beside, num_granted=num_granted
-            )
+            granted = num_granted[kv.rank]
+            pages = kv.reserve(lease, num_known, num_beside=num_beside, num_granted=granted)
             if pages is not None:
                 return lease
-        self._kv.of(lease).close(lease)
+        kv.close(lease)
         return None
 
     def _has_room(
@@ -151,7 +155,7 @@ class Admission:
         it; None if nobody decodes."""
         if not any(running.decoding for running in self._slots.running):
             return None
-        if lease.must_load or self._kv.is_loading(lease):
+        if lease.must_load or self._kv.of(lease).is_loading(lease):
             return work.num_computed
         own = num_known - lease.num_committed * self._kv.page_size
         return work.num_computed + min(work.budget, own)
@@ -179,7 +183,7 @@ class Admission:
             num_room=len(lease.pages) * page_size,
             resumed=waiting.retracted,
             takes_drafts=request.takes_drafts,
-            loading=self._kv.is_loading(lease),
+            loading=self._kv.of(lease).is_loading(lease),
         )
         self._slots.join(running)
         work.join(running)
@@ -209,22 +213,25 @@ class Admission:
         """Whether a request waits because others are loading. Its load would only queue up behind
         theirs, and to launch many with one plan would hold up the next. It is looked at again when
         another load has begun, which may bring its pages."""
-        wants_load = waiting.wants_load and waiting.num_loads == self._kv.loads.num_begun
-        return wants_load and self._kv.loads.is_lane_busy
+        loads = waiting.loads
+        if loads is None or waiting.num_loads != loads.num_begun:
+            return False
+        return loads.is_lane_busy
 
     # -- pages from disk ---------------------------------------------------------------------------
 
     def _begins_reading(self, waiting: Waiting) -> bool:
         """Whether a request has to wait because the disk has more of its prefix."""
-        request, disk = waiting.request, self._kv.disk
-        if disk is None or waiting.asked_disk or request.computes_all_tokens:
+        request, num_tokens = waiting.request, len(waiting.request.token_ids)
+        has_disk = self._kv.of_ranks[0].disk is not None
+        if not has_disk or waiting.asked_disk or request.computes_all_tokens:
             return False
         waiting.asked_disk = True
+        disk = self._kv.best_for(waiting.pack(), num_tokens, request.namespace).disk
+        assert disk is not None
 
         def ended(pages: range) -> None:
             waiting.from_disk, waiting.reading_disk = pages, False
 
-        waiting.reading_disk = disk.read(
-            waiting.pack(), len(request.token_ids), request.namespace, ended=ended
-        )
+        waiting.reading_disk = disk.read(waiting.pack(), num_tokens, request.namespace, ended=ended)
         return waiting.reading_disk

@@ -104,7 +104,7 @@ class Turns:
         requests could come first for ever.
         """
         keeping = {self._name_of(waiting) for waiting in postponed}
-        keeping -= {self._name_of(waiting) for waiting in requests if waiting.wants_load}
+        keeping -= {self._name_of(waiting) for waiting in requests if waiting.loads is not None}
         by_name: dict[str, list[Waiting]] = {}
         for waiting in requests:
             name = self._name_of(waiting)

@@ -71,7 +71,7 @@ class Scheduler:
         self._max_prefill_length = max_prefill_length
         self._max_queued = max_queued_requests
         self._waiting = WaitingQueue()
-        self._slots = Slots(num_slots, client_share, kv.num_ranks, parts)
+        self._slots = Slots(num_slots, client_share, len(kv.of_ranks), parts)
         self._admission = Admission(kv, self._waiting, self._slots, parts, conservativeness, policy)
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
@@ -312,7 +312,8 @@ class Scheduler:
         """A plan that takes all unused pages off the device, into host memory, and computes
         nothing; None if there are none. Nothing may be running."""
         assert not self._slots.running
-        self.kv.tiers.offload_all()
+        for cache in self.kv.of_ranks:
+            cache.tiers.offload_all()
         work = StepWork(self._step + 1, 0, self.kv)
         parts, planned = self._plan_parts(work)
         if not planned:
@@ -426,7 +427,9 @@ class Scheduler:
             assert scheduled <= max(running.num_room, running.num_to_prefill)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert running.loading == self._loading.count(running)
-            assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
+            assert running.loading or not self.kv.of(running.lease).is_loading(running.lease), (
+                "it reads too early"
+            )
             prefilling = running.num_scheduled < running.num_to_prefill and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
             if not (prefilling or running.loading) and request.max_tokens:

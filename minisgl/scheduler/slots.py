@@ -39,6 +39,9 @@ class Slots:
     def are_full(self) -> bool:
         return not any(self._free)
 
+    def rank_of(self, slot: int) -> int:
+        return slot // self._num_each
+
     def take(self, rank: int) -> int:
         """A free slot of a rank, for the request that joins next."""
         return self._free[rank].pop()

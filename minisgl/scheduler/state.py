@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.kvcache.lease import Lease, WindowPages
+from minisgl.kvcache.loads import Loads
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import Request
@@ -23,7 +24,8 @@ class Waiting:
     num_expected: int
     retracted: bool = False
     num_overtaken: int = 0  # number of times a later request was admitted first
-    wants_load: bool = False  # of pages in host memory, when it was last looked at
+    # Of its rank, if it wanted one of pages in host memory when it was last looked at.
+    loads: Loads | None = None
     num_loads: int = 0  # that had begun by then
     asked_disk: bool = False  # whether it has more of the prefix
     reading_disk: bool = False  # pages of its prefix are on their way from the disk

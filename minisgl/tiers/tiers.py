@@ -25,6 +25,7 @@ from minisgl.tiers.carriers.socket_pages import SocketPages
 from minisgl.tiers.disk.disk_moves import DiskMoves
 from minisgl.tiers.disk.page_files import PageFiles
 from minisgl.tiers.host.host_copies import HostCopies
+from minisgl.tiers.host.numbering import Numbering
 from minisgl.tiers.peers.page_exchange import PageExchange
 
 logger = logging.getLogger(__name__)
@@ -37,16 +38,17 @@ class Tiers:
         self,
         states: Sequence[LayerState],
         num_host_pages: int,
+        numbering: Numbering,
         lanes: Lanes,
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
         store: PageFiles | None = None,
         report: Callable[[float], None] = lambda fraction: None,
-        first_snapshot: int = 0,
+        rank: int = 0,
     ) -> None:
         """store: the disk. report: gets the fraction of host memory that is pinned.
-        first_snapshot: its index in a StateBySlot."""
-        copies = HostCopies(states, num_host_pages, lanes, make_lane, report, first_snapshot)
-        self.copies = copies
+        rank: this one, of those that divide the requests."""
+        self.copies = HostCopies(states, num_host_pages, numbering, lanes, make_lane, report)
+        self._rank = rank
         self._lanes = lanes
         self._make_lane = make_lane
         self._disk: DiskMoves | None = None
@@ -60,6 +62,9 @@ class Tiers:
         `done` is called for each on any thread, whatever goes wrong, but not after `close`.
         """
         for move in moves:
+            if move.rank != self._rank:
+                done(move.id, len(move.pages))
+                continue
             tier = self._disk if move.uses_disk else self._exchange
             assert tier is not None, "the tier of a move is there"
             tier.start(move, self.copies.before(move), done)
@@ -94,6 +99,7 @@ class Tiers:
         self._lanes.enter_thread()
         reason: object
         try:
+            assert self.copies.planes is not None, "there is one stage"
             return [DevicePages(self.copies.planes, self._lanes, self._make_lane)]
         except (PeerMemoryError, OSError) as error:
             reason = error

@@ -39,7 +39,7 @@ def step_cost(page_size: int, context: int) -> float:
         max_seq_len=context + NUM_STEPS + 8,
         max_prefill_length=1 << 30,
         max_queued_requests=NUM_REQUESTS,
-        parts=host_parts(None, 50),
+        parts=host_parts([], 50),
     )
     params = SamplingParams(ignore_eos=True)
     for index in range(NUM_REQUESTS):

@@ -53,11 +53,6 @@ from minisgl.errors import ConfigError, UnsupportedModelError
             r"--max-running-requests 3: each of 4 ranks attends for its own \(--dp-attention\); "
             "allowed: 4 or more$",
         ),
-        (
-            {"dp_attention": True, "tp": 2, "host_cache": 1.0, "disk_cache": "folder"},
-            r"--host-cache 1.0: each rank has other pages \(--dp-attention\), which go to no other "
-            "memory; allowed: 0$",
-        ),
         ({"max_prefill_length": 0}, "--max-prefill-length 0"),
         ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),
         ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),

@@ -145,6 +145,12 @@ async def test_pages_are_not_shared_without_a_host_cache_or_a_secret(
     async with AsyncEngine(windowed) as freeing:
         with pytest.raises(ConfigError, match=r"--whole-pages False: .* keep them whole"):
             await freeing.share_pages("127.0.0.1:0", always_load=False)
+    divided = load_engine(
+        case_of("llama3").folder, tp=2, dp_attention=True, num_pages=60, host_cache=0.01
+    )
+    async with AsyncEngine(divided) as by_request:
+        with pytest.raises(ConfigError, match="--dp-attention: each rank has pages of its"):
+            await by_request.share_pages("127.0.0.1:0", always_load=False)
     shared = await engine()
     async with shared:
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0: .* need a shared secret"):

@@ -148,6 +148,8 @@ def longer_than_window(case: Case) -> tuple[Case, list[int]]:
         ("gpt-oss", {}),
         ("gpt-oss", {"padded": 3}),
         ("gpt-oss", {"tp": 2}),
+        ("gpt-oss", {"pp": 2}),
+        ("gpt-oss", {"pp": 3, "max_running_requests": 2}),
         ("gemma4", {}),
         ("gemma4", {"max_prefill_length": 28, "max_running_requests": 2}),
     ],

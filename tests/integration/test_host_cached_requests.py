@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.divided_tiers import DP, check_own_tiers
 from support.fp8_kv import fp8_case
 from support.parity import (
     FEW_PAGES,
@@ -25,6 +27,7 @@ from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, short
 from minisgl.config import page_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
+from minisgl.kvcache.copies import LoadRule
 from minisgl.runner import load
 from minisgl.tiers.host import host_copies
 from minisgl.tiers.host.host_copies import HostCopies
@@ -60,7 +63,8 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
             layers = loaded.model.stages(config.pp)[-1]  # of rank 0
             facts = loaded.model.on_rank(config.tp).on_stage(layers)
             specs = config.whole_layers(facts.kv_specs(config.kv_dtype))
-            assert loads.num_bytes == loads.num_pages * page_bytes(specs, config.page_size)
+            bytes_each = page_bytes(specs, config.page_size)  # 0: of a stage without full layers
+            assert loads.num_bytes == loads.num_pages * bytes_each or not bytes_each
             assert 0 < stats.counters.num_host_tokens <= stats.counters.num_cached_tokens
 
     asyncio.run(run())
@@ -86,7 +90,7 @@ def test_pages_in_fp8_survive_host_memory() -> None:
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("option", [{}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("option", [{}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_pages_of_windowed_layers_survive_host_memory(option: dict[str, Any]) -> None:
     """Where retracted requests, too, go on behind what is loaded."""
     check_rounds(short_case_of("gpt-oss"), max_running_requests=2, **option)
@@ -105,6 +109,48 @@ def test_a_host_tier_smaller_than_the_device_gives_the_reference_tokens() -> Non
 @pytest.mark.parametrize("option", ["tp", "pp"])
 def test_each_of_two_ranks_keeps_its_part(option: str) -> None:
     check_rounds(short_case_of("llama3"), **{option: 2})
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama3", {}),
+        ("gpt-oss", {"max_running_requests": 4, "max_prefill_length": 7}),
+        ("llama3", {"pp": 2, "padded": 8}),
+    ],
+    ids=str,
+)
+def test_each_rank_that_divides_requests_has_host_memory_of_its_own(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    check_own_tiers(short_case_of(name), **options)
+
+
+def test_a_request_that_its_rank_retracts_loads_what_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    case = short_case_of("llama3")
+
+    async def run() -> None:
+        options = {**EVERYTHING, **DP, "num_pages": 26, "host_cache": HOST_GB}
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            params = [greedy(NUM_TOKENS)] * len(case.prompts)
+            await count_excused(engine, case, await batch(engine, case.prompts, params))
+            assert engine.stats().counters.num_retractions > 0
+            caches = engine._scheduler.kv.of_ranks
+            assert sum(cache.loads.num_begun for cache in caches) > 0
+
+    asyncio.run(run())
+
+
+def test_ranks_that_divide_requests_share_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    check_own_tiers(short_case_of("llama3"), disk=str(tmp_path / "disk"))
 
 
 @pytest.mark.usefixtures("slow")

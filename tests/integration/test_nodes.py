@@ -26,6 +26,7 @@ from minisgl import LLM
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.kvcache.copies import LoadRule
 from minisgl.lora.files import AdapterError
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.request import SamplingParams
@@ -125,6 +126,33 @@ async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_
         assert found == await tokens(alone)
         assert adapted == await adapted_tokens(alone, tmp_path / "adapter")
     assert len({*map(tuple, adapted)}) == 2
+
+
+async def test_a_rank_of_another_node_tells_of_its_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    """Of requests of its own, which would wait for ever otherwise."""
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    few = {"page_size": 4, "num_pages": 40, "host_cache": 0.05, "dp_attention": True}
+    script = tmp_path / "actor.py"
+    given = ", ".join(f"{name}={value}" for name, value in few.items())
+    script.write_text(ACTOR.format(option=f"{given}, tp", port=port))
+    prompts = [[*range(first, first + 100)] for first in (5, 200)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found: list[list[list[int]]] = []
+    with program(tmp_path, str(script)) as other:
+        async with await demo_engine(tp=2, nnodes=2, master_port=port, **few) as engine:
+            for asked in (prompts, [[3] * 148, [4] * 148], prompts):
+                streams = [engine.submit(prompt, params) for prompt in asked]
+                for stream in streams:
+                    async for _ in stream:
+                        engine.audit()
+                found.append([stream.request.output_token_ids for stream in streams])
+            assert all(cache.loads.num_begun for cache in engine._scheduler.kv.of_ranks)
+            assert engine.stats().counters.num_host_tokens > 100
+        assert other.process.wait() == 0, other.log
+    assert found[0] == found[2]
 
 
 @pytest.fixture

@@ -41,9 +41,12 @@ class Model:
         self.kv = RankCaches(
             [
                 KVCacheManager(
-                    num_pages=self.num_pages, page_size=self.page_size, cache_type="radix"
+                    num_pages=self.num_pages,
+                    page_size=self.page_size,
+                    cache_type="radix",
+                    rank=rank,
                 )
-                for _ in range(self.num_ranks)
+                for rank in range(self.num_ranks)
             ],
             self.num_slots,
         )
@@ -78,7 +81,7 @@ class Model:
             assert evicts or num >= self.longest(self.left[rank], tokens, namespace)
         in_use = [self.in_use(rank) for rank in range(self.num_ranks)]
         assert self.kv.match(*asked) == max(found)
-        lease = self.kv.acquire(*asked)
+        lease = self.kv.best_for(*asked).acquire(*asked)
         assert lease.rank in ranks and len(lease.pages) * self.page_size == found[lease.rank]
         for rank in ranks:
             more = in_use[lease.rank] - in_use[rank]

@@ -35,6 +35,7 @@ from support.state_cases import (
 from transformers import AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
+from minisgl.config import slot_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, MinisglError
 from minisgl.kernels.gated_delta import reference
@@ -196,6 +197,33 @@ def test_states_survive_a_restart(
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     monkeypatch.setattr(load, "NgramDrafter", drafter_of(case()))
     check_restart(case(), tmp_path / "disk", **drafts)
+
+
+def test_stages_load_snapshots_that_take_more_pages_on_one_than_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of which the device has lost some, with their pages."""
+    monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
+    states = read_model_config(case().folder).facts().states
+    few = {"num_pages": 79, "page_size": 2, "max_seq_len_override": 156, "max_running_requests": 2}
+    options = {"host_cache": 0.02, "state_cache": 8.01 * slot_bytes(states) / 1e9, "pp": 2, **few}
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case().folder, **options)) as engine:
+            for asked in range(2):
+                cached: list[int] = []
+                for token in range(8 * asked):  # they push out pages and snapshots
+                    await batch(engine, [[token] * 140], [greedy(1)])
+                for prompt, wanted in zip(case().prompts, case().runs, strict=True):
+                    (output,) = await batch(engine, [prompt], [greedy(NUM_TOKENS)])
+                    assert output.token_ids == wanted.token_ids, "a token differs"
+                    cached.append(output.num_cached_tokens)
+            assert cached == [(length - 1) // 2 * 2 for length in LENGTHS]
+            assert engine.stats().counters.num_host_tokens > NUM_SHARED
+            snapshots = engine._scheduler.kv.snapshots
+            assert snapshots is not None and len(snapshots.indices) > 1
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", MODELS)

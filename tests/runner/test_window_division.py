@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.resolving import GPU, MODEL, resolved
 
-from minisgl.config import AttentionSpec, LayerSpec, ResolvedConfig, page_bytes
-from minisgl.runner.memory import divide_pages
+from minisgl.config import AttentionSpec, LayerSpec, ResolvedConfig, StateSpec, page_bytes
+from minisgl.runner.memory import HostPages, divide_pages
 
 FULL = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=64, scale=0.125)
 WINDOWED = replace(FULL, window=128)
@@ -82,3 +82,38 @@ def test_where_all_layers_have_a_window_full_pages_are_only_numbers() -> None:
     num_full, num_windowed = divided(config, 20_000, WINDOWED, WINDOWED)
     assert 19_980 < num_windowed <= 20_000
     assert num_full == 1 + num_windowed // 10 * (8192 // 16)
+
+
+STATE = StateSpec(((4, 8, 9),), ("float32",), num_heads=4)
+
+
+def host_pages(
+    *layers: AttentionSpec | StateSpec, others: tuple[int, int] = (1, 1), **options: Any
+) -> HostPages:
+    """Of a stage with these layers. others: pages that the other stages need for a snapshot, and
+    for a page of windowed layers."""
+    config = options_for(FULL, WINDOWED, host_cache=0.1, **options)
+    specs: list[LayerSpec] = [
+        spec if isinstance(spec, StateSpec) else spec.kv("bfloat16") for spec in layers
+    ]
+    pipeline = Others([-num for num in others])
+    return HostPages.agreed(config, specs, pipeline)  # type: ignore[arg-type]
+
+
+def test_stages_agree_on_the_pages_of_host_memory_that_states_and_windows_take() -> None:
+    each, of_state = page_bytes([FULL.kv("bfloat16")], 16), STATE.bytes_per_slot
+    assert each == 16384 and of_state == 1152
+    assert host_pages(FULL, WINDOWED) == HostPages(each, 1, 1)
+    assert host_pages(FULL, *[WINDOWED] * 3) == HostPages(each, 1, 3)
+    assert host_pages(FULL, FULL, *[WINDOWED] * 3) == HostPages(2 * each, 1, 2)
+    assert host_pages(FULL, *[STATE] * 15) == HostPages(each, 2, 1)
+    assert host_pages(FULL, WINDOWED, STATE, others=(7, 5)) == HostPages(each, 7, 5)
+    assert host_pages(FULL, WINDOWED, whole_pages=True) == HostPages(2 * each, 1, 1)
+
+
+def test_pages_of_a_stage_without_full_layers_are_as_large_as_its_parts() -> None:
+    each, of_state = page_bytes([FULL.kv("bfloat16")], 16), STATE.bytes_per_slot
+    assert host_pages(WINDOWED, WINDOWED) == HostPages(2 * each, 1, 1)
+    assert host_pages(WINDOWED, WINDOWED, others=(1, 3)) == HostPages(-(-2 * each // 3), 1, 3)
+    assert host_pages(STATE, others=(5, 1)) == HostPages(-(-of_state // 5), 5, 1)
+    assert host_pages() == HostPages(1, 1, 1)

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from support.draft_policies import speculation_of
 from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_after, without
 from support.fake_runner import (
+    RANK_PAGES,
     FakeDisk,
     FakeRunner,
     copies_of,
+    copies_of_ranks,
     expected_output,
     masked_slots,
     mix,
@@ -36,7 +38,7 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
-from minisgl.kvcache.moves import Place
+from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
@@ -149,6 +151,7 @@ class Harness:
                 pages_each=self.window_pages_each,
             )
             num_window_pages = self.num_window_pages or 1 + sizes.span + sizes.spare
+        moves = Moves()
         caches = [
             KVCacheManager(
                 num_pages=self.num_pages,
@@ -164,8 +167,10 @@ class Harness:
                 pages_each=self.pages_each,
                 num_window_pages=num_window_pages,
                 window_sizes=sizes,
+                rank=rank,
+                moves=moves,
             )
-            for _ in range(self.num_ranks)
+            for rank in range(self.num_ranks)
         ]
         slots_each = self.num_slots // self.num_ranks
         kv = caches[0] if self.num_ranks == 1 else RankCaches(caches, slots_each)
@@ -182,12 +187,14 @@ class Harness:
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
             parts=host_parts(
-                kv.tiers if self.num_host_pages else None, 50, max_loras=self.max_loras
+                [cache.tiers for cache in caches] if self.num_host_pages else [],
+                50,
+                max_loras=self.max_loras,
             ),
         )
-        self.num_granted = 0  # pages for rows since the last plan
+        self.num_granted = [0] * self.num_ranks  # pages for rows since the last plan
         self.short: set[int] = set()  # ranks that had too few for their rows since then
-        self.loading: dict[int, int] = {}  # pages of each load on its way
+        self.loading: dict[tuple[int, int], int] = {}  # pages of each rank's loads on their way
         for cache in caches:
             self._count_granted(cache)
         self.runner = FakeRunner(
@@ -218,7 +225,7 @@ class Harness:
 
         def counting(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
             pages = reserve(lease, num_tokens, **joins)
-            self.num_granted += 0 if joins or pages is None else len(pages)
+            self.num_granted[kv.rank] += 0 if joins or pages is None else len(pages)
             if pages is None and not joins:
                 self.short.add(lease.rank)
             return pages
@@ -264,14 +271,15 @@ class Harness:
         for running in self.scheduler._slots.by_id.values():
             self.slot_namespaces[running.slot] = running.request.namespace
             starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
-        if copies_of(plan) is not None:
-            for page, host_page in copies_of(plan).offloads:
+        for rank, copies in enumerate(copies_of_ranks(plan)):
+            first = RANK_PAGES * rank
+            for page, host_page in copies.offloads:
                 if page < self.num_pages:
-                    self.host_namespaces[host_page] = self.page_namespaces[page]
-            for load in copies_of(plan).loads:
+                    self.host_namespaces[first + host_page] = self.page_namespaces[first + page]
+            for load in copies.loads:
                 pages = [page for page in load.pages if page < self.num_pages]
                 for host_page, page in zip(load.host_pages, pages, strict=False):
-                    self.page_namespaces[page] = self.host_namespaces[host_page]
+                    self.page_namespaces[first + page] = self.host_namespaces[first + host_page]
         joined = {join.slot for join in plan.joins}
         for grant in (grant for grant in plan.grants if not grant.windowed):
             namespace = self.slot_namespaces[grant.slot]
@@ -290,30 +298,32 @@ class Harness:
 
     def check_offloads(self, plan: StepPlan) -> None:
         """A plan with decode rows offloads no more than it may, beside as many as they take."""
-        granted, self.num_granted = self.num_granted, 0
-        if self.offloads_per_plan is None or copies_of(plan) is None or not plan.decode_slots:
+        granted, self.num_granted = self.num_granted, [0] * self.num_ranks
+        if self.offloads_per_plan is None or not plan.decode_slots:
             return
         # Requests that were to join a plan that was empty join this one.
         joined = {join.slot for join in plan.joins}
-        mine = (each for each in plan.grants if each.slot in joined and not each.windowed)
-        granted += sum(len(each.pages) for each in mine)
+        for each in (each for each in plan.grants if each.slot in joined and not each.windowed):
+            granted[self.runner.rank_of(each.slot)] += len(each.pages)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
         each = 1 + (0 if self.num_snapshots is None else self.pages_each)
         each += 0 if self.window is None else self.window_pages_each
-        assert len(copies_of(plan).offloads) <= granted * each + max(most, piece, each)
+        for rank, copies in enumerate(copies_of_ranks(plan)):
+            assert len(copies.offloads) <= granted[rank] * each + max(most, piece, each)
 
     def check_loads(self, plan: StepPlan) -> None:
         """None begins while others keep the lane busy."""
-        copies = copies_of(plan)
-        if self.max_loading is None or copies is None:
+        if self.max_loading is None:
             return
-        for load in copies.awaits:  # it has landed, or nobody wants it any more
-            self.loading.pop(load, None)
-        for load in copies.loads:
-            assert sum(self.loading.values()) < self.max_loading
-            self.loading[load.id] = len(load.pages)
+        for rank, copies in enumerate(copies_of_ranks(plan)):
+            for load in copies.awaits:  # it has landed, or nobody wants it any more
+                self.loading.pop((rank, load), None)
+            for load in copies.loads:
+                on_rank = [num for (of_rank, _), num in self.loading.items() if of_rank == rank]
+                assert sum(on_rank) < self.max_loading
+                self.loading[rank, load.id] = len(load.pages)
 
     def check_shares(self, plan: StepPlan, had: Counter[str]) -> None:
         """No client that something joins for has more than its share of what the others left."""
@@ -349,8 +359,9 @@ class Harness:
         """Let the oldest load in flight land, or this one."""
         load = load or min(self.runner.in_flight)
         self.runner.land(load)
-        self.loading.pop(load, None)
-        self.scheduler.kv.loads.landed(load)
+        for rank, cache in enumerate(self.scheduler.kv.of_ranks):
+            self.loading.pop((rank, load), None)
+            cache.loads.landed(load)
         self.scheduler.audit()
 
     def moved(self, move: int, num_pages: int) -> None:
@@ -360,7 +371,8 @@ class Harness:
     def end_move(self, index: int = 0) -> None:
         """Let the oldest move end, or another one."""
         move, _ = self.runner.moves[index]
-        for key, host_page in zip(move.keys, move.pages, strict=True):
+        for key, of_rank in zip(move.keys, move.pages, strict=True):
+            host_page = RANK_PAGES * move.rank + of_rank
             if move.target is Place.DISK:
                 self.disk_namespaces[key] = self.host_namespaces.get(host_page, b"")
             elif key in self.disk_namespaces:
@@ -1359,8 +1371,9 @@ def store_all(harness: Harness) -> None:
         harness.in_flight.append(runner.launch(plan))
         harness.check_namespaces(plan)
         harness.settle()
-    assert kv.disk is not None
-    kv.disk.store_all()
+    for cache in kv.of_ranks:
+        assert cache.disk is not None
+        cache.disk.store_all()
     runner.move(kv.moves.take(), harness.moved)
     while runner.moves:
         harness.end_move()
@@ -1658,7 +1671,7 @@ class Neighbour:
             self.check_lent()
         elif kind == 1 and (transit := kv.tiers.transits.copy_out(*place)) is not None:
             self.lent.append((transit, prefix))
-            self.harness.num_granted += len(transit.pages)  # the next plan copies them, too
+            self.harness.num_granted[0] += len(transit.pages)  # the next plan copies them, too
         elif kind == 2:
             first = kv.match(*place) // kv.page_size
             num_pages = (place[1] - 1) // kv.page_size - first
@@ -2123,31 +2136,36 @@ def test_the_place_of_an_adapter_that_was_unloaded_goes_first() -> None:
 # -- ranks that divide the requests ----------------------------------------------------------------
 
 
-def schedule_of_ranks(seed: int) -> Harness:
+def schedule_of_ranks(seed: int, **tiers: Any) -> Harness:
     """Runs random requests on ranks that divide them."""
     rng = random.Random(seed)
-    num_ranks = rng.choice([2, 2, 3, 4])
-    keeps_states = rng.random() < 0.4
+    num_ranks = 2 if tiers else rng.choice([2, 2, 3, 4])
+    groups = mixture(rng) if tiers and rng.random() < 0.5 else {}
+    if not tiers and rng.random() < 0.4:
+        # A run that is shortened has no state.
+        groups = {"num_snapshots": rng.choice([0, 1, 2, 5, 100]), "max_run": 1}
     harness = cramped_harness(
         rng,
         seed,
-        cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
+        cache_type="radix" if tiers else rng.choice(["radix", "radix", "radix", "naive"]),
         num_slots=num_ranks * rng.choice([1, 2, 4, 6]),
         client_share=rng.choice([1.0, 0.9, 0.5]),
-        num_snapshots=rng.choice([0, 1, 2, 5, 100]) if keeps_states else None,
         num_ranks=num_ranks,
         max_prefill_length=rng.choice([3, 64, 64]),
         conservativeness=rng.choice([0.01, 0.01, 0.1, 1.0]),  # so low that many are retracted
-        **({"max_run": 1} if keeps_states else {}),  # a run that is shortened has no state
+        **groups,
+        **tiers,
     )
     # A request fits a rank. Of those with long outputs, more than fit have begun.
     longest, lengths = rng.choice([(15, (0, 4, 20)), (30, (0, 4))])
+    if tiers:
+        longest, lengths = 6, (20,)
     waiting = random_requests(
         rng,
-        30,
+        60 if tiers else 30,
         longest=longest,
         num_clients=rng.choice([0, 0, 2]),
-        num_prefixes=rng.randint(2, 5),
+        num_prefixes=rng.randint(6, 12) if tiers else rng.randint(2, 5),  # more than ranks hold
         prefix_lengths=lengths,
         masked=rng.choice([0, 0, 0.3]),
     )
@@ -2161,6 +2179,23 @@ def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: 
     """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
     at each cache by itself, and at whose slots and pages a request has."""
     schedule_of_ranks(seed)
+
+
+def tiers_of_ranks(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    return {
+        "num_host_pages": rng.choice([20, 100, 300]),
+        "offloads_per_plan": rng.choice([None, 1, 2, 5]),
+        "max_loading": rng.choice([None, 1, 5]),
+        "disk": rng.choice([None, None, FakeDisk()]),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_of_ranks_with_tiers_gives_the_same_tokens(seed: int) -> None:
+    """Of any mixture of groups. Each rank has host pages and loads of its own; all share a disk."""
+    schedule_of_ranks(seed, **tiers_of_ranks(seed))
 
 
 def test_such_schedules_have_all_that_may_come_to_a_rank() -> None:

@@ -87,9 +87,16 @@ def masked_slots(plan: StepPlan) -> tuple[int, ...]:
     return () if masked is None else masked.slots
 
 
-def copies_of(plan: StepPlan) -> Copies | None:
+def copies_of_ranks(plan: StepPlan) -> Sequence[Copies]:
     planned = plan.part(CopyPlan)
-    return None if planned is None else planned.copies
+    return () if planned is None else planned.of_ranks
+
+
+def copies_of(plan: StepPlan) -> Copies | None:
+    """Of the only rank."""
+    found = copies_of_ranks(plan)
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 @dataclass
@@ -165,8 +172,9 @@ class FakeRunner:
         self.dropped: set[int] = set()  # adapters
         self._adapter_of: dict[int, int] = {}  # of each slot: 1 + the place, or 0
         self._cells: dict[tuple[int, int], int] = {}
-        self._host: dict[int, list[int]] = {}
+        self._host: dict[int, list[int]] = {}  # those of each rank as `first_page` has it
         self.in_flight: dict[int, Load] = {}  # loads
+        self._rank_of_load: dict[int, int] = {}
         self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
         self.num_copied = [0, 0]  # pages that were offloaded, and loaded
         self.disk = FakeDisk()
@@ -180,10 +188,10 @@ class FakeRunner:
         self._forwarded = None
         if plan.step in self.fail_at:
             raise RuntimeError(f"step {plan.step} was told to fail")
-        copies = copies_of(plan)
-        if copies is not None:
-            self._copy(copies)
-            self._loads_of[plan.step] = copies.loads
+        of_ranks = copies_of_ranks(plan)
+        for rank, copies in enumerate(of_ranks):
+            self._copy(copies, rank)
+        self._loads_of[plan.step] = tuple(load for each in of_ranks for load in each.loads)
         adapted = plan.part(AdapterPlan)
         if adapted is not None:
             self._adapter_of |= dict(adapted.changes)
@@ -255,60 +263,67 @@ class FakeRunner:
         decoding = (self._slots[slot].join.takes_drafts for slot in plan.decode_slots)
         return [takes * (plan.max_run - 1) for takes in decoding] + [0] * plan.num_chunk_samples
 
-    def _copy(self, copies: Copies) -> None:
+    def _copy(self, copies: Copies, rank: int) -> None:
+        first = RANK_PAGES * rank
         for load_id in copies.awaits:
             self.land(load_id)
         self.num_copied[0] += len(copies.offloads)
-        for page, host_page in copies.offloads:
+        for page, of_rank in copies.offloads:
+            host_page = first + of_rank
             if page >= self.first_window_part:
                 window_page, part = self._window_part(page)
-                cells = [self._window_cells.get(cell, -1) for cell in self._cells_of(window_page)]
+                window_cells = self._cells_of(first + window_page)
+                cells = [self._window_cells.get(cell, -1) for cell in window_cells]
                 self._host[host_page] = [*cells, part]
                 continue
             if page >= self.first_part:
                 part, snapshot = self._part(page)
-                state = self._snapshots[0, snapshot]
+                state = self._snapshots[rank, snapshot]
                 self._host[host_page] = [*state, part][:3]
                 continue
-            cells = [self._cells.get((page, place), -1) for place in range(self.page_size)]
+            cells = [self._cells.get(cell, -1) for cell in self._cells_of(first + page)]
             self._host[host_page] = cells
         for load in copies.loads:
             self.num_copied[1] += len(load.pages)
-            self.in_flight[load.id] = load
+            self.in_flight[load.id], self._rank_of_load[load.id] = load, rank
             for page in load.pages:
                 if page >= self.first_window_part:
-                    cells_of = self._cells_of(self._window_part(page)[0])
+                    cells_of = self._cells_of(first + self._window_part(page)[0])
                     self._window_cells |= dict.fromkeys(cells_of, -1)
                     continue
                 if page >= self.first_part:
-                    self._snapshots[0, self._part(page)[1]] = (-1, -1)
+                    self._snapshots[rank, self._part(page)[1]] = (-1, -1)
                     continue
-                self._cells |= {(page, place): -1 for place in range(self.page_size)}
+                self._cells |= dict.fromkeys(self._cells_of(first + page), -1)
 
     def land(self, load_id: int) -> None:
         """Write what a load brings, unless it has landed."""
         load = self.in_flight.pop(load_id, None)
         if load is not None:
             parts: dict[int, list[int]] = {}  # of pages of windowed layers, that have come
-            for host_page, page in zip(load.host_pages, load.pages, strict=True):
+            rank = self._rank_of_load[load_id]
+            first = RANK_PAGES * rank
+            for of_rank, page in zip(load.host_pages, load.pages, strict=True):
+                host_page = first + of_rank
                 if page >= self.first_window_part:
                     window_page, part = self._window_part(page)
                     *cells, same = self._host[host_page]
                     assert part == same, "parts are mixed up"
                     parts.setdefault(window_page, []).append(part)
-                    self._window_cells |= zip(self._cells_of(window_page), cells, strict=True)
+                    of_page = self._cells_of(first + window_page)
+                    self._window_cells |= zip(of_page, cells, strict=True)
                     continue
                 if page >= self.first_part:
                     part, snapshot = self._part(page)
                     advanced, by_rows, same = self._host[host_page]
-                    assert part == same and self._snapshots[0, snapshot] in (
+                    assert part == same and self._snapshots[rank, snapshot] in (
                         (-1, -1),
                         (advanced, by_rows),
                     ), "parts of different snapshots are joined"
-                    self._snapshots[0, snapshot] = advanced, by_rows
+                    self._snapshots[rank, snapshot] = advanced, by_rows
                     continue
                 for place, value in enumerate(self._host[host_page]):
-                    self._cells[page, place] = value
+                    self._cells[first + page, place] = value
             assert all(len(each) == self.window_pages_each for each in parts.values())
 
     def _window_part(self, number: int) -> tuple[int, int]:
@@ -411,7 +426,8 @@ class FakeRunner:
         """Do a move that is under way."""
         move, done = self.moves.pop(index)
         num_pages = 0
-        for key, host_page in zip(move.keys, move.pages, strict=True):
+        for key, of_rank in zip(move.keys, move.pages, strict=True):
+            host_page = RANK_PAGES * move.rank + of_rank
             if move.target is Place.DISK:
                 self.disk.pages[key] = self._host[host_page]
                 self.disk.forgotten.discard(key)

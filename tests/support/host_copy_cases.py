@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from minisgl.attention.state import PagedKV
+from minisgl.attention.state import LayerState, PagedKV, StateBySlot
 from minisgl.device.copy_lanes import CopyLane, CopyMark
 from minisgl.device.lanes import Lanes
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.tiers.host.host_copies import HostCopies
+from minisgl.tiers.host.numbering import Numbering
 
 NUM_PAGES, NUM_HOST_PAGES = 40, 30
 
@@ -19,6 +20,23 @@ NUM_PAGES, NUM_HOST_PAGES = 40, 30
 def cache_of(device: torch.device, page_size: int = 4, head_dim: int = 16) -> list[PagedKV]:
     shape = (NUM_PAGES, page_size, 2, head_dim)
     return [PagedKV(*(torch.zeros(shape, device=device) for _ in "kv")) for _ in range(3)]
+
+
+def numbering_of(states: Sequence[LayerState], first_snapshot: int = 0) -> Numbering:
+    """Of a model without stages, whose full layers have a page of host memory."""
+    paged = [each for each in states if isinstance(each, PagedKV)]
+    whole, windowed = (
+        [plane for each in paged if each.windowed == kind for plane in each.planes]
+        for kind in (False, True)
+    )
+    tensors = [each for state in states if isinstance(state, StateBySlot) for each in state.tensors]
+    page_bytes = sum(plane[0].nbytes for plane in whole)
+    sizes = (sum(each[0].nbytes for each in kind) for kind in (tensors, windowed))
+    state_parts, window_parts = (max(1, -(-size // page_bytes)) for size in sizes)
+    num_snapshots = len(tensors[0]) - first_snapshot if tensors else 0
+    return Numbering(
+        page_bytes, len(whole[0]), num_snapshots, first_snapshot, state_parts, window_parts
+    )
 
 
 def write(kv: list[PagedKV], page: int, value: float) -> None:
@@ -40,7 +58,7 @@ def check_copies(device: torch.device, make_lane: Callable[[Lanes], CopyLane]) -
     lanes, rng = Lanes(device), random.Random(0)
     kv = cache_of(device)
     lanes.synchronize()
-    cache = HostCopies(kv, NUM_HOST_PAGES, lanes, make_lane)
+    cache = HostCopies(kv, NUM_HOST_PAGES, numbering_of(kv), lanes, make_lane)
     free = list(range(1, NUM_PAGES))
     host: dict[int, float] = {}  # what each host page holds
     in_flight: dict[int, tuple[Load, list[float]]] = {}  # and what it brings

@@ -25,7 +25,7 @@ from support.device_page_cases import (
     random_planes,
     some_pages,
 )
-from support.host_copy_cases import cache_of, holds, write
+from support.host_copy_cases import cache_of, holds, numbering_of, write
 from support.slow_lanes import SlowLane
 from support.waiting import LIMIT_S
 
@@ -334,7 +334,7 @@ def test_a_host_cache_transfers_pages_of_the_device_after_all_that_was_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = [cache_of(CPU), cache_of(CPU)]
-    caches = [Tiers(kv, 12, Lanes(CPU), SlowLane) for kv in memory]
+    caches = [Tiers(kv, 12, numbering_of(kv), Lanes(CPU), SlowLane) for kv in memory]
     listening = [
         cache.listen(str(tmp_path / name), b"", 0) for cache, name in zip(caches, "ab", strict=True)
     ]
@@ -364,8 +364,14 @@ def test_pages_are_sent_after_the_loads_that_fill_them_on_this_rank(
     gate, was_put = threading.Event(), threading.Event()
     gate.set()
     memory = [cache_of(CPU), cache_of(CPU)]
-    sender = Tiers(memory[0], 12, Lanes(CPU), type("Lane", (SlowLane,), {"gate": gate}))
-    receiver = Tiers(memory[1], 12, Lanes(CPU))
+    sender = Tiers(
+        memory[0],
+        12,
+        numbering_of(memory[0]),
+        Lanes(CPU),
+        type("Lane", (SlowLane,), {"gate": gate}),
+    )
+    receiver = Tiers(memory[1], 12, numbering_of(memory[1]), Lanes(CPU))
     write(memory[0], 1, 5.0)
     sender.copies.queue(Copies(offloads=((1, 3),)))()
     gate.clear()
@@ -407,7 +413,7 @@ def test_without_memory_to_share_only_host_pages_are_transferred(
         raise error
 
     monkeypatch.setattr(FileSharing, "share", fail)
-    cache = Tiers(cache_of(CPU), 12, Lanes(CPU))
+    cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
     assert not cache.listen(str(tmp_path / "a"), b"", 0).is_direct
     (line,) = caplog.records
     assert "come through host memory" in line.message
@@ -425,14 +431,14 @@ def test_engines_that_share_pages_by_tcp_allocate_nothing_for_the_straight_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FileSharing, "share", lambda *_: pytest.fail("it was allocated"))
-    cache = Tiers(cache_of(CPU), 12, Lanes(CPU))
+    cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
     assert not cache.listen("127.0.0.1:0", b"", 0).is_direct
     cache.close()
 
 
 def test_an_address_that_cannot_be_had_leaves_no_memory_behind(tmp_path: Path) -> None:
     before = open_files()
-    cache = Tiers(cache_of(CPU), 12, Lanes(CPU))
+    cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
     with pytest.raises(OSError):
         cache.listen(str(tmp_path / "nowhere" / "a"), b"", 0)
     assert open_files() <= before  # threads of tests before this one may close theirs

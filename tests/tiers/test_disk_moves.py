@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.host_copy_cases import cache_of, holds, write
+from support.host_copy_cases import cache_of, holds, numbering_of, write
 from support.slow_lanes import SlowLane
 
 from minisgl.config import EngineConfig
@@ -39,7 +39,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def make(folder: Path) -> Tiers:
     store = PageFiles(folder, bytes(32), PAGE_BYTES, 1 << 30)
-    return Tiers(cache_of(CPU), 12, Lanes(CPU), SlowLane, store)
+    return Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU), SlowLane, store)
 
 
 def test_transfers_wait_for_the_copies_of_their_pages(
@@ -47,7 +47,7 @@ def test_transfers_wait_for_the_copies_of_their_pages(
 ) -> None:
     kv, ends = cache_of(CPU), Ends()
     store = PageFiles(tmp_path, bytes(32), PAGE_BYTES, 1 << 30)
-    cache = Tiers(kv, 12, Lanes(CPU), SlowLane, store)
+    cache = Tiers(kv, 12, numbering_of(kv), Lanes(CPU), SlowLane, store)
 
     def move(*moves: Move) -> None:
         cache.move(moves, lambda *end: ends.put(end))

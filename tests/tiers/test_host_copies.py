@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.host_copy_cases import cache_of, check_copies, holds, write
+from support.host_copy_cases import cache_of, check_copies, holds, numbering_of, write
 from support.slow_lanes import SlowLane
 
 from minisgl.config import EngineConfig, memory_bytes, resolve
@@ -60,7 +60,7 @@ def test_a_load_waits_for_the_offload_of_its_own_pages_only() -> None:
 
     made: list[SlowLane] = []
     kv = cache_of(CPU)
-    cache = HostCopies(kv, 10, Lanes(CPU), make_lane)
+    cache = HostCopies(kv, 10, numbering_of(kv), Lanes(CPU), make_lane)
     gates[0].set()
     gates[1].set()
     write(kv, 1, 5.0)
@@ -115,7 +115,7 @@ def test_no_piece_is_staged_over_one_that_has_not_been_copied(
 
 
 def test_awaiting_a_load_that_never_began_does_nothing() -> None:
-    cache = HostCopies(cache_of(CPU), 10, Lanes(CPU))
+    cache = HostCopies(kv := cache_of(CPU), 10, numbering_of(kv), Lanes(CPU))
     assert cache.queue(Copies(awaits=(7,)))() == {}
 
 
@@ -126,7 +126,7 @@ def test_a_load_is_awaited_though_the_next_one_of_its_plan_could_not_begin() -> 
         def hold_compute(self, mark: CopyMark) -> None:
             held.append(mark)
 
-    cache = HostCopies(cache_of(CPU), 10, Lanes(CPU), lambda lanes: Lane())
+    cache = HostCopies(kv := cache_of(CPU), 10, numbering_of(kv), Lanes(CPU), lambda lanes: Lane())
     first, second = Load(1, (3,), (5,)), Load(2, (3, 4), (6,))  # which lacks a page
     with pytest.raises(ValueError, match="zip"):
         cache.queue(Copies(loads=(first, second)))()
@@ -212,7 +212,7 @@ def test_memory_is_not_pinned_any_more_if_the_start_is_given_up(
 def test_loads_are_timed_without_harm_to_any_page() -> None:
     kv = cache_of(CPU)
     write(kv, 1, 3.0)
-    cache = HostCopies(kv, 10, Lanes(CPU), lambda lanes: HostCopyLane())
+    cache = HostCopies(kv, 10, numbering_of(kv), Lanes(CPU), lambda lanes: HostCopyLane())
     rule = cache.measure(compute_s=7.0)
     assert rule.load_s > 0 and rule.compute_s == 7.0 and rule.delay_s >= 0
     assert rule.pays(2, 2) and not cache.measure(compute_s=0.0).pays(2, 2)
@@ -232,9 +232,9 @@ def test_gigabytes_become_pages_over_all_ranks() -> None:
     assert resolved() == 0
     assert resolved(host_cache=0.1) == int(0.1e9) // page
     layers = facts.kv_specs("float32")
-    assert 300 << 20 < staging_bytes(layers, 16, 10**9) <= 5 * host_copies.PIECE_BYTES
+    assert 300 << 20 < staging_bytes(page, 10**9) <= 5 * host_copies.PIECE_BYTES
     for num_host_pages in (10, 23, 1000):
-        staged = staging_bytes(layers, 16, num_host_pages) // page
+        staged = staging_bytes(page, num_host_pages) // page
         assert staged <= num_host_pages
         assert offloads_per_plan(layers, 16, num_host_pages) == staged * 3 // 5
     assert offloads_per_plan(layers, 16, 1) == 3

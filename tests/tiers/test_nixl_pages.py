@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_nixl import FakeAgents
-from support.host_copy_cases import cache_of, holds, write
+from support.host_copy_cases import cache_of, holds, numbering_of, write
 from support.waiting import wait_until
 
 from minisgl.device.lanes import Lanes
@@ -323,7 +323,7 @@ def test_a_host_cache_lets_nixl_read_its_slabs(
     monkeypatch.setattr(nixl_pages, "_make_agent", agents.make)
     cpu = torch.device("cpu")
     memory = [cache_of(cpu), cache_of(cpu)]
-    caches = [Tiers(kv, 12, Lanes(cpu)) for kv in memory]
+    caches = [Tiers(kv, 12, numbering_of(kv), Lanes(cpu)) for kv in memory]
     peers, _ = [
         cache.listen(f"{tmp_path}/{name}", b"", 0).ranks
         for cache, name in zip(caches, "ab", strict=True)

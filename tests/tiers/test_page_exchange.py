@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.host_copy_cases import cache_of, holds, write
+from support.host_copy_cases import cache_of, holds, numbering_of, write
 from support.slow_lanes import SlowLane
 from support.waiting import LIMIT_S
 
@@ -173,7 +173,10 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     cpu = torch.device("cpu")
     memory = [cache_of(cpu), cache_of(cpu)]
     lanes = [type("Lane", (SlowLane,), {"gate": gate}) for gate in gates]
-    caches = [Tiers(kv, 12, Lanes(cpu), lane) for kv, lane in zip(memory, lanes, strict=True)]
+    caches = [
+        Tiers(kv, 12, numbering_of(kv), Lanes(cpu), lane)
+        for kv, lane in zip(memory, lanes, strict=True)
+    ]
     for gate in gates:
         gate.set()
     addresses = [

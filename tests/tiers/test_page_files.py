@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.resolving import resolved
 
+from minisgl.config import StateSpec
 from minisgl.errors import ConfigError
 from minisgl.tiers.disk import page_files
-from minisgl.tiers.disk.disk_cache import check_folder
+from minisgl.tiers.disk.disk_cache import check_folder, open_store
 from minisgl.tiers.disk.page_files import PageFiles
 
 PAGE = 1000
@@ -51,6 +53,27 @@ def get(files: PageFiles, *indices: int) -> int:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_what_another_rank_has_just_written_is_read(tmp_path: Path) -> None:
+    """As the index of rank 0 may say before this one has looked again."""
+    first, second = store(tmp_path), store(tmp_path)
+    assert put(first, 0, 1, 2)
+    assert not second.holds(KEYS[1])
+    assert get(second, 1, 2) == 2
+
+
+def test_states_in_another_form_are_in_other_files(tmp_path: Path) -> None:
+    config = resolved(host_cache=1.0, disk_cache=str(tmp_path))
+    plain = StateSpec(((4, 8, 8),), ("float32",), num_heads=4, row_sizes=(64,))
+    for states in ([plain, plain], [plain.for_runs(4)], []):
+        files = open_store(config, states, MODEL, 0, PAGE)
+        files.close()
+        assert not any(files.holds(key) for key in KEYS[:3])
+        assert put(files, 0, 1, 2)
+    again = open_store(config, [plain, plain], MODEL, 0, PAGE)
+    again.close()
+    assert again.holds(KEYS[0])
 
 
 def test_pages_are_found_in_any_order_and_by_other_processes(tmp_path: Path) -> None:

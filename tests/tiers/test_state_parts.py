@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.host_copy_cases import cache_of
+from support.host_copy_cases import cache_of, numbering_of
 
 from minisgl.attention.state import StateBySlot
 from minisgl.device.lanes import Lanes
@@ -18,8 +20,9 @@ FIRST = 3  # snapshots follow two slots and the scratch slot
 
 @pytest.mark.parametrize("sizes", [(5, 7), (700, 1), (400, 3000)], ids=str)
 @pytest.mark.parametrize("pages_per_piece", [1, 3])
+@pytest.mark.parametrize("more", [0, 2])  # parts, which other stages need
 def test_snapshots_and_pages_come_back_as_they_were(
-    sizes: tuple[int, int], pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int], pages_per_piece: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts that end within a layer, in pieces that end within a snapshot; nothing else
     changes."""
@@ -30,8 +33,10 @@ def test_snapshots_and_pages_come_back_as_they_were(
     kept = [tensor.clone() for state in states for tensor in state.tensors]
     page_bytes = sum(plane[0].nbytes for state in pages for plane in state.planes)
     monkeypatch.setattr(host_copies, "PIECE_BYTES", pages_per_piece * page_bytes)
-    copies = HostCopies(states, 64, Lanes(CPU), first_snapshot=FIRST)
-    each = -(-sum(sizes) * 4 // page_bytes)
+    numbering = numbering_of(states, FIRST)
+    numbering = replace(numbering, state_parts=numbering.state_parts + more)
+    copies = HostCopies(states, 64, numbering, Lanes(CPU))
+    each = more - (-sum(sizes) * 4 // page_bytes)
     parts = [range(num_pages + at * each, num_pages + (at + 1) * each) for at in (2, 0)]
     numbers = [1, *parts[0], 2, *parts[1]]
     host_pages = range(40, 40 + len(numbers))

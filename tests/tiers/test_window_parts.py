@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.host_copy_cases import cache_of
+from support.host_copy_cases import cache_of, numbering_of
 
 from minisgl.attention.state import PagedKV, StateBySlot
 from minisgl.device.lanes import Lanes
@@ -18,8 +20,9 @@ FIRST = 3  # snapshots follow two slots and the scratch slot
 
 @pytest.mark.parametrize("head_dims", [(16,), (16, 16, 16), (5, 40), (1,)], ids=str)
 @pytest.mark.parametrize("pages_per_piece", [1, 3, 100])
+@pytest.mark.parametrize("more", [0, 2])  # parts, which other stages need
 def test_windowed_pages_come_back_as_they_were_beside_pages_and_snapshots(
-    head_dims: tuple[int, ...], pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
+    head_dims: tuple[int, ...], pages_per_piece: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces that end within a page; nothing else changes."""
     pages = cache_of(CPU)
@@ -30,9 +33,11 @@ def test_windowed_pages_come_back_as_they_were_beside_pages_and_snapshots(
     state = torch.randn(FIRST + 2, 900)
     states = [*windowed[:1], *pages, StateBySlot((state,)), *windowed[1:]]
     page_bytes = sum(plane[0].nbytes for each in pages for plane in each.planes)
-    each = -(-sum(plane[0].nbytes for kv in windowed for plane in kv.planes) // page_bytes)
+    each = more - (-sum(plane[0].nbytes for kv in windowed for plane in kv.planes) // page_bytes)
     monkeypatch.setattr(host_copies, "PIECE_BYTES", pages_per_piece * page_bytes)
-    copies = HostCopies(states, 64, Lanes(CPU), first_snapshot=FIRST)
+    numbering = numbering_of(states, FIRST)
+    numbering = replace(numbering, window_parts=numbering.window_parts + more)
+    copies = HostCopies(states, 64, numbering, Lanes(CPU))
     of_state = -(-state[0].nbytes // page_bytes)
     first = len(pages[0].k) + 2 * of_state
 

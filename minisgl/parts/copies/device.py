@@ -11,9 +11,10 @@ from minisgl.tiers.host.host_copies import HostCopies
 
 
 class CopyStep(StepPart):
-    def __init__(self, host: HostCopies, plan: CopyPlan) -> None:
+    def __init__(self, host: HostCopies, rank: int, plan: CopyPlan) -> None:
+        """rank: this one, of those that divide the requests."""
         self._host = host
-        self._copies = plan.copies
+        self._copies = plan.of_ranks[rank]
         self._loads: dict[int, CopyMark] = {}  # their ends, by id
 
     def begin(self) -> None:

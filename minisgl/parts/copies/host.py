@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.kvcache.copies import Copies
@@ -13,19 +14,20 @@ from minisgl.scheduler.state import StepWork
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(PartPlan):
-    copies: Copies
+    of_ranks: tuple[Copies, ...]  # that divide the requests; otherwise those of all ranks, once
 
 
 class PageCopies(Part):
     is_always = True
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Sequence[Tiers]) -> None:
+        """tiers: behind the device of each rank that has pages of its own."""
         self._tiers = tiers
 
     @property
     def wants_step(self) -> bool:
-        return self._tiers.transits.is_copying_out
+        return any(each.transits.is_copying_out for each in self._tiers)
 
     def plan(self, work: StepWork) -> CopyPlan | None:
-        copies = self._tiers.take_copies(work.step)
-        return None if copies is None else CopyPlan(copies)
+        taken = [each.take_copies(work.step) for each in self._tiers]
+        return CopyPlan(tuple(each or Copies() for each in taken)) if any(taken) else None

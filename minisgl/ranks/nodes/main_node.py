@@ -18,6 +18,7 @@ from minisgl.ranks.processes.channel import (
     Answered,
     Channel,
     Failed,
+    Landed,
     Message,
     RankEnd,
     Ready,
@@ -107,6 +108,8 @@ class NodesChannel(Channel):
             return [(rank, frame) for rank in ranks]
         if isinstance(frame, Answered):
             return [(frame.rank, frame)]
+        if isinstance(frame, Landed):
+            return [(ranks[0], frame)]
         if isinstance(frame, Beat):
             self._node_beats.update(zip(ranks, frame.ranks, strict=False))
         elif isinstance(frame, Failed):

@@ -37,7 +37,7 @@ from minisgl.ranks.nodes.link import (
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Channel, Failed, Ready
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Channel, Failed, Landed, Ready
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
@@ -129,7 +129,9 @@ class _WorkerNode:
             rendezvous=TcpRendezvous(start.host, start.port),
             interface=interface_of(self._link.own_address),
         )
-        return RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
+        ranks = RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
+        ranks.landed = self._report_landed
+        return ranks
 
     # -- while they run ----------------------------------------------------------------------------
 
@@ -183,6 +185,10 @@ class _WorkerNode:
     def _report_answer(self, answer: Answered) -> None:
         with contextlib.suppress(OSError):
             self._link.send(answer)
+
+    def _report_landed(self, load: int) -> None:
+        with contextlib.suppress(OSError):  # which is about to be seen
+            self._link.send(Landed(load))
 
     def _report(self, lost: Future[None]) -> None:
         if (error := lost.exception()) is not None:

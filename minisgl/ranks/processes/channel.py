@@ -2,7 +2,7 @@
 
     rank 0   ── plans, moves, calls, close ───▶  rank
              ◀── Ready, Failed ────────────────
-             ◀── Answered, RankMoved ──────────
+             ◀── Answered, RankMoved, Landed ──
              ◀── heartbeats ───────────────────
 
 Ranks on one machine use pipes, and shared memory for the heartbeats. For ranks on other machines
@@ -49,6 +49,12 @@ class RankMoved:
     num_pages: int  # from the first on, that are done
 
 
+class Landed(Struct, frozen=True, tag=True):
+    """Sent when a load has landed on the only rank that has its pages."""
+
+    load: int
+
+
 class Answered(Struct, frozen=True, tag=True):
     """Sent when a call has ended on a rank."""
 
@@ -57,7 +63,7 @@ class Answered(Struct, frozen=True, tag=True):
     obstacle: str = ""  # why there is none
 
 
-Message = Ready | Failed | RankMoved | Answered
+Message = Ready | Failed | RankMoved | Landed | Answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Answered,
     Channel,
+    Landed,
     RankMoved,
     Waitable,
 )
@@ -61,6 +62,8 @@ class RemoteRanks:
         # Called when a rank has ended a move, with its id and the number of pages.
         self.moved: Callable[[int, int], None] = lambda move, num_pages: None
         self.answered: Callable[[Answered], None] = lambda answer: None  # called likewise
+        # Called when a load has landed on a rank that has requests of its own, with its id.
+        self.landed: Callable[[int], None] = lambda load: None
         self.may_hang = may_hang
         self._specs = [replace(own, rank=rank) for rank in ranks]
         self._rendezvous = own.rendezvous
@@ -232,6 +235,9 @@ class RemoteRanks:
         for rank, message in self.channel.receive(timeout_s, wakers):
             if isinstance(message, RankMoved):
                 self.moved(message.move, message.num_pages)
+                continue
+            if isinstance(message, Landed):
+                self.landed(message.load)
                 continue
             with self._changed:
                 if isinstance(message, Answered):

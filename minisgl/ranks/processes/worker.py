@@ -27,11 +27,13 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
+from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Answered,
     Failed,
+    Landed,
     RankEnd,
     RankMoved,
     Ready,
@@ -62,7 +64,9 @@ def run_rank(spec: RankSpec, end: RankEnd) -> None:
     try:
         runner, pipeline = join_and_load(spec)
         end.report(Ready())
-        _run_plans(runner, end, pipeline.size)
+        is_last = pipeline.stage == pipeline.size - 1
+        own = spec.rank if spec.setup.config.dp_attention and is_last else None
+        _run_plans(runner, end, pipeline.size, own)
         runner.close()
         pipeline.close()
     except EOFError:  # rank 0 has died
@@ -120,8 +124,9 @@ def join_and_load(spec: RankSpec, report: Report = no_report) -> tuple[ModelRunn
     return runner, pipeline
 
 
-def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
-    """Launch the plans of rank 0 until the close message, and wait for their steps."""
+def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | None) -> None:
+    """Launch the plans of rank 0 until the close message, and wait for their steps. own: the place
+    of this rank among those that divide the requests, if it reports the loads of its own."""
     launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
 
     def collect() -> None:
@@ -134,6 +139,15 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
                 exit_with(end, error)
 
     reporting = threading.Lock()
+    loading: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
+
+    def follow() -> None:
+        """Report the loads of this rank, for which nobody else can wait."""
+        runner.lanes.enter_thread()
+        while (handle := loading.get()) is not None:
+            for load in runner.loads(handle):
+                with reporting, contextlib.suppress(OSError):  # rank 0 has died
+                    end.report(Landed(load))
 
     def moved(move: int, num_pages: int) -> None:
         with reporting, contextlib.suppress(OSError):  # rank 0 has died
@@ -146,6 +160,8 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
 
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
+    follower = threading.Thread(target=follow, name="minisgl-landings", daemon=True)
+    follower.start()
 
     def masks_of(plan: StepPlan) -> MaskRows | None:
         masked = plan.part(MaskPlan)
@@ -175,8 +191,13 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
                 deferred = plan, handle
                 continue
         launched.put(handle)
+        copies = plan.part(CopyPlan)
+        if own is not None and copies is not None and copies.of_ranks[own].loads:
+            loading.put(handle)
     launched.put(None)
+    loading.put(None)
     collector.join()
+    follower.join()
 
 
 def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | None) -> bytes:

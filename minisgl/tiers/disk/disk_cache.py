@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from minisgl.config import LayerSpec, ResolvedConfig, page_bytes
+from minisgl.config import LayerSpec, ResolvedConfig, StateSpec
 from minisgl.errors import ConfigError
 from minisgl.paths import path_of
 from minisgl.tiers.disk.page_files import PageFiles
@@ -39,14 +39,20 @@ def check_folder(config: ResolvedConfig) -> None:
 
 
 def open_store(
-    config: ResolvedConfig, layers: Sequence[LayerSpec], fingerprint: bytes, rank: int
+    config: ResolvedConfig,
+    layers: Sequence[LayerSpec],
+    fingerprint: bytes,
+    rank: int,
+    page_bytes: int,
 ) -> PageFiles:
-    """The files of one rank, among those of all stages, in a folder that was checked."""
+    """The files of one rank, among those of all stages, in a folder that was checked. layers: that
+    it has. page_bytes: of a page in host memory."""
     of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32)
     if config.windows is not None:
         of_rank.update(config.windows.window.to_bytes(4, "little"))  # which layers it has
-    bytes_each = page_bytes(config.whole_layers(layers), config.page_size)
-    return PageFiles(_folder(config), of_rank.digest(), bytes_each, config.disk_cache_bytes)
+    states = [spec.tensors for spec in layers if isinstance(spec, StateSpec)]
+    of_rank.update(repr(states).encode() if states else b"")  # with what drafts need of them
+    return PageFiles(_folder(config), of_rank.digest(), page_bytes, config.disk_cache_bytes)
 
 
 def _folder(config: ResolvedConfig) -> Path:

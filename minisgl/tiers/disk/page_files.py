@@ -192,6 +192,8 @@ class PageFiles:
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """Fill the views with what `write` got; returns the number of pages in front of the first
         that is not there, or is damaged. Blocks."""
+        if not all(key in self._pages for key in keys):  # another rank may just have written them
+            self.refresh()
         num_read = 0
         places = [self._pages.get(key) for key in keys]
         targets = zip(places, into, strict=True)

@@ -30,6 +30,7 @@ from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.moves import Move, Place
+from minisgl.tiers.host.numbering import Numbering
 from minisgl.tiers.host.slabs import Slabs
 from minisgl.tiers.host.state_parts import StateParts
 from minisgl.tiers.host.window_parts import WindowParts
@@ -49,10 +50,9 @@ MOST_DMAS = 256
 MEASURED_PIECES = 8
 
 
-def staging_bytes(layers: Sequence[LayerSpec], page_size: int, num_host_pages: int) -> int:
-    """Bytes of device memory that a host cache needs for its pieces."""
-    num_bytes = page_bytes(layers, page_size)
-    return (NUM_STAGED + 1) * _pages_per_piece(num_bytes, num_host_pages) * num_bytes
+def staging_bytes(page_bytes: int, num_host_pages: int) -> int:
+    """Bytes of device memory that a host cache needs for its pieces. page_bytes: of one page."""
+    return (NUM_STAGED + 1) * _pages_per_piece(page_bytes, num_host_pages) * page_bytes
 
 
 def offloads_per_plan(layers: Sequence[LayerSpec], page_size: int, num_host_pages: int) -> int:
@@ -130,24 +130,22 @@ class HostCopies:
         self,
         states: Sequence[LayerState],
         num_pages: int,
+        numbering: Numbering,
         lanes: Lanes,
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
         report: Callable[[float], None] = lambda fraction: None,
-        first_snapshot: int = 0,
     ) -> None:
-        """num_pages: in host memory. report: gets the fraction of it that is pinned.
-        first_snapshot: its index in a StateBySlot."""
+        """num_pages: in host memory. report: gets the fraction of it that is pinned."""
         self._lanes = lanes
         paged = [each for each in distinct(states) if isinstance(each, PagedKV)]
         whole, windowed = (
             [plane for each in paged if each.windowed == kind for plane in each.planes]
             for kind in (False, True)
         )
-        self.planes = Planes.of(whole)
-        self.page_bytes = page_bytes = self.planes.page_bytes
-        num_device_pages = len(self.planes.words[0])
-        self._parts = StateParts(states, num_device_pages, first_snapshot, page_bytes)
-        self._windows = WindowParts(windowed, self._parts.end, page_bytes)
+        self.planes = Planes.of(whole) if whole else None  # of a stage without full layers
+        self.page_bytes = page_bytes = numbering.page_bytes
+        self._parts = StateParts(states, numbering)
+        self._windows = WindowParts(windowed, numbering)
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
@@ -198,7 +196,8 @@ class HostCopies:
             packed, last = self._ring.take(len(host_pages))
             if last is not None:
                 self._down.hold_compute(last)
-            gather_pages(self.planes, pages[start : start + len(host_pages)], packed)
+            if self.planes is not None:
+                gather_pages(self.planes, pages[start : start + len(host_pages)], packed)
             self._parts.gather(numbers[start : start + len(host_pages)], packed)
             self._windows.gather(numbers[start : start + len(host_pages)], packed)
             copied = self._down.queue(self._sending(host_pages, packed), [self._lanes.mark()])
@@ -241,7 +240,8 @@ class HostCopies:
                     ):
                         some.copy_(part, non_blocking=True)
                 some = targets[start : start + self._piece]
-                scatter_pages(self.planes, some, self._arriving)
+                if self.planes is not None:
+                    scatter_pages(self.planes, some, self._arriving)
                 self._parts.scatter(pages[start : start + self._piece], self._arriving)
                 self._windows.scatter(pages[start : start + self._piece], self._arriving)
 

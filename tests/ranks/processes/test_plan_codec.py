@@ -65,7 +65,7 @@ PARTS = st.tuples(
     st.builds(MaskPlan, IDS),
     st.builds(ScorePlan, st.lists(SCORED, max_size=2).map(tuple)),
     st.builds(VectorPlan, st.lists(POOLED, max_size=2).map(tuple)),
-    st.builds(CopyPlan, COPIES),
+    st.builds(CopyPlan, st.tuples(COPIES)),
 ).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), max_size=4, unique_by=type).map(tuple))
 
 
