@@ -94,6 +94,7 @@ class ResolvedConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each
     max_loras: int  # of these, at once on the device; 0: there are none
     max_lora_rank: int
+    image_hosts: tuple[str, ...]
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int

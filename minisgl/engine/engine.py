@@ -24,6 +24,7 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
+from minisgl.images.prompt import Prompt
 from minisgl.request import (
     EVERYONE,
     Extra,
@@ -125,6 +126,19 @@ class AsyncEngine:
     ) -> list[int]:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         return await self._open_intake().texts.chat(messages, any_length, template_options)
+
+    async def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
+    ) -> Prompt:
+        """Tokenize a conversation that may have images; raises as `encode` does.
+
+        An image is a part of a message's content: {"type": "image", "source": ImageSource(...)}.
+        """
+        return await self._open_intake().images.prompt(messages, any_length, template_options)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does with tools and reasoning. Raises EngineStoppedError."""

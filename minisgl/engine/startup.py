@@ -19,6 +19,7 @@ from minisgl.config import (
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.engine.startup_lines import tell
 from minisgl.errors import ConfigError
+from minisgl.images.processor import ImageSupport
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
@@ -63,6 +64,7 @@ class Loaded(Generic[Handle]):
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
+    images: ImageSupport = field(default_factory=ImageSupport)
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -111,6 +113,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
+        images=ImageSupport.of(folder),
     )
 
 

@@ -60,6 +60,7 @@ class TemplateFacts:
     leaves_out_text: bool = False  # of a message with calls
     takes_one_text: bool = False  # beside calls: it refuses reasoning and content together
     takes_one_call: bool = False  # in a message; others are left out, or refused
+    wants_parts: bool = False  # content as a list: it leaves out a text
 
     def fitted_id(self, call_id: str) -> str:
         """The id of a call as the template takes it: the same for the call and its result."""
@@ -178,5 +179,7 @@ def probe(render: Render) -> TemplateFacts:
         leaves_out_text=VALUE in said and said.count(TEXT) < num_said,
         takes_one_text=THOUGHT in thought and not both,
         takes_one_call=takes_each and not takes_two,
+        wants_parts=QUESTION not in plain
+        and QUESTION in text_of([question], content_in_parts=True),
     )
     return facts if renders else UNKNOWN
