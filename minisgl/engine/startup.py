@@ -25,6 +25,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.models.towers.sight import Sight
 from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
@@ -63,6 +64,7 @@ class Loaded(Generic[Handle]):
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
+    sight: Sight | str = ""  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -111,6 +113,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
+        sight=setup.sight,
     )
 
 
@@ -136,6 +139,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
+            0 if isinstance(loaded.sight, str) else config.image_rows,
+            loaded.sight if isinstance(loaded.sight, str) else "",
         ),
     )
 
