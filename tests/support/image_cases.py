@@ -17,20 +17,22 @@ import torch
 import transformers
 from support.adopted_checkpoints import write_checkpoint_with_towers
 from support.checkpoints import load_reference
-from support.parity import NOISE, greedy, load_engine
+from support.parity import NOISE, load_engine
 from torch import Tensor
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 from minisgl.parts.images.host import Pictured
-from minisgl.request import Extra, Request
+from minisgl.request import Extra, Request, SamplingParams
 
 FOLDER = TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
 NUM_TOKENS = 12
 PLACEHOLDER = 96  # of every small checkpoint
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logit_bias={PLACEHOLDER: -100})
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +131,7 @@ def config_of(folder: Path) -> ModelConfig:
 async def submitted(engine: AsyncEngine, asked: Asked, **options: Any) -> Request:
     """The request, once it has ended."""
     extras: list[Extra] = [Pictured(asked.spans)] if asked.spans else []
-    params = greedy(NUM_TOKENS)
-    params.logit_bias[PLACEHOLDER] = -100.0
-    stream = engine.submit(asked.prompt, params, extras=extras, **options)
+    stream = engine.submit(asked.prompt, options.pop("params", PARAMS), extras=extras, **options)
     async for _ in stream:
         engine.audit()
     return stream.request
@@ -148,20 +148,27 @@ def is_right(asked: Asked, request: Request) -> bool:
     return True
 
 
-def check(architecture: str, *, alone: bool = False, **options: Any) -> list[Request]:
+def started(architecture: str, **options: Any) -> AsyncEngine:
+    """Must be called on an event loop."""
+    folder = image_case(architecture).folder
+    return AsyncEngine(load_engine(folder, model_config=config_of(folder), **options))
+
+
+def check(
+    architecture: str, *, alone: bool = False, **options: Any
+) -> tuple[list[Request], EngineStats]:
     """Run the prompts of a case, one after the other or together, and compare their tokens."""
     case = image_case(architecture)
 
-    async def run() -> list[Request]:
-        loaded = load_engine(case.folder, model_config=config_of(case.folder), **options)
-        async with AsyncEngine(loaded) as engine:
+    async def run() -> tuple[list[Request], EngineStats]:
+        async with started(architecture, **options) as engine:
             if alone:
                 found = [await submitted(engine, each) for each in case.asked]
             else:
                 found = await asyncio.gather(*(submitted(engine, each) for each in case.asked))
             engine.audit()
-            return found
+            return found, engine.stats()
 
-    found = asyncio.run(run())
+    found, stats = asyncio.run(run())
     assert all(map(is_right, case.asked, found))
-    return found
+    return found, stats

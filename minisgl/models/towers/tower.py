@@ -32,8 +32,9 @@ class Tower:
         """module: a model of transformers without its text part."""
         self.module = module
         self._dtype, self._device = dtype, device
-        self._features: Any = module.get_image_features
-        self._takes = inspect.signature(self._features).parameters.keys()
+        features: Any = module.get_image_features
+        self._features = features
+        self._takes = inspect.signature(features).parameters.keys()
 
     @property
     def num_bytes(self) -> int:
