@@ -26,6 +26,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.models.towers.sight import Sight
 from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
@@ -65,6 +66,7 @@ class Loaded(Generic[Handle]):
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
     images: ImageSupport = field(default_factory=ImageSupport)
+    sight: Sight | str = ""  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -114,6 +116,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
         images=ImageSupport.of(folder),
+        sight=setup.sight,
     )
 
 
@@ -139,6 +142,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
+            0 if isinstance(loaded.sight, str) else config.image_rows,
+            loaded.sight if isinstance(loaded.sight, str) else "",
         ),
     )
 

@@ -165,7 +165,7 @@ class StepGraphs:
                     return step
             return None
         kind: Kind = "masked" if masked else "mixed"
-        if any(part.reads_rows for part in plan.parts) or (
+        if any(part.reads_rows or part.is_eager for part in plan.parts) or (
             kind == "mixed" and variant is SamplingVariant.FULL
         ):
             return None

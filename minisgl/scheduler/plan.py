@@ -69,6 +69,7 @@ class PartPlan:
     changes_sampling: ClassVar[bool] = False
     is_quick: bool = False  # to queue: a matter of microseconds
     adapts_rows: bool = False  # some rows have adapters, which are captured apart
+    is_eager: bool = False  # chunks have rows that no captured step computes
 
 
 @dataclass(frozen=True, slots=True)
