@@ -226,6 +226,7 @@ class EngineConfig:
         (),
         "HOST: a name from which the server fetches images by http(s) for requests; may be given "
         "several times. Without it images come as data: URLs only.",
+    )
     image_rows: int = image_option(
         8192,
         "Tokens of images that the device has room for at once, and so of the images of one "

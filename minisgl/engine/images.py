@@ -30,7 +30,8 @@ from minisgl.images.limits import (
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
-from minisgl.images.source import ImageSource, sources_of
+from minisgl.images.source import ImageSource, named, sources_of
+from minisgl.parts.images.host import Pictured
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_PROCESSES = 2
@@ -111,7 +112,7 @@ class Images:
         except ValueError:
             found = token_ids.count(placeholder.token_id)
             raise _misplaced(found, len(making.result())) from None
-        return Prompt(prompt, spans)
+        return Prompt(prompt, spans, [Pictured(spans)])
 
     async def _find_placeholder(self, line: WorkQueue[ImageProcessor]) -> Placeholder:
         if self._placeholder is None:
@@ -126,29 +127,34 @@ class Images:
         placeholder: Placeholder,
     ) -> list[Picture]:
         """The images of a request. One after the other, since each leaves the next less room."""
-        urls = [source.url for source in sources if source.url]
+        elsewhere = [source for source in sources if source.url]
         num_bytes = sum(len(source.data) for source in sources)
-        with self._room(num_bytes, min(len(urls) * MAX_BYTES, MAX_REQUEST_BYTES)):
-            fetched = await _all([self._fetcher.fetch(url) for url in urls])
+        with self._room(num_bytes, min(len(elsewhere) * MAX_BYTES, MAX_REQUEST_BYTES)):
+            fetched = await _all([self._fetch(source) for source in elsewhere])
             _check_bytes(num_bytes + sum(map(len, fetched)))
             rest = iter(fetched)
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                found = await self._picture(line, data, source.is_low, placeholder, room)
+                found = await self._picture(line, data, source, placeholder, room)
                 pictures.append(found[0])
                 room -= found[1]
             return pictures
+
+    async def _fetch(self, source: ImageSource) -> bytes:
+        with named(source):
+            return await self._fetcher.fetch(source.url)
 
     async def _picture(
         self,
         line: WorkQueue[ImageProcessor],
         data: bytes,
-        is_low: bool,
+        source: ImageSource,
         placeholder: Placeholder,
         room: int,
     ) -> tuple[Picture, int]:
         """An image, and its pixels, of which there may be as many as `room`."""
+        is_low = source.is_low
         work = partial(digest_of, data, placeholder.fingerprint, is_low=is_low)
         digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
 
@@ -161,7 +167,7 @@ class Images:
 
         found = self._kept.get(digest)
         if found is None or found[1] > room:
-            with _told():
+            with _told(), named(source):
                 # In order of arrival: an image of many bytes takes no longer than others.
                 found = await line.run(process, 0)
             self._kept.put(*found)

@@ -115,7 +115,9 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
-        images=ImageSupport.of(folder),
+        images=ImageSupport(refusal=f"the model takes no images: {setup.sight}.")
+        if isinstance(setup.sight, str)
+        else ImageSupport.of(folder),
         sight=setup.sight,
     )
 

@@ -8,6 +8,7 @@ import re
 import stat
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _part(part: Any, path: str) -> Any:
     if kind not in (IMAGE_PART, "image_url"):
         return part
     try:
-        return {"type": IMAGE_PART, "source": _source(part)}
+        return {"type": IMAGE_PART, "source": replace(_source(part), field=path)}
     except InvalidRequestError as error:
         error.param = path
         raise

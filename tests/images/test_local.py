@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def source_of(part: dict[str, Any]) -> ImageSource:
     [message] = with_sources([{"role": "user", "content": [part, {"type": "text", "text": "x"}]}])
     found, text = message["content"]
     assert found["type"] == "image" and text == {"type": "text", "text": "x"}
-    source: ImageSource = found["source"]
-    return source
+    assert found["source"].field == "messages[0].content[0]"
+    return replace(found["source"], field="messages")
 
 
 def test_an_image_is_bytes_a_path_or_an_address(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -153,10 +153,11 @@ class Fitting:
             )
         address = part.image_url or ImageAddress("")
         try:
-            return ImageSource.of_url(address.url, is_low=address.detail == "low")
+            source = ImageSource.of_url(address.url, is_low=address.detail == "low")
         except InvalidRequestError as error:
             error.param = f"{path}.image_url"
             raise
+        return replace(source, field=f"{path}.image_url")
 
 
 class Message(Struct):
