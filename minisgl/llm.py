@@ -196,6 +196,9 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
 
+        A content is a text or a list of parts: {"type": "text", "text": ...}, {"type": "image",
+        "image": ...} with an image of Pillow, bytes or a path, and OpenAI's image_url.
+
         For a list of conversations, and with n, the result is a list: the n replies to each
         conversation follow each other.
 

@@ -28,7 +28,7 @@ from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, Worker, serve_tasks
 
 STOPPED = "The engine was closed before the images were processed."
 MAX_REASON_CHARS = 300
-NEEDS_PILLOW = "images need Pillow; install it by pip install 'minisgl[images]'."
+NEEDS_PILLOW = "images need Pillow, which is not installed; pip install pillow"
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,8 @@ class Fitting:
         """
         if self.images == "placeholder":
             return None
-        refusal = "this server refuses them" if self.images == "refuse" else self.refusal
-        if refusal:
+        off = "this server refuses them" if self.images == "refuse" else ""
+        if refusal := self.refusal or off:
             raise InvalidRequestError(
                 f"{path}.type",
                 f'cannot be an image, because {refusal.rstrip(".")}; with images: "placeholder" '
