@@ -15,6 +15,7 @@ const seesImages = () => models.some(({ id, input_modalities: kinds = [] }) => i
 
 /** What a file has in place of a text: its text, and its images as they are attached. Only images in `data:` addresses. */
 function fromParts(parts) {
+	parts = parts.map(part => part ?? {});
 	const images = parts.map(({ image_url }) => image_url?.url).filter(isImage);
 	const text = parts.map(({ text = "" }) => `${text}`).join("");
 	return images.length + parts.filter(({ text }) => isText(text)).length === parts.length && { content: text, files: images.map((url, at) => ({ name: `image ${at + 1}`, url })) };
