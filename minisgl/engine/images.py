@@ -155,16 +155,16 @@ class Images:
         def process(processor: ImageProcessor) -> tuple[Picture, int]:
             # Another request may have had it processed while this one waited.
             kept = self._kept.get(digest)
-            if kept is not None and kept[1] <= room:
-                return kept
-            return processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+            if kept is None or kept[1] > room:
+                kept = processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+                self._kept.put(*kept)
+            return kept
 
         found = self._kept.get(digest)
         if found is None or found[1] > room:
             with _told():
                 # In order of arrival: an image of many bytes takes no longer than others.
                 found = await line.run(process, 0)
-            self._kept.put(*found)
         return found
 
     @contextlib.contextmanager

@@ -156,7 +156,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
     """Run the process: answer tasks until its parent has gone."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
-    loaded = _loaded(Path(folder))
+    loaded = load(Path(folder))
 
     def ended(number: int) -> bytes:
         if number in TIME_IS_UP:
@@ -174,7 +174,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
     )
 
 
-def _loaded(folder: Path) -> CheckpointProcessor | Refused:
+def load(folder: Path) -> CheckpointProcessor | Refused:
     """The processor, and all that it loads when it is used."""
     try:
         return CheckpointProcessor(folder)

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from minisgl.images.checkpoint import CheckpointProcessor
-from minisgl.images.processor import ImageProcessor, answer
+from minisgl.errors import EngineStoppedError
+from minisgl.images.picture import Picture
+from minisgl.images.processor import ImageProcessor, answer, load
 
 QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -245,12 +246,19 @@ class ProcessorHere(ImageProcessor):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.num_processed = 0
-        self._loaded = CheckpointProcessor(folder)
+        self.num_images = 0
+        self._loaded = load(folder)
 
     def ask(self, task: bytes) -> bytes:
-        self.num_processed += 1
+        if self._closed.is_set():
+            raise EngineStoppedError(self.stopped)
         return answer(self._loaded, task)
+
+    def process(
+        self, data: bytes, digest: bytes, max_pixels: int, *, is_low: bool = False
+    ) -> tuple[Picture, int]:
+        self.num_images += 1
+        return super().process(data, digest, max_pixels, is_low=is_low)
 
 
 def reference_processor(folder: Path, family: Family) -> Any:
