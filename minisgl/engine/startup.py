@@ -64,7 +64,7 @@ class Loaded(Generic[Handle]):
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
-    sight: Sight | str = ""  # how the model sees images, or why it takes none
+    sight: Sight | str = "it reads text only"  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -139,10 +139,14 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
-            0 if isinstance(loaded.sight, str) else config.image_rows,
-            loaded.sight if isinstance(loaded.sight, str) else "",
+            config.image_rows,
+            **_of_images(loaded.sight),
         ),
     )
+
+
+def _of_images(sight: Sight | str) -> dict[str, Any]:
+    return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
 
 
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:
