@@ -227,6 +227,11 @@ class EngineConfig:
         "HOST: a name from which the server fetches images by http(s) for requests; may be given "
         "several times. Without it images come as data: URLs only.",
     )
+    image_rows: int = image_option(
+        8192,
+        "Tokens of images that the device has room for at once, and so of the images of one "
+        "request; 0 runs a model that sees without its tower.",
+    )
     attn: str = kernel_option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -251,6 +256,7 @@ class EngineConfig:
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):
             check_at_least(self, name, 1)
         check_at_least(self, "cuda_graph_max_bs", 0)
+        check_at_least(self, "image_rows", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
         if self.state_cache is not None and not 0 <= self.state_cache <= MOST_GB:

@@ -95,6 +95,7 @@ class ResolvedConfig:
     max_loras: int  # of these, at once on the device; 0: there are none
     max_lora_rank: int
     image_hosts: tuple[str, ...]
+    image_rows: int  # of the buffer for images, where the model sees
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int

@@ -31,6 +31,7 @@ from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import ImageSource, sources_of
+from minisgl.parts.images.host import Pictured
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_PROCESSES = 2
@@ -111,7 +112,7 @@ class Images:
         except ValueError:
             found = token_ids.count(placeholder.token_id)
             raise _misplaced(found, len(making.result())) from None
-        return Prompt(prompt, spans)
+        return Prompt(prompt, spans, [Pictured(spans)])
 
     async def _find_placeholder(self, line: WorkQueue[ImageProcessor]) -> Placeholder:
         if self._placeholder is None:

@@ -108,7 +108,10 @@ class Intake:
 
         Raises InvalidRequestError or ContextLengthError.
         """
-        check_token_ids("prompt", prompt, self._vocab_size)
+        text = prompt
+        for extra in extras:
+            text = extra.as_text(text)
+        check_token_ids("prompt", text, self._vocab_size)
         self.check(params)
         given = {type(extra): extra for extra in extras}
         kinds = {part.kind for part in self._parts}

@@ -26,6 +26,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.models.towers.sight import Sight
 from minisgl.parts.adapters.host import adapted_by_name
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
@@ -65,6 +66,7 @@ class Loaded(Generic[Handle]):
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
     images: ImageSupport = field(default_factory=ImageSupport)
+    sight: Sight | str = "it reads text only"  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -113,7 +115,8 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
-        images=ImageSupport.of(folder),
+        images=ImageSupport.of(folder, blind=_of_images(setup.sight)["blind"]),
+        sight=setup.sight,
     )
 
 
@@ -139,8 +142,14 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
+            config.image_rows,
+            **_of_images(loaded.sight),
         ),
     )
+
+
+def _of_images(sight: Sight | str) -> dict[str, Any]:
+    return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
 
 
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:

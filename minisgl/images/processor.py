@@ -7,7 +7,6 @@ thread can interrupt. A process can be killed.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -39,12 +38,10 @@ class ImageSupport:
     refusal: str = "the model takes no images."  # without a folder: why it does not
 
     @classmethod
-    def of(cls, folder: Path) -> ImageSupport:
-        """What the files of a checkpoint say."""
-        file = folder / "config.json"
-        sees = file.is_file() and "vision_config" in json.loads(file.read_bytes())
-        if not sees:
-            return cls()
+    def of(cls, folder: Path, *, blind: str = "") -> ImageSupport:
+        """What the files of a checkpoint say. blind: why its model takes no images, if so."""
+        if blind:
+            return cls(refusal=f"the model takes no images: {blind}.")
         if not any((folder / name).is_file() for name in FILES):
             return cls(refusal=f"the checkpoint has no processor for images ({FILES[1]}).")
         if importlib.util.find_spec("PIL") is None:

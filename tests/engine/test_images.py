@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.engine_loop import ScriptedRunner, engine_on
 from support.image_checkpoints import (
     FAMILIES,
     GEMMA_TEMPLATE,
@@ -39,6 +39,7 @@ from minisgl.images.picture import Picture
 from minisgl.images.processor import ImageProcessor, ImageSupport
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import ImageSource
+from minisgl.parts.images.host import Pictured
 from minisgl.text.rendering import Renderer, answer
 from minisgl.text.tokenizer import Tokenizer
 
@@ -58,11 +59,12 @@ async def images_of(
     folder: Path,
     fetcher: Fetcher | None = None,
     make_processor: Callable[[Path], ImageProcessor] = ProcessorHere,
+    support: ImageSupport | None = None,
 ) -> AsyncIterator[Images]:
     tokenizer = Tokenizer.load(folder)
     texts = Texts(tokenizer, max_seq_len=1 << 20, num_places=1000, make_renderer=RendererHere)
     images = Images(
-        texts, tokenizer, ImageSupport.of(folder), fetcher or Fetcher(()), make_processor
+        texts, tokenizer, support or ImageSupport.of(folder), fetcher or Fetcher(()), make_processor
     )
     yield images
     for part in (texts, images):
@@ -113,6 +115,9 @@ async def test_a_conversation_becomes_what_transformers_makes_of_it(
         prompt = await images.prompt(ours, False, {})
     assert plain_ids(prompt) == reference["input_ids"].ravel().tolist()
     assert len(prompt.spans) == 2
+    [pictured] = prompt.extras
+    assert isinstance(pictured, Pictured)
+    assert pictured.spans == prompt.spans
     for name, of_all in reference.items():
         if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
             parts = [np.asarray(span.picture.inputs[name]) for span in prompt.spans]
@@ -333,13 +338,22 @@ async def test_a_conversation_without_images_is_that_of_the_template(
 
 async def test_a_model_without_a_tower_says_that_it_takes_no_images(tmp_path: Path) -> None:
     folder = make_image_checkpoint(family_named("qwen3_5"), tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    async with images_of(folder) as images:
+    async with images_of(folder, support=ImageSupport()) as images:
         with pytest.raises(InvalidRequestError, match="the model takes no images"):
             await images.prompt(question(ImageSource(b"a")), False, {})
         messages = [{"role": "user", "content": "Hello"}]
         prompt = await images.prompt(messages, False, {})
         assert prompt == Prompt(await images._texts.chat(messages, False, {}))
+
+
+async def test_an_engine_reads_conversations_with_images() -> None:
+    async with engine_on(ScriptedRunner(page_size=4), tokenizer=True) as engine:
+        with pytest.raises(InvalidRequestError, match="the model takes no images"):
+            await engine.encode_conversation(question(ImageSource(b"a")))
+        messages = [{"role": "user", "content": "Hello"}]
+        prompt = await engine.encode_conversation(messages, add_generation_prompt=False)
+        encoded = await engine.encode_chat(messages, add_generation_prompt=False)
+        assert (prompt.token_ids, prompt.spans, prompt.extras) == (encoded, (), [])
 
 
 async def test_an_engine_that_closes_ends_what_waits_for_images(qwen: Path) -> None:

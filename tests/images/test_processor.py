@@ -193,14 +193,13 @@ def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 def test_the_files_of_a_checkpoint_say_whether_it_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ImageSupport.of(tmp_path).folder is None
     folder = make_image_checkpoint(family_named("llava"), tmp_path / "model")
     assert ImageSupport.of(folder) == ImageSupport(folder, "")
+    blind = ImageSupport.of(folder, blind="it reads text only")
+    assert blind == ImageSupport(None, "the model takes no images: it reads text only.")
     monkeypatch.setattr(processor_module.importlib.util, "find_spec", lambda _: None)
     assert "not installed; pip install pillow" in ImageSupport.of(folder).refusal
     monkeypatch.undo()
     for file in folder.glob("*processor_config.json"):
         file.unlink()
     assert "no processor for images (preprocessor_config.json)" in ImageSupport.of(folder).refusal
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert ImageSupport.of(folder).refusal == "the model takes no images."

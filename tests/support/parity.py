@@ -122,6 +122,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
             ranks=runner.others if isinstance(runner, SeveralRanks) else None,
             disk=runner.disk,
             adapters=adapted_by_name(runner.adapters),
+            sight=setup.sight,
         )
     )
 
