@@ -17,9 +17,9 @@ from minisgl.errors import in_one_line
 from minisgl.models.decoder import Decoder
 from minisgl.models.towers.sight import Sight
 from minisgl.models.towers.tower import Tower, load_tower
+from minisgl.models.towers.turning import TurningModel
 from minisgl.parts.device_part import StepPart
 from minisgl.parts.images.host import Encode, ImagePlan
-from minisgl.parts.images.turning import TurningModel
 
 if TYPE_CHECKING:
     from minisgl.models.adopted.model import AdoptedModel
