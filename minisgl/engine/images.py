@@ -61,6 +61,17 @@ class Images:
         if support.folder is not None:
             self._line = WorkQueue(partial(make_processor, support.folder), NUM_PROCESSES)
         self._ends: list[Future[None]] = []  # of threads
+        self._warming: asyncio.Future[None] | None = None
+
+    def warm(self) -> None:
+        """Start a process if the model takes images, so that the first one does not wait for it."""
+
+        async def start(line: WorkQueue[ImageProcessor]) -> None:
+            with contextlib.suppress(Exception):  # the first image reports the error
+                await line.run(lambda processor: processor.start(), 0)
+
+        if self._line is not None:
+            self._warming = asyncio.ensure_future(start(self._line))
 
     async def prompt(
         self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]

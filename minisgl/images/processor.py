@@ -21,12 +21,13 @@ import numpy as np
 from minisgl.errors import InvalidRequestError, UnsupportedModelError
 from minisgl.images.checkpoint import FILES, CheckpointProcessor, Placeholder
 from minisgl.images.decoding import decode
-from minisgl.images.limits import PROCESS_SECONDS, refuse
+from minisgl.images.limits import PROCESSOR_SECONDS, refuse
 from minisgl.images.picture import Picture
 from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, Worker, serve_tasks
 
 STOPPED = "The engine was closed before the images were processed."
 MAX_REASON_CHARS = 300
+WAIT_FACTOR = 6  # so much longer an image may take where processors are busy
 NEEDS_PILLOW = "images need Pillow, which is not installed; pip install pillow"
 
 
@@ -94,11 +95,10 @@ _TASKS = msgspec.msgpack.Decoder(Task)
 
 
 class ImageProcessor(Worker):
-    """A process that prepares one image at a time, started when first needed. Linux only bounds its
-    memory."""
+    """A process that prepares one image at a time, started when first needed."""
 
-    def __init__(self, folder: Path, seconds: float = PROCESS_SECONDS) -> None:
-        """folder: of the checkpoint. seconds: that an image may take."""
+    def __init__(self, folder: Path, seconds: float = PROCESSOR_SECONDS) -> None:
+        """folder: of the checkpoint. seconds: of a processor, that an image may take."""
         code = f"from minisgl.images.processor import serve; serve({str(folder)!r}, {seconds!r})"
         super().__init__(code, does="processes images", stopped=STOPPED)
 
@@ -167,7 +167,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
         answers,
         lambda task: answer(loaded, task),
         lambda number: None if number == signal.SIGKILL else ended(number),
-        {signal.ITIMER_REAL: seconds},
+        {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: WAIT_FACTOR * seconds},
     )
 
 

@@ -346,6 +346,21 @@ async def test_a_model_without_a_tower_says_that_it_takes_no_images(tmp_path: Pa
         assert prompt == Prompt(await images._texts.chat(messages, False, {}))
 
 
+async def test_the_process_is_there_before_the_first_image(qwen: Path) -> None:
+    started: list[Path] = []
+
+    class Started(ProcessorHere):
+        def start(self) -> Any:
+            started.append(qwen)
+
+    async with images_of(qwen, make_processor=Started) as images:
+        images.warm()
+        await until(lambda: started)
+    async with images_of(qwen, support=ImageSupport()) as images:
+        images.warm()
+        assert images._warming is None
+
+
 async def test_an_engine_reads_conversations_with_images() -> None:
     async with engine_on(ScriptedRunner(page_size=4), tokenizer=True) as engine:
         with pytest.raises(InvalidRequestError, match="the model takes no images"):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from support.raw_server import HEAD, RawServer, raw_server
+from support.tls import CERTIFICATE, KEY
 
 from minisgl.errors import InvalidRequestError
 from minisgl.images import fetching
@@ -258,3 +262,26 @@ async def test_a_name_without_addresses_and_a_resolver_that_fails_are_refused() 
 async def test_names_are_resolved_by_the_system() -> None:
     assert set(await fetching.resolve("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert MAX_BYTES == 16 << 20
+
+
+@pytest.mark.parametrize(("host", "is_its_own"), [("localhost", True), (HOST, False)])
+async def test_tls_asks_for_the_name_and_not_for_the_address(
+    host: str, is_its_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = ssl.create_default_context(cafile=CERTIFICATE)
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, verify=trusted))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(CERTIFICATE, KEY)
+    names: list[str | None] = []
+    context.sni_callback = lambda _, name, __: names.append(name)
+    async with raw_server({"": HEAD + IMAGE}, ssl=context) as server:
+        fetcher = Fetcher(
+            [host], ports=[server.port], resolve=Names(["127.0.0.1"]), is_allowed=lambda _: True
+        )
+        url = f"https://{host}:{server.port}/a.png"
+        if is_its_own:
+            assert await fetcher.fetch(url) == IMAGE
+        else:
+            assert "could not be fetched" in await refused(fetcher, url)
+            assert not server.heads
+    assert names == [host]

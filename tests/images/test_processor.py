@@ -116,12 +116,12 @@ def test_an_image_that_takes_too_much_ends_alone(folder: Path) -> None:
         import os; os.kill(os.getpid(), 11)
 """
     reasons = {
-        101: "longer than 3 s to process; send a smaller one",
+        101: "longer than 1 s to process; send a smaller one",
         102: "more than 1024 MiB of memory to process; send a smaller one",
         103: "cannot be decoded; send it in another format",
     }
     with ImageProcessor(folder) as processor:
-        processor.code = BREAKING.format(action=action, folder=str(folder), seconds=3)
+        processor.code = BREAKING.format(action=action, folder=str(folder), seconds=1)
         small = encoded(colourful(60, 60))
         processor.process(small, DIGEST, MAX_PIXELS)
         process = processor._process
