@@ -178,8 +178,9 @@ def load(folder: Path) -> CheckpointProcessor | Refused:
     except UnsupportedModelError as error:
         reason = str(error)
     except Exception as error:  # broken files, and packages that are missing, raise many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "torchvision" in line), lines[0])
+        reason = str(error) or type(error).__name__
+        if "torchvision" in reason.lower():
+            reason = "its processor needs the package torchvision, which is not installed."
     return Refused(reason[:MAX_REASON_CHARS], is_model=True)
 
 

@@ -144,7 +144,7 @@ async def test_a_processor_that_needs_another_package_says_so(tmp_path: Path) ->
     folder = make_image_checkpoint(MISTRAL3, tmp_path / "model")
     ours, _ = said("What is it?", colourful(60, 60))
     async with images_of(folder) as images:
-        with pytest.raises(InvalidRequestError, match="PixtralProcessor requires the Torchvision"):
+        with pytest.raises(InvalidRequestError, match="needs the package torchvision, which"):
             await images.prompt([ours], False, {})
 
 
