@@ -61,7 +61,7 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         self.question = text
-        self.images, self.attached = self.attached, []
+        self.images, self.attached = tuple(self.attached), []
         self.steps = []
 
     def ask_again(self) -> bool:

@@ -131,7 +131,7 @@ def _turns(messages: Sequence[Message], path: str) -> SavedConversation:
         waiting = [call["id"] for call in open_calls(steps)]
         match message:
             case {"role": "user", "content": str(text), **others} if question is None:
-                question, images = text, others.get(IMAGES, ())
+                question, images = text, tuple(others.get(IMAGES, ()))
             case {"role": "tool", "tool_call_id": call_id} if call_id in waiting:
                 steps.append(message)
             case {"role": "assistant", "tool_calls": _} if question is not None and not waiting:

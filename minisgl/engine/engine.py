@@ -103,7 +103,7 @@ class AsyncEngine:
         return self.model.vocab_size
 
     def warm(self) -> None:
-        """Start the template renderer, so that the first chat does not wait a second for it."""
+        """Start the processes for conversations, so that the first one does not wait for them."""
         self._intake.warm()
 
     async def encode(

@@ -30,7 +30,7 @@ from minisgl.images.limits import (
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
-from minisgl.images.source import ImageSource, named, sources_of
+from minisgl.images.source import IMAGE_PART, ImageSource, named, sources_of
 from minisgl.parts.images.host import Pictured
 from minisgl.text.tokenizer import Tokenizer
 
@@ -61,20 +61,31 @@ class Images:
         if support.folder is not None:
             self._line = WorkQueue(partial(make_processor, support.folder), NUM_PROCESSES)
         self._ends: list[Future[None]] = []  # of threads
+        self._warming: asyncio.Future[None] | None = None
+
+    def warm(self) -> None:
+        """Start a process if the model takes images, so that the first one does not wait for it."""
+
+        async def start(line: WorkQueue[ImageProcessor]) -> None:
+            with contextlib.suppress(Exception):  # the first image reports the error
+                await line.run(lambda processor: processor.start(), 0)
+
+        if self._line is not None:
+            self._warming = asyncio.ensure_future(start(self._line))
 
     async def prompt(
         self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
     ) -> Prompt:
         """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does."""
         sources = sources_of(messages)
-        if self._line is None:
-            if sources:
-                raise InvalidRequestError(PARAM, self._support.refusal)
-            return Prompt(await self._texts.chat(messages, any_length, options))
-        facts = await self._texts.template_facts()
-        if facts.wants_parts:
-            options = {**options, "content_in_parts": True}
-        if not sources:
+        if sources and self._line is None:
+            raise InvalidRequestError(PARAM, self._support.refusal)
+        # Only templates that know images want parts, also where the text part runs alone.
+        if IMAGE_PART in self._tokenizer.chat_template_text:
+            facts = await self._texts.template_facts()
+            if facts.wants_parts:
+                options = {**options, "content_in_parts": True}
+        if self._line is None or not sources:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
         making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
@@ -161,16 +172,16 @@ class Images:
         def process(processor: ImageProcessor) -> tuple[Picture, int]:
             # Another request may have had it processed while this one waited.
             kept = self._kept.get(digest)
-            if kept is not None and kept[1] <= room:
-                return kept
-            return processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+            if kept is None or kept[1] > room:
+                kept = processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+                self._kept.put(*kept)
+            return kept
 
         found = self._kept.get(digest)
         if found is None or found[1] > room:
             with _told(), named(source):
                 # In order of arrival: an image of many bytes takes no longer than others.
                 found = await line.run(process, 0)
-            self._kept.put(*found)
         return found
 
     @contextlib.contextmanager

@@ -66,9 +66,11 @@ class Intake:
         return self._images
 
     def warm(self) -> None:
-        """Start the template renderer, so that the first chat does not wait a second for it."""
+        """Start what the first conversation would wait for: its processes."""
         if self._texts is not None and self._tokenizer and self._tokenizer.has_chat_template:
             self._texts.warm()
+        if self._images is not None:
+            self._images.warm()
 
     async def compile(self, structured: StructuredOutput | None, client: str) -> Compiled:
         """Compile a constraint; see `AsyncEngine.compile`."""

@@ -66,7 +66,7 @@ class Loaded(Generic[Handle]):
     hidden_size: int = 0
     adapters: Mapping[str, Extra] = field(default_factory=dict)  # what asks for each, by its name
     images: ImageSupport = field(default_factory=ImageSupport)
-    sight: Sight | str = ""  # how the model sees images, or why it takes none
+    sight: Sight | str = "it reads text only"  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -115,9 +115,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=adapted_by_name(runner.adapters),
-        images=ImageSupport(refusal=f"the model takes no images: {setup.sight}.")
-        if isinstance(setup.sight, str)
-        else ImageSupport.of(folder),
+        images=ImageSupport.of(folder, blind=_of_images(setup.sight)["blind"]),
         sight=setup.sight,
     )
 
@@ -144,10 +142,14 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
-            0 if isinstance(loaded.sight, str) else config.image_rows,
-            loaded.sight if isinstance(loaded.sight, str) else "",
+            config.image_rows,
+            **_of_images(loaded.sight),
         ),
     )
+
+
+def _of_images(sight: Sight | str) -> dict[str, Any]:
+    return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
 
 
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:

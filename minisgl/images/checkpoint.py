@@ -24,6 +24,7 @@ ROW_IDS = ("image_token_id", "image_token_index")  # of the config: the id that 
 TEXT_OUTPUTS = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask")
 )
+TEXT_OPTIONS = {"add_special_tokens": False, "padding": False}
 VERSION = 1  # of what is done to an image here: another one makes other digests
 
 
@@ -88,7 +89,7 @@ class CheckpointProcessor:
         """The tokens that replace the placeholder, plain text around them included, and all that
         the processor returns of the image."""
         made = self._processor(
-            images=[image], text=[self._text], return_tensors="np", add_special_tokens=False
+            images=[image], text=[self._text], return_tensors="np", text_kwargs=TEXT_OPTIONS
         )
         inputs = {
             name: array

@@ -22,6 +22,7 @@ from minisgl.images.limits import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+DAMAGED = "is damaged or incomplete; send all of its file."
 MAX_16_BITS = (1 << 16) - 1
 
 
@@ -34,15 +35,9 @@ def decode(data: bytes, max_pixels: int, *, is_low: bool) -> tuple[Image, int]:
     import PIL.Image
 
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-        try:
-            image: Image = PIL.Image.open(BytesIO(data), formats=FORMATS)
-        except PIL.UnidentifiedImageError:
-            refuse(f"has no format that is known; allowed: {FORMAT_NAMES}.")
-        except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-            refuse(f"has too many pixels; allowed: {MAX_PIXELS:,} an image.")
-        except Exception:  # what the parsers of formats raise for a header that is none
-            refuse("is damaged or incomplete; send all of its file.")
+        image = _opened(data)
         num_pixels = image.width * image.height
         if num_pixels > max_pixels:
             size = f"has {image.width} × {image.height} pixels"
@@ -56,10 +51,24 @@ def decode(data: bytes, max_pixels: int, *, is_low: bool) -> tuple[Image, int]:
         except MemoryError:
             raise
         except Exception:
-            refuse("is damaged or incomplete; send all of its file.")
+            refuse(DAMAGED)
         if animated:
             refuse(f"is animated; allowed: {FORMAT_NAMES}.")
         return _as_seen(image, is_low), num_pixels
+
+
+def _opened(data: bytes) -> Image:
+    """An image of which only the header was read."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(BytesIO(data), formats=FORMATS)
+    except PIL.UnidentifiedImageError:
+        refuse(f"has no format that is known; allowed: {FORMAT_NAMES}.")
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        refuse(f"has too many pixels; allowed: {MAX_PIXELS:,} an image.")
+    except Exception:  # what the parsers of formats raise for a header that is none
+        refuse(DAMAGED)
 
 
 def _as_seen(image: Image, is_low: bool) -> Image:

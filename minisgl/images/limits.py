@@ -15,7 +15,7 @@ MAX_REQUEST_BYTES = 64 << 20
 MAX_PIXELS = 32_000_000  # of an image
 MAX_REQUEST_PIXELS = 64_000_000
 LOW_SIDE = 512  # pixels: an image is reduced to fit into such a square ("detail": "low")
-PROCESS_SECONDS = 10.0  # that decoding and processing of an image may take
+PROCESSOR_SECONDS = 10.0  # of a processor, that decoding and processing of an image may take
 
 
 def refuse(reason: str) -> NoReturn:

@@ -7,7 +7,6 @@ thread can interrupt. A process can be killed.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -22,12 +21,13 @@ import numpy as np
 from minisgl.errors import InvalidRequestError, UnsupportedModelError
 from minisgl.images.checkpoint import FILES, CheckpointProcessor, Placeholder
 from minisgl.images.decoding import decode
-from minisgl.images.limits import PROCESS_SECONDS, refuse
+from minisgl.images.limits import PROCESSOR_SECONDS, refuse
 from minisgl.images.picture import Picture
 from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, Worker, serve_tasks
 
 STOPPED = "The engine was closed before the images were processed."
 MAX_REASON_CHARS = 300
+WAIT_FACTOR = 6  # so much longer an image may take where processors are busy
 NEEDS_PILLOW = "images need Pillow, which is not installed; pip install pillow"
 
 
@@ -39,12 +39,10 @@ class ImageSupport:
     refusal: str = "the model takes no images."  # without a folder: why it does not
 
     @classmethod
-    def of(cls, folder: Path) -> ImageSupport:
-        """What the files of a checkpoint say."""
-        file = folder / "config.json"
-        sees = file.is_file() and "vision_config" in json.loads(file.read_bytes())
-        if not sees:
-            return cls()
+    def of(cls, folder: Path, *, blind: str = "") -> ImageSupport:
+        """What the files of a checkpoint say. blind: why its model takes no images, if so."""
+        if blind:
+            return cls(refusal=f"the model takes no images: {blind}.")
         if not any((folder / name).is_file() for name in FILES):
             return cls(refusal=f"the checkpoint has no processor for images ({FILES[1]}).")
         if importlib.util.find_spec("PIL") is None:
@@ -97,11 +95,10 @@ _TASKS = msgspec.msgpack.Decoder(Task)
 
 
 class ImageProcessor(Worker):
-    """A process that prepares one image at a time, started when first needed. Linux only bounds its
-    memory."""
+    """A process that prepares one image at a time, started when first needed."""
 
-    def __init__(self, folder: Path, seconds: float = PROCESS_SECONDS) -> None:
-        """folder: of the checkpoint. seconds: that an image may take."""
+    def __init__(self, folder: Path, seconds: float = PROCESSOR_SECONDS) -> None:
+        """folder: of the checkpoint. seconds: of a processor, that an image may take."""
         code = f"from minisgl.images.processor import serve; serve({str(folder)!r}, {seconds!r})"
         super().__init__(code, does="processes images", stopped=STOPPED)
 
@@ -156,7 +153,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
     """Run the process: answer tasks until its parent has gone."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
-    loaded = _loaded(Path(folder))
+    loaded = load(Path(folder))
 
     def ended(number: int) -> bytes:
         if number in TIME_IS_UP:
@@ -170,19 +167,20 @@ def serve(folder: str, seconds: float) -> NoReturn:
         answers,
         lambda task: answer(loaded, task),
         lambda number: None if number == signal.SIGKILL else ended(number),
-        {signal.ITIMER_REAL: seconds},
+        {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: WAIT_FACTOR * seconds},
     )
 
 
-def _loaded(folder: Path) -> CheckpointProcessor | Refused:
+def load(folder: Path) -> CheckpointProcessor | Refused:
     """The processor, and all that it loads when it is used."""
     try:
         return CheckpointProcessor(folder)
     except UnsupportedModelError as error:
         reason = str(error)
     except Exception as error:  # broken files, and packages that are missing, raise many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "torchvision" in line), lines[0])
+        reason = str(error) or type(error).__name__
+        if "torchvision" in reason.lower():
+            reason = "its processor needs the package torchvision, which is not installed."
     return Refused(reason[:MAX_REASON_CHARS], is_model=True)
 
 

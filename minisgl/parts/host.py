@@ -26,15 +26,16 @@ def host_parts(
     task: str = "generate",
     max_loras: int = 0,
     image_rows: int = 0,
-    blind: str = "",
+    turns: bool = False,
+    blind: str = "it reads text only",
 ) -> list[Part]:
     """In the order in which they plan. tiers: behind the device, if there are any. task: for which
     the model was loaded. max_loras: adapters on the device at once. image_rows: of the buffer for
-    images; 0: the model takes none. blind: the reason for that."""
+    images. turns: as of Images. blind: why the model takes none, if it does not."""
     parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
     if tiers is not None:
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))
-    parts.append(Images(image_rows) if image_rows else Blind(blind))
+    parts.append(Blind(blind) if blind else Images(image_rows, turns=turns))
     return parts

@@ -127,12 +127,15 @@ def load_runner(
             weights.model,
             lanes,
             num_rows=config.image_rows,
+            num_slots=config.max_running_requests,
             dtype=dtype,
             load_format=config.load_format,
             is_first=stage.is_first,
         )
+        if images.turning is not None:
+            weights = replace(weights, model=images.turning)
     memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
-    keys = graph_keys(config)
+    keys = graph_keys(config, turns=images is not None and images.turning is not None)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(
@@ -289,6 +292,7 @@ class _RunnerMaker:
             drafter=self._drafter(capacity),
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
+            rope_offsets=None if self.images is None else self.images.offsets,
         )
         parts = device_parts(
             lanes,

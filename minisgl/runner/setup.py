@@ -35,7 +35,7 @@ class Setup:
     folder: Path
     network: NetworkConfig | None = None  # that drafts, if it is one
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
-    sight: Sight | str = ""  # or why the model takes no images
+    sight: Sight | str = "it reads text only"  # or why the model takes no images
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TIKTOKEN_FILE)
+PROCESSOR_TEMPLATE = "chat_template.json"
 # The arguments of `apply_chat_template` that callers may set; other options become variables of the
 # template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
@@ -122,6 +123,8 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
         if chat_template is not None:
             tokenizer.chat_template = chat_template
+        elif not tokenizer.chat_template:
+            tokenizer.chat_template = _template_of_processor(folder)
         made = cls(tokenizer, folder.name)
         if (num_chars := len(made.chat_template_text)) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
@@ -362,6 +365,18 @@ def _read(folder: Path) -> Any:
         local_files_only=True,
         trust_remote_code=False,  # the default prompts on the terminal
     )
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """The chat template of a checkpoint with images that has it in a file of its processor."""
+    file = folder / PROCESSOR_TEMPLATE
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])["chat_template"]
+    except (ValueError, KeyError) as error:
+        reason = f"{file} cannot be read: it has no chat_template, a text."
+        raise CheckpointError(reason) from error
 
 
 def _length(value: msgspec.Raw | None) -> int:

@@ -16,7 +16,8 @@ from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 
 LLAVA = "LlavaForConditionalGeneration"
-FAMILIES = (LLAVA,)
+QWEN = "Qwen3_5ForConditionalGeneration"
+FAMILIES = (LLAVA, QWEN)
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
 
@@ -37,17 +38,22 @@ def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str
     check(architecture, **options)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another(architecture: str) -> None:
-    first, second, _, _, last = image_case(architecture).asked
+def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:
+    first, second, _, _, last = of(LLAVA)
     for page_size in (1, 4):
-        found, _ = check(architecture, alone=True, page_size=page_size)
+        found, _ = check(LLAVA, alone=True, page_size=page_size)
         for request, asked in ((found[1], second), (found[4], last)):
             same = np.array(first.prompt) == np.array(asked.prompt[: len(first.prompt)])
             common = int(np.argmin(same))
             assert request.num_cached_tokens == common // page_size * page_size
     span = last.spans[0]
     assert span.start + 1 < found[4].num_cached_tokens < span.end, "it ends elsewhere"
+
+
+def test_a_state_goes_on_behind_an_image() -> None:
+    found, _ = check(QWEN, alone=True, times=2, page_size=1)
+    for request, asked in zip(found[5:], of(QWEN), strict=True):
+        assert request.num_cached_tokens == len(asked.prompt) - 1
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

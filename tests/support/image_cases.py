@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -18,11 +17,14 @@ import transformers
 from support.adopted_checkpoints import write_checkpoint_with_towers
 from support.checkpoints import load_reference
 from support.parity import NOISE, load_engine
+from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
+from minisgl.models import qwen3_5
+from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 from minisgl.parts.images.host import Pictured
@@ -68,14 +70,62 @@ def picture(inputs: dict[str, np.ndarray], num_rows: int, **others: Any) -> Pict
     return Picture(digest, inputs, token_ids, is_row, **others)
 
 
-PICTURES = {"LlavaForConditionalGeneration": square_picture}
+def lined_picture(config: Any, seed: int) -> Picture:
+    """A picture of lines of patches, each of another shape."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    merged = tower.spatial_merge_size
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    grid = np.array([[1, lines * merged, places * merged]])
+    size = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    pixels = torch.randn((grid.prod(), size), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "image_grid_thw": grid}
+    return picture(inputs, lines * places, grid=(1, lines, places))
+
+
+def write_square(architecture: str, folder: Path) -> Path:
+    return write_checkpoint_with_towers(architecture, folder, PLACEHOLDER)
+
+
+def write_hybrid(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = HYBRID | {"vocab_size": 97, "num_hidden_layers": 3}
+    text |= EXPERTS if "Moe" in architecture else {}
+    config = made.config_class(text_config=text, vision_config=LINED, image_token_id=PLACEHOLDER)
+    return _saved(made, config, folder)
+
+
+LINED = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def _saved(made: Any, config: Any, folder: Path) -> Path:
+    """A checkpoint of random weights under which mistakes show."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = made._from_config(config, dtype=torch.float32).eval()
+        give_teeth(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+WRITERS: dict[str, tuple[Any, Any]] = {
+    "LlavaForConditionalGeneration": (write_square, square_picture),
+    **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
+}
 
 
 @cache
 def image_case(architecture: str) -> ImageCase:
-    folder = write_checkpoint_with_towers(
-        architecture, Path(FOLDER.name) / architecture, PLACEHOLDER
-    )
+    write, draw = WRITERS[architecture]
+    folder = write(architecture, Path(FOLDER.name) / architecture)
     reference = load_reference(folder, getattr(transformers, architecture))
     config = reference.config
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +133,7 @@ def image_case(architecture: str) -> ImageCase:
     def text(length: int) -> list[int]:
         return torch.randint(2, 90, (length,), generator=generator).tolist()
 
-    one, two, three = (PICTURES[architecture](config, seed) for seed in range(3))
+    one, two, three = (draw(config, seed) for seed in range(3))
     shared = text(9)
     asked = [
         ([*shared, PLACEHOLDER, *text(5)], [one]),
@@ -109,7 +159,7 @@ def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Aske
         for _ in range(NUM_TOKENS):
             these = torch.tensor([tokens])
             kinds = {}
-            if "mm_token_type_ids" in _takes(reference) and pictures:
+            if "image_grid_thw" in given:
                 kinds["mm_token_type_ids"] = (these == PLACEHOLDER).int()
             # Sampled placeholders are no images.
             row = reference(input_ids=these, **given, **kinds, use_cache=False).logits[0, -1]
@@ -117,10 +167,6 @@ def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Aske
             logits.append(row)
             tokens.append(int(row.argmax()))
     return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
-
-
-def _takes(reference: Any) -> Sequence[str]:
-    return reference.forward.__wrapped__.__code__.co_varnames
 
 
 @cache
@@ -155,20 +201,20 @@ def started(architecture: str, **options: Any) -> AsyncEngine:
 
 
 def check(
-    architecture: str, *, alone: bool = False, **options: Any
+    architecture: str, *, alone: bool = False, times: int = 1, **options: Any
 ) -> tuple[list[Request], EngineStats]:
     """Run the prompts of a case, one after the other or together, and compare their tokens."""
-    case = image_case(architecture)
+    asked = image_case(architecture).asked * times
 
     async def run() -> tuple[list[Request], EngineStats]:
         async with started(architecture, **options) as engine:
             if alone:
-                found = [await submitted(engine, each) for each in case.asked]
+                found = [await submitted(engine, each) for each in asked]
             else:
-                found = await asyncio.gather(*(submitted(engine, each) for each in case.asked))
+                found = await asyncio.gather(*(submitted(engine, each) for each in asked))
             engine.audit()
             return found, engine.stats()
 
     found, stats = asyncio.run(run())
-    assert all(map(is_right, case.asked, found))
+    assert all(map(is_right, asked, found))
     return found, stats

@@ -19,14 +19,16 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from minisgl.images.checkpoint import CheckpointProcessor
-from minisgl.images.processor import ImageProcessor, answer
+from minisgl.errors import EngineStoppedError
+from minisgl.images.picture import Picture
+from minisgl.images.processor import ImageProcessor, answer, load
 
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
+    f"{QWEN_IMAGE}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -58,9 +60,7 @@ PIXTRAL_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}[/INST]"
     "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-INTERN_TEMPLATE = QWEN_TEMPLATE.replace(
-    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
-)
+INTERN_TEMPLATE = QWEN_TEMPLATE.replace(QWEN_IMAGE, "<IMG_CONTEXT>\n")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Family:
 
 
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+LLAVA_OPTIONS = {
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
 SMALL_QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 50176}, "temporal_patch_size": 2}
 FAMILIES = (
     Family(
@@ -126,11 +131,7 @@ FAMILIES = (
         LLAVA_TEMPLATE,
         ("<image>",),
         "<image>",
-        options={
-            "patch_size": 14,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-        },
+        options=LLAVA_OPTIONS,
         adds_bos=True,
     ),
     Family(
@@ -198,6 +199,63 @@ FAMILIES = (
             }
         },
     ),
+    Family(
+        "gemma4",
+        "gemma4.processing_gemma4",
+        "Gemma4Processor",
+        {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70},
+        GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>"),
+        (
+            *("<start_of_turn>", "<end_of_turn>", "<|image>", "<image|>", "<|image|>"),
+            *("<|audio>", "<audio|>", "<|audio|>"),
+        ),
+        "<|image|>",
+        tokenizer={
+            "pad_token": "</s>",
+            "extra_special_tokens": {
+                "boi_token": "<|image>",
+                "eoi_token": "<image|>",
+                "image_token": "<|image|>",
+                "boa_token": "<|audio>",
+                "eoa_token": "<audio|>",
+                "audio_token": "<|audio|>",
+            },
+        },
+        adds_bos=True,
+    ),
+    Family(
+        "glm4v",
+        "glm4v.processing_glm4v",
+        "Glm4vProcessor",
+        {
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 14,
+            "merge_size": 2,
+            **SMALL_QWEN,
+        },
+        QWEN_TEMPLATE.replace(QWEN_IMAGE, "<|begin_of_image|><|image|><|end_of_image|>"),
+        (
+            *("<|im_start|>", "<|im_end|>", "<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+            *("<|begin_of_video|>", "<|video|>", "<|end_of_video|>"),
+        ),
+        "<|image|>",
+    ),
+    Family(
+        "llava_next",
+        "llava_next.processing_llava_next",
+        "LlavaNextProcessor",
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+        },
+        LLAVA_TEMPLATE,
+        ("<image>",),
+        "<image>",
+        options=LLAVA_OPTIONS,
+        adds_bos=True,
+    ),
 )
 
 # Its processor needs torchvision, which the tests do not have.
@@ -245,12 +303,19 @@ class ProcessorHere(ImageProcessor):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.num_processed = 0
-        self._loaded = CheckpointProcessor(folder)
+        self.num_images = 0
+        self._loaded = load(folder)
 
     def ask(self, task: bytes) -> bytes:
-        self.num_processed += 1
+        if self._closed.is_set():
+            raise EngineStoppedError(self.stopped)
         return answer(self._loaded, task)
+
+    def process(
+        self, data: bytes, digest: bytes, max_pixels: int, *, is_low: bool = False
+    ) -> tuple[Picture, int]:
+        self.num_images += 1
+        return super().process(data, digest, max_pixels, is_low=is_low)
 
 
 def reference_processor(folder: Path, family: Family) -> Any:

@@ -4,7 +4,6 @@ chunks take them in the place of embeddings."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +17,7 @@ from minisgl.errors import in_one_line
 from minisgl.models.decoder import Decoder
 from minisgl.models.towers.sight import Sight
 from minisgl.models.towers.tower import Tower, load_tower
+from minisgl.models.towers.turning import TurningModel
 from minisgl.parts.device_part import StepPart
 from minisgl.parts.images.host import Encode, ImagePlan
 
@@ -54,21 +54,36 @@ class DeviceImages:
     """The rows of images on a rank. Only the first stage has any; on the others, all are there."""
 
     def __init__(
-        self, tower: Tower | None, embedding: SeenEmbedding | None, rows: Tensor, lanes: Lanes
+        self,
+        tower: Tower | None,
+        embedding: SeenEmbedding | None,
+        turning: TurningModel | None,
+        rows: Tensor,
+        offsets: Tensor | None,
+        lanes: Lanes,
     ) -> None:
-        """rows: the buffer."""
+        """turning: the model, if it counts positions in three directions. rows: the buffer.
+        offsets: [num_slots + 1] int64, of such a model, as in SlotTables."""
         self._tower, self._rows, self._lanes = tower, rows, lanes
-        self._embedding = embedding
+        self._embedding, self.turning, self.offsets = embedding, turning, offsets
         self._lane = copy_lane(lanes, priority=0)
         # What ends the encoding of an image, by its number, or why it failed: for `open`, which
         # needs no mark that is reached, and for `landed`, which another thread calls.
         self._marks: dict[int, CopyMark | str] = {}
         self._to_report: dict[int, CopyMark | str] = {}
 
-    def open(self, numbers: Iterable[int]) -> None:
-        """Let a step read the rows of these images, once they are there, as they are on the rank
-        that has reported them."""
-        for number in numbers:
+    def open(self, plan: ImagePlan) -> None:
+        """Let a step read the rows of images, once they are there, as they are on the rank that
+        has reported them; and let it count as its plan says."""
+        if plan.offsets and self.offsets is not None:
+            slots, values = self._lanes.upload(
+                [[*each] for each in zip(*plan.offsets, strict=True)]
+            )
+            self.offsets.index_copy_(0, slots, values)
+        if plan.rope and self.turning is not None:
+            (rope,) = self._lanes.upload([np.frombuffer(plan.rope, np.int32)])
+            self.turning.rope = rope.view(3, -1)
+        for number in plan.reads:
             mark = self._marks.pop(number, None)
             if isinstance(mark, str):
                 raise RuntimeError(
@@ -77,9 +92,11 @@ class DeviceImages:
             if mark is not None:
                 self._lane.hold_compute(mark)
         if self._embedding is not None:
-            self._embedding.is_open = True
+            self._embedding.is_open = bool(plan.reads)
 
     def close(self) -> None:
+        if self.turning is not None:
+            self.turning.rope = None
         if self._embedding is not None:
             self._embedding.is_open = False
 
@@ -140,8 +157,7 @@ class ImageStep(StepPart):
         self._images, self._plan = images, plan
 
     def begin(self) -> None:
-        if self._plan.reads:
-            self._images.open(self._plan.reads)
+        self._images.open(self._plan)
 
     def end(self) -> None:
         self._images.close()
@@ -159,19 +175,24 @@ def load_images(
     lanes: Lanes,
     *,
     num_rows: int,
+    num_slots: int,
     dtype: torch.dtype,
     load_format: str,
     is_first: bool,
 ) -> DeviceImages:
     """Give a model whose weights are filled its tower, and a buffer of so many rows. is_first:
     whether the model is the first stage, which embeds. Raises CheckpointError."""
-    if not is_first:
-        return DeviceImages(None, None, torch.empty(0), lanes)
     device = lanes.device
+    turning, offsets = None, None
+    if sight.axes:
+        turning = TurningModel(cast("CausalLM", model), sight.axes, device)
+        offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+    if not is_first:
+        return DeviceImages(None, None, turning, torch.empty(0), offsets, lanes)
     tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
     rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
     embedding = _replace_embedding(cast("CausalLM | AdoptedModel", model), rows)
-    return DeviceImages(tower, embedding, rows, lanes)
+    return DeviceImages(tower, embedding, turning, rows, offsets, lanes)
 
 
 def _replace_embedding(model: CausalLM | AdoptedModel, rows: Tensor) -> SeenEmbedding:

@@ -7,28 +7,49 @@ computed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.errors import InvalidRequestError, StepError
 from minisgl.images.picture import Picture, Span
+from minisgl.parts.images.positions import rope_positions
 from minisgl.request import Extra, Request, RequestStatus, SamplingParams
 from minisgl.scheduler.parts import Failed, Part
 from minisgl.scheduler.plan import Chunk, PartPlan
 from minisgl.scheduler.state import Running, StepWork
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Pictured(Extra):
     """The images of a prompt, in the order of their places."""
 
     takes_drafts: ClassVar[bool] = False
 
     spans: tuple[Span, ...]
+
+    @cached_property
+    def _positions(self) -> tuple[NDArray[np.int32], int]:
+        return rope_positions(self.spans)
+
+    @property
+    def offset(self) -> int:
+        """What is added to the positions of tokens behind the images for rotating them, where a
+        model counts in three directions."""
+        return self._positions[1]
+
+    def rope(self, start: int, end: int) -> NDArray[np.int32]:
+        """The positions by which such a model rotates tokens `start` to `end`: [3, end - start]."""
+        known, offset = self._positions
+        known = known[:, start:end]
+        others = np.arange(start + known.shape[1], end, dtype=np.int32) + offset
+        return np.concatenate((known, np.broadcast_to(others, (3, len(others)))), axis=1)
 
     def as_text(self, prompt: Sequence[int]) -> Sequence[int]:
         """Raises InvalidRequestError if the prompt has not the keys of its images."""
@@ -68,9 +89,17 @@ class ImagePlan(PartPlan):
 
     is_alone: bool = False  # the step has no rows
     is_quick: bool = False  # nothing is to be done
-    is_eager: bool = False  # chunks read rows
+    is_eager: bool = False  # chunks read rows, or count in three directions
+    adapts_rows: bool = False  # some rows are rotated by other positions than theirs
+    # Slots, and what is added to the positions of their decode rows for rotating them.
+    offsets: tuple[tuple[int, int], ...] = ()
+    # Of the rows of all chunks, [3, num_rows] int32; empty: they are rotated by their positions.
+    rope: bytes = b""
     encodes: tuple[Encode, ...] = ()  # to begin
     reads: tuple[int, ...] = ()  # the numbers of the images whose rows the chunks read
+
+
+_UNKNOWN = 1  # an offset that no slot has: images take fewer positions than rows
 
 
 class _Of(NamedTuple):
@@ -117,9 +146,11 @@ class Images(Part):
     kind = Pictured
     is_always = True
 
-    def __init__(self, num_rows: int) -> None:
-        """num_rows: of the buffer."""
-        self._num_rows = num_rows
+    def __init__(self, num_rows: int, *, turns: bool = False) -> None:
+        """num_rows: of the buffer. turns: the model counts positions in three directions."""
+        self._num_rows, self._turns = num_rows, turns
+        self._of_slot: dict[int, int] = {}  # offsets, as the device has them
+        self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row has one
         self._free = [*range(num_rows - 1, -1, -1)]
         self._entries: dict[_Of, _Entry] = {}  # the least recently used first
         self._on_way: dict[int, _Of] = {}  # those that are not ready, by their numbers
@@ -131,6 +162,9 @@ class Images(Part):
         if isinstance(given, Pictured):
             pictures = {span.picture.digest: span.picture for span in given.spans}
             wanted = sum(picture.num_rows for picture in pictures.values())
+            for each in pictures.values() if self._turns else ():
+                if each.grid is None or math.prod(each.grid) != each.num_rows:
+                    raise InvalidRequestError("messages", "an image has no lines of rows.")
             if wanted > self._num_rows:
                 raise InvalidRequestError(
                     "messages",
@@ -187,6 +221,7 @@ class Images(Part):
 
     def plan(self, work: StepWork) -> ImagePlan | None:
         reads: set[int] = set()
+        rope = self._rope(work)
         for index, (chunk, running) in enumerate(work.owned_chunks):
             if running.request.extra(Pictured) is not None:
                 work.chunks[index] = self._with_rows(chunk, running.request, reads)
@@ -196,15 +231,51 @@ class Images(Part):
             entry.begun = work.step
             inputs = tuple(_arrays(entry.picture))
             encodes = (Encode(entry.number, entry.rows, inputs),)
-        if not (reads or encodes or self._on_way):
+        offsets = self._changed_offsets(work)
+        adapts_rows = bool(rope) or self._has_offset(work)
+        if not (reads or encodes or self._on_way or offsets or adapts_rows):
             return None
         return ImagePlan(
             is_alone=not (work.decoding or work.chunks),
-            is_quick=not (reads or encodes),
-            is_eager=bool(reads),
+            is_quick=not (reads or encodes or offsets),
+            is_eager=bool(reads or rope),
+            adapts_rows=adapts_rows,
+            offsets=offsets,
+            rope=rope,
             encodes=encodes,
             reads=tuple(sorted(reads)),
         )
+
+    def _rope(self, work: StepWork) -> bytes:
+        pictured = [running.request.extra(Pictured) for running in work.chunk_owners]
+        if not (self._turns and any(pictured)):
+            return b""
+        parts: list[NDArray[np.int32]] = []
+        for chunk, images in zip(work.chunks, pictured, strict=True):
+            if images is None:
+                positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+                parts.append(np.broadcast_to(positions, (3, len(positions))))
+            else:
+                parts.append(images.rope(chunk.start, chunk.end))
+        return np.concatenate(parts, axis=1).tobytes()
+
+    def _changed_offsets(self, work: StepWork) -> tuple[tuple[int, int], ...]:
+        if not self._turns:
+            return ()
+        changes = {
+            running.slot: offset
+            for running in work.joining
+            if self._of_slot.get(running.slot, 0) != (offset := _offset(running))
+        }
+        self._of_slot |= changes
+        return (*changes.items(),)
+
+    def _has_offset(self, work: StepWork) -> bool:
+        """Whether a decode row has one."""
+        if work.decoding is not self._decoding[0]:
+            has_one = self._turns and any(map(_offset, work.decoding))
+            self._decoding = work.decoding, has_one
+        return self._decoding[1]
 
     def _waiting(self) -> list[_Entry]:
         """Those to encode; those that no request wants any more are given up."""
@@ -245,6 +316,7 @@ class Images(Part):
         return [each for each in failed.items() if not each[0].finished]
 
     def failed(self, step: int) -> None:
+        self._of_slot = dict.fromkeys(self._of_slot, _UNKNOWN)
         for of in [*self._on_way.values()]:
             if self._entries[of].begun >= step:
                 self._drop(of)
@@ -255,6 +327,8 @@ class Images(Part):
         on_way = {each.number: of for of, each in self._entries.items() if not each.is_ready}
         assert self._on_way == on_way, "an image is never ready"
         for each in running:
+            known = self._of_slot.get(each.slot, 0)
+            assert not self._turns or known in (_offset(each), _UNKNOWN), "it has another offset"
             for of, span in _images(each.request):
                 if each.num_scheduled < span.end:
                     entry = self._entries.get(of)
@@ -267,6 +341,12 @@ def _images(request: Request) -> Iterator[tuple[_Of, Span]]:
     pictured = request.extra(Pictured)
     for span in () if pictured is None else pictured.spans:
         yield _Of(request.namespace, span.picture.digest), span
+
+
+def _offset(running: Running) -> int:
+    """Of the rows of a request, if its model counts in three directions."""
+    pictured = running.request.extra(Pictured)
+    return 0 if pictured is None else pictured.offset
 
 
 def _is_locked(entry: _Entry, running: dict[Request, Running], of: _Of) -> bool:
