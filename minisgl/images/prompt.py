@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minisgl.images.picture import Span
 from minisgl.request import Extra
@@ -18,7 +18,7 @@ class Prompt:
 
     token_ids: list[int]
     spans: Sequence[Span] = ()  # where the images are
-    extras: Sequence[Extra] = ()
+    extras: list[Extra] = field(default_factory=list)
 
     @property
     def shown_token_ids(self) -> list[int]:

@@ -157,6 +157,16 @@ def test_answers_are_those_of_transformers_and_images_are_cached_by_what_they_sh
     assert other.usage.prompt_tokens_details.cached_tokens < length - NUM_ROWS
 
 
+def test_texts_are_there_under_a_template_that_wants_them_in_parts(
+    server: Served[AsyncEngine], llava: Llava
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi!"}]
+    with server.http() as http:
+        found = http.post("/tokenize", json={"messages": messages}).json()
+        text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert "SYSTEM: Be brief. USER: Hi! ASSISTANT:" in text
+
+
 def test_all_apis_agree(server: Served[AsyncEngine], llava: Llava) -> None:
     chat = asked(server, llava, "Which?", RED)
     text, count = chat.choices[0].message.content, chat.usage.prompt_tokens
