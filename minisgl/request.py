@@ -324,6 +324,7 @@ class Extra:
     samples: ClassVar[bool] = True  # tokens are to follow the prompt
     kv_of: bytes = b""  # what else the KV of the tokens depends on
     masks: ClassVar[bool] = False  # every token is sampled under a mask
+    takes_drafts: ClassVar[bool] = True  # a step may sample several tokens
 
     @property
     def computes_all_tokens(self) -> bool:
@@ -334,6 +335,11 @@ class Extra:
         """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
         have."""
         return num_tokens
+
+    def as_text(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The prompt with ids of the vocabulary in the places of what it brings itself. Raises
+        InvalidRequestError if that does not fit."""
+        return prompt
 
     def retracted(self) -> None:
         """Forget what steps have found: the request begins anew."""
@@ -431,11 +437,11 @@ class Request:
     @property
     def takes_drafts(self) -> bool:
         """Whether a step may sample several of its tokens: none of them may change, by a mask or a
-        penalty, what is sampled after it."""
+        penalty, what is sampled after it, and no part may be against it."""
         penalties = (spec for spec in SAMPLED if spec.role is Role.PENALTY)
-        return not self.masked and all(
-            getattr(self.params, spec.name) == spec.default for spec in penalties
-        )
+        if self.masked or not all(extra.takes_drafts for extra in self.extras):
+            return False
+        return all(getattr(self.params, spec.name) == spec.default for spec in penalties)
 
     @property
     def computes_all_tokens(self) -> bool:

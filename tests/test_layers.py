@@ -19,7 +19,7 @@ ROWS = (
         *("errors", "printable", "events", "matcher", "parameters", "pooling", "request"),
         *("sampling_options", "shards", "config", "paths", "keys", "progress", "subprocesses"),
     ),
-    ("text", "kvcache"),
+    ("text", "kvcache", "images"),
     ("grammar", "scheduler", "parts", "client"),
     ("kernels", "device", "distributed", "attention", "layers", "models", "lora", "drafting"),
     ("tiers", "parts.device", "runner", "ranks"),

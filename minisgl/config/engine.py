@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -16,6 +17,7 @@ MOST_DRAFTS = 15
 LORA_RANK_UNIT, MOST_LORA_RANK = 16, 320
 DEFAULT_LORAS = 8
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
+HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 MOST_GB = 1_000_000  # of any memory
 model_option = partial(option, group="Model")
 parallel_option = partial(option, group="Parallelism")
@@ -23,6 +25,7 @@ memory_option = partial(option, group="Memory")
 scheduling_option = partial(option, group="Scheduling")
 draft_option = partial(option, group="Speculation")
 adapter_option = partial(option, group="Adapters")
+image_option = partial(option, group="Images")
 kernel_option = partial(option, group="Kernels")
 
 
@@ -219,6 +222,16 @@ class EngineConfig:
         f"The largest rank of an adapter, a multiple of {LORA_RANK_UNIT}, for which each place on "
         "the device has room.",
     )
+    image_hosts: tuple[str, ...] = image_option(
+        (),
+        "HOST: a name from which the server fetches images by http(s) for requests; may be given "
+        "several times. Without it images come as data: URLs only.",
+    )
+    image_rows: int = image_option(
+        8192,
+        "Tokens of images that the device has room for at once, and so of the images of one "
+        "request; 0 runs a model that sees without its tower.",
+    )
     attn: str = kernel_option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -243,6 +256,7 @@ class EngineConfig:
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_length"):
             check_at_least(self, name, 1)
         check_at_least(self, "cuda_graph_max_bs", 0)
+        check_at_least(self, "image_rows", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
         if self.state_cache is not None and not 0 <= self.state_cache <= MOST_GB:
@@ -269,6 +283,9 @@ class EngineConfig:
             refuse(self, "draft_tokens", f"allowed: 1 to {MOST_DRAFTS}")
         self._check_acceptance()
         self._check_adapters()
+        for host in self.image_hosts:
+            if not HOST.fullmatch(host):
+                raise ConfigError("--image-hosts", host, "allowed: a name such as example.com")
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)

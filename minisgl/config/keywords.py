@@ -113,6 +113,8 @@ class EngineOptions(OtherSpellings, total=False):
     lora: tuple[str, ...] | Mapping[str, Text]
     max_loras: int | None
     max_lora_rank: int
+    image_hosts: tuple[str, ...]
+    image_rows: int
     attn: str
     cuda_graph_max_bs: int | None
 

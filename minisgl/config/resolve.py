@@ -94,6 +94,8 @@ class ResolvedConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each
     max_loras: int  # of these, at once on the device; 0: there are none
     max_lora_rank: int
+    image_hosts: tuple[str, ...]
+    image_rows: int  # of the buffer for images, where the model sees
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int

@@ -47,16 +47,17 @@ class CopyLane(Protocol):
 
 
 class CudaCopyLane:
-    """A stream of high priority: its kernels are few and short, and long DMAs wait for them."""
+    """A stream, of high priority for copies: their kernels are few and short, and long DMAs wait
+    for them."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, priority: int) -> None:
         self._lanes = lanes
-        self._stream = torch.cuda.Stream(lanes.device, priority=-1)
+        self._stream = torch.cuda.Stream(lanes.device, priority=priority)
 
     def queue(self, work: Callable[[], None], after: Sequence[Mark]) -> CopyMark:
         began = torch.cuda.Event(enable_timing=True)
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
-        with torch.cuda.stream(self._stream), torch.cuda.nvtx.range("copy pages"):
+        with torch.cuda.stream(self._stream), torch.cuda.nvtx.range("beside the steps"):
             for mark in after:
                 if isinstance(mark, EventMark | _CudaMark) and mark.event is not None:
                     self._stream.wait_event(mark.event)
@@ -123,5 +124,7 @@ def upload_pages(pages: Sequence[int], device: torch.device) -> Tensor:
     return indices.pin_memory().to(device, non_blocking=True)
 
 
-def copy_lane(lanes: Lanes) -> CopyLane:
-    return CudaCopyLane(lanes) if lanes.device.type == "cuda" else HostCopyLane()
+def copy_lane(lanes: Lanes, *, priority: int = -1) -> CopyLane:
+    """priority: as CUDA counts it; 0 for work that steps need not wait for."""
+    is_cuda = lanes.device.type == "cuda"
+    return CudaCopyLane(lanes, priority) if is_cuda else HostCopyLane()

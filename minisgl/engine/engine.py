@@ -25,6 +25,7 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
+from minisgl.images.prompt import Prompt
 from minisgl.request import (
     EVERYONE,
     Extra,
@@ -55,6 +56,7 @@ class AsyncEngine:
         self.tokenizer = loaded.tokenizer
         self.defaults = loaded.defaults
         self.model_name = loaded.model_name
+        self.image_refusal = loaded.images.refusal  # why it takes no images; empty: it does
         self._runner = loaded.runner
         self._process_id = os.getpid()
         self._meter = Meter()
@@ -104,7 +106,7 @@ class AsyncEngine:
         return self.model.vocab_size
 
     def warm(self) -> None:
-        """Start the template renderer, so that the first chat does not wait a second for it."""
+        """Start the processes for conversations, so that the first one does not wait for them."""
         self._intake.warm()
 
     async def encode(
@@ -128,6 +130,19 @@ class AsyncEngine:
     ) -> list[int]:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         return await self._open_intake().texts.chat(messages, any_length, template_options)
+
+    async def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
+    ) -> Prompt:
+        """Tokenize a conversation that may have images; raises as `encode` does.
+
+        An image is a part of a message's content: {"type": "image", "source": ImageSource(...)}.
+        """
+        return await self._open_intake().images.prompt(messages, any_length, template_options)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does with tools and reasoning. Raises EngineStoppedError."""

@@ -8,11 +8,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from minisgl.engine.images import Images
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import Meter
 from minisgl.engine.texts import Texts
 from minisgl.errors import ContextLengthError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled, Grammars
+from minisgl.images.fetching import Fetcher
 from minisgl.request import (
     MAX_EDITS,
     Extra,
@@ -38,12 +40,15 @@ class Intake:
         self._parts = parts
         self._meter = meter
         self._texts: Texts | None = None
+        self._images: Images | None = None
         if self._tokenizer is not None:
             self._texts = Texts(
                 self._tokenizer,
                 max_seq_len=self._max_seq_len,
                 num_places=self._config.max_running_requests + self._config.max_queued_requests,
             )
+            fetcher = Fetcher(self._config.image_hosts)
+            self._images = Images(self._texts, self._tokenizer, loaded.images, fetcher)
         self._grammars: Grammars | None = None  # made when first needed
 
     @property
@@ -53,10 +58,19 @@ class Intake:
             raise InvalidRequestError("prompt", "the model has no tokenizer; send token ids.")
         return self._texts
 
+    @property
+    def images(self) -> Images:
+        """What turns conversations into prompts. Raises as `texts` does."""
+        if self._images is None:
+            raise InvalidRequestError("messages", "the model has no tokenizer.")
+        return self._images
+
     def warm(self) -> None:
-        """Start the template renderer, so that the first chat does not wait a second for it."""
+        """Start what the first conversation would wait for: its processes."""
         if self._texts is not None and self._tokenizer and self._tokenizer.has_chat_template:
             self._texts.warm()
+        if self._images is not None:
+            self._images.warm()
 
     async def compile(self, structured: StructuredOutput | None, client: str) -> Compiled:
         """Compile a constraint; see `AsyncEngine.compile`."""
@@ -96,7 +110,10 @@ class Intake:
 
         Raises InvalidRequestError or ContextLengthError.
         """
-        check_token_ids("prompt", prompt, self._vocab_size)
+        text = prompt
+        for extra in extras:
+            text = extra.as_text(text)
+        check_token_ids("prompt", text, self._vocab_size)
         self.check(params)
         given = {type(extra): extra for extra in extras}
         kinds = {part.kind for part in self._parts}
@@ -134,6 +151,8 @@ class Intake:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._texts.settle(), timeout_s)
             self._texts.close(reason)
+        if self._images is not None:
+            self._images.close(reason)
         if self._grammars is not None:
             self._grammars.close()
 
@@ -141,11 +160,13 @@ class Intake:
         """End the threads once the event loop has stopped. Any thread may call it."""
         if self._texts is not None:
             self._texts.end()
+        if self._images is not None:
+            self._images.end()
         if self._grammars is not None:
             self._grammars.close()
 
     def join(self) -> None:
         """Block until the threads have ended, for a few seconds at most. Call `drain` before."""
-        for part in (self._texts, self._grammars):
+        for part in (self._texts, self._images, self._grammars):
             if part is not None:
                 part.join()

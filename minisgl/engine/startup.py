@@ -17,6 +17,7 @@ from minisgl.config import (
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.engine.startup_lines import tell
 from minisgl.errors import ConfigError
+from minisgl.images.processor import ImageSupport
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
@@ -25,6 +26,7 @@ from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.lora.files import AdapterReader
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.models.towers.sight import Sight
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
@@ -60,6 +62,8 @@ class Loaded(Generic[Handle]):
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
     adapters: AdapterReader | None = None  # None: there is no room for any
+    images: ImageSupport = field(default_factory=ImageSupport)
+    sight: Sight | str = "it reads text only"  # how the model sees images, or why it takes none
 
     def speculation(self) -> Speculation | None:
         """What decides about drafts, if any are made."""
@@ -108,6 +112,8 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=runner.adapters,
+        images=ImageSupport.of(folder, blind=_of_images(setup.sight)["blind"]),
+        sight=setup.sight,
     )
 
 
@@ -133,8 +139,14 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             loaded.tokenizer,
             config.task,
             config.max_loras,
+            config.image_rows,
+            **_of_images(loaded.sight),
         ),
     )
+
+
+def _of_images(sight: Sight | str) -> dict[str, Any]:
+    return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
 
 
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:

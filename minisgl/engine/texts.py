@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from minisgl.engine.waiting_thread import WaitingThread
-from minisgl.errors import (
-    EngineStoppedError,
-    MinisglError,
-    QueueFullError,
-    TextTooLongError,
-)
+from minisgl.engine.work_queue import WorkQueue
+from minisgl.errors import MinisglError, QueueFullError, TextTooLongError
 from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
@@ -35,136 +28,14 @@ ALWAYS_TAKEN_CHARS = 1 << 20
 SHORT_BYTES = 16 << 10
 # Size of a place; a text occupies one for every started PLACE_BYTES.
 PLACE_BYTES = 32 << 10
-# Work is ordered by arrival plus one second per this many bytes: short texts overtake long ones.
-BYTES_PER_SECOND = 64 << 10
 # Processor time of a rendering; most take some milliseconds. One that needs more is slow, and holds
 # up its line no longer than this.
 SLOW_SECONDS = 0.15
 NUM_SLOW = 4  # slow ones rendered at once
 SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
-INTERRUPT_S = 0.1  # between attempts to end a rendering, which may not have begun
 # A drain gives callers this long to submit token ids that they have just received.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
-
-T = TypeVar("T")
-Work = Callable[[Renderer], T]
-
-
-@dataclass(order=True, slots=True)
-class _Task:
-    priority: float  # lowest first
-    number: int  # order of arrival, which breaks ties of priority
-    work: Work[Any] = field(compare=False)
-    future: asyncio.Future[Any] = field(compare=False)
-
-
-class _Worker:
-    """A thread and the process that renders chat templates for it, started when first needed."""
-
-    def __init__(
-        self, renderer: Renderer, done: Callable[[_Worker, _Task, Any, Exception | None], None]
-    ) -> None:
-        self.renderer = renderer
-        self._done = done
-        self._loop = asyncio.get_running_loop()
-        self.thread = WaitingThread("minisgl-intake", self._work, renderer.wait)
-
-    def end(self) -> None:
-        """End after the current task; a rendering is interrupted."""
-        self.renderer.close()
-        self.thread.end()
-
-    def _work(self, task: _Task) -> None:
-        result, error = None, None
-        try:
-            result = task.work(self.renderer)
-        except Exception as raised:
-            error = raised
-        try:
-            self._loop.call_soon_threadsafe(self._done, self, task, result, error)
-        except RuntimeError:  # the loop was closed without closing the engine
-            self.end()
-
-
-class _WorkQueue:
-    """A priority queue of work, short before long, and its threads. Used by one event loop."""
-
-    def __init__(self, make_renderer: Callable[[], Renderer], num_threads: int = 1) -> None:
-        self._make_renderer = make_renderer
-        self._num_threads = num_threads
-        self._waiting: list[_Task] = []  # a heap
-        self._idle: list[_Worker] = []
-        self._busy: dict[_Worker, _Task] = {}
-        self._num_tasks = 0
-        self._closed = False
-        self._loop = asyncio.get_running_loop()
-
-    async def run(self, work: Work[T], size: int) -> T:
-        """Run `work` in a thread when its turn comes and return its result. size: in bytes."""
-        if self._closed:
-            raise EngineStoppedError("The engine takes no more texts.")
-        self._num_tasks += 1
-        priority = self._loop.time() + size / BYTES_PER_SECOND
-        task = _Task(priority, self._num_tasks, work, self._loop.create_future())
-        heapq.heappush(self._waiting, task)
-        self._dispatch()
-        try:
-            result: T = await task.future
-        except asyncio.CancelledError:
-            self._interrupt(task)
-            raise
-        return result
-
-    def _interrupt(self, task: _Task) -> None:
-        """End the rendering of a task for which nobody waits, once it has begun."""
-        for worker, current in self._busy.items():
-            if current is task:
-                worker.renderer.interrupt()
-                self._loop.call_later(INTERRUPT_S, self._interrupt, task)
-                return
-
-    def _dispatch(self) -> None:
-        while self._waiting:
-            if self._waiting[0].future.done():  # the caller is gone
-                heapq.heappop(self._waiting)
-                continue
-            if self._idle:
-                worker = self._idle.pop()
-            elif len(self._busy) < self._num_threads:
-                worker = _Worker(self._make_renderer(), self._on_done)
-            else:
-                return
-            self._busy[worker] = task = heapq.heappop(self._waiting)
-            worker.thread.add(task)
-
-    def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
-        del self._busy[worker]
-        if self._closed:
-            worker.end()
-        else:  # to start its process again would take seconds where processors are busy
-            self._idle.append(worker)
-        if not task.future.done():
-            if error is None:
-                task.future.set_result(result)
-            else:
-                task.future.set_exception(error)
-        self._dispatch()
-
-    def end(self) -> list[Future[None]]:
-        """Accept no more work; returns the ends of the threads, which are near."""
-        self._closed = True
-        workers = [*self._idle, *self._busy]
-        for worker in workers:
-            worker.end()
-        return [worker.thread.ended for worker in workers]
-
-    def fail(self, reason: MinisglError) -> None:
-        """Fail everything that is queued or running."""
-        for task in (*self._waiting, *self._busy.values()):
-            if not task.future.done():
-                task.future.set_exception(reason)
-        self._waiting.clear()
 
 
 class Texts:
@@ -190,10 +61,10 @@ class Texts:
         self._last_left_s = -SUBMIT_S
         make_quick = partial(make_renderer, processor_seconds=SLOW_SECONDS)
         make_slow = partial(make_renderer, niceness=SLOW_NICENESS)
-        self._short = _WorkQueue(make_quick)
-        self._long_renderings = _WorkQueue(make_quick)
-        self._slow_renderings = _WorkQueue(make_slow, NUM_SLOW)
-        self._long_texts = _WorkQueue(make_quick)  # one at a time, to bound memory
+        self._short = WorkQueue(make_quick)
+        self._long_renderings = WorkQueue(make_quick)
+        self._slow_renderings = WorkQueue(make_slow, NUM_SLOW)
+        self._long_texts = WorkQueue(make_quick)  # one at a time, to bound memory
         self._lines = (
             self._short,
             self._long_renderings,
@@ -228,12 +99,21 @@ class Texts:
             return await self._encode(text, "prompt", add_special_tokens, any_length)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool,
+        options: Mapping[str, Any],
+        change: Callable[[str], Awaitable[str]] | None = None,
     ) -> list[int]:
-        """Tokenize a conversation with the model's chat template; raises as `encode` does."""
+        """Tokenize a conversation with the model's chat template; raises as `encode` does.
+
+        change: what happens to the rendered conversation before it is tokenized.
+        """
         call = encode_call(self._tokenizer.template_call(messages, **options))
         with self._places(len(call)):
             text = await self._render(call)
+            if change is not None:
+                text = await change(text)
             return await self._encode(text, "messages", False, any_length)
 
     async def template_facts(self) -> TemplateFacts:

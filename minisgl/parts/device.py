@@ -14,6 +14,8 @@ from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.copies.device import CopyStep
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.device_part import DeviceParts, StepPart
+from minisgl.parts.images.device import DeviceImages, ImageStep
+from minisgl.parts.images.host import ImagePlan
 from minisgl.parts.masks.device import MaskStep
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.device import ScoreStep
@@ -32,10 +34,11 @@ def device_parts(
     copies: HostCopies | None,
     rank: int,
     adapters: DeviceAdapters | None,
+    images: DeviceImages | None,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
     copies: None without a host cache. rank: this one, of those that divide the requests. adapters:
-    None without any."""
+    None without any. images: None for a model that takes none."""
     parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
         ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
@@ -45,4 +48,6 @@ def device_parts(
         parts[CopyPlan] = partial(CopyStep, copies, rank)
     if adapters is not None:
         parts[AdapterPlan] = partial(AdapterStep, adapters)
+    if images is not None:
+        parts[ImagePlan] = partial(ImageStep, images)
     return parts

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from minisgl.kvcache.tiers import Tiers
 from minisgl.parts.adapters.host import AdapterPlan, Adapters
 from minisgl.parts.copies.host import CopyPlan, PageCopies
+from minisgl.parts.images.host import Blind, ImagePlan, Images
 from minisgl.parts.masks.host import MaskPlan, Masks
 from minisgl.parts.scores.host import ScorePlan, Scores
 from minisgl.parts.vectors.host import VectorPlan, Vectors
@@ -14,7 +15,10 @@ from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.text.tokenizer import Tokenizer
 
-PLANS: tuple[type[PartPlan], ...] = (MaskPlan, ScorePlan, VectorPlan, CopyPlan, AdapterPlan)
+PLANS: tuple[type[PartPlan], ...] = (
+    *(MaskPlan, ScorePlan, VectorPlan, CopyPlan, AdapterPlan),
+    ImagePlan,
+)
 
 
 def host_parts(
@@ -23,13 +27,18 @@ def host_parts(
     tokenizer: Tokenizer | None = None,
     task: str = "generate",
     max_loras: int = 0,
+    image_rows: int = 0,
+    turns: bool = False,
+    blind: str = "it reads text only",
 ) -> list[Part]:
     """In the order in which they plan. tiers: behind the device of each rank that has pages of its
     own, if there are any. task: for which the model was loaded. max_loras: adapters on the device
-    at once."""
+    at once. image_rows: of the buffer for images. turns: as of Images. blind: why the model
+    takes none, if it does not."""
     parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
     if tiers:
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))
+    parts.append(Blind(blind) if blind else Images(image_rows, turns=turns))
     return parts

@@ -52,10 +52,12 @@ class Computation:
         drafter: Drafter | None = None,
         window: int = 0,
         adapted_rows: Callable[[Tensor], AdaptedRows] | None = None,
+        rope_offsets: Tensor | None = None,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
         the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
-        window: of layers that have pages of their own; 0: none. adapted_rows: see SlotTables."""
+        window: of layers that have pages of their own; 0: none. adapted_rows, rope_offsets: of
+        SlotTables."""
         self.states = states  # what each layer keeps: paged KV, or a state by slot
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -80,6 +82,7 @@ class Computation:
             has_states=any(isinstance(state, StateBySlot) for state in states),
             window=window,
             adapted_rows=adapted_rows,
+            rope_offsets=rope_offsets,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
         self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)

@@ -68,21 +68,23 @@ class CapturedStep:
         (self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED])()
 
 
-def graph_keys(config: ResolvedConfig) -> list[GraphKey]:
+def graph_keys(config: ResolvedConfig, *, turns: bool = False) -> list[GraphKey]:
     """The steps to capture, also those of runs of tokens; none if the largest batch is 0.
 
     Largest first, so that later graphs reuse the memory of the first. Stages agree on them, also
-    those without states.
+    those without states. turns: rows may be rotated by other positions than theirs.
     """
     max_run, max_batch = config.max_run, config.cuda_graph_max_bs
-    keys = _keys_of_run(config, 1, max_batch)
+    keys = _keys_of_run(config, 1, max_batch, adapts=turns)
     if max_run > 1:
         keys += _keys_of_run(config, max_run, min(max_batch, config.max_run_rows // max_run))
     keys.sort(key=_num_rows, reverse=True)
     return list(dict.fromkeys(key.divided(config.num_attending) for key in keys))
 
 
-def _keys_of_run(config: ResolvedConfig, run: int, max_batch: int) -> list[GraphKey]:
+def _keys_of_run(
+    config: ResolvedConfig, run: int, max_batch: int, *, adapts: bool = False
+) -> list[GraphKey]:
     if max_batch == 0:
         return []
     max_snapshots = MAX_SNAPSHOTS if config.num_snapshots != 0 else 0
@@ -110,7 +112,7 @@ def _keys_of_run(config: ResolvedConfig, run: int, max_batch: int) -> list[Graph
     masked_shapes = [StepShape(size) for size in masked]
     masked_shapes += mixed(MASKED_MIXED_BATCHES, MASKED_CHUNK_ROWS)
     keys += [GraphKey(shape, masked=True) for shape in masked_shapes]
-    if config.max_loras:
+    if config.max_loras or adapts:
         few = [key for key in keys if key.shape in masked_shapes]
         keys += [replace(key, shape=key.shape._replace(adapted=True)) for key in few]
     return [replace(key, shape=key.shape._replace(run=run)) for key in keys]
@@ -165,7 +167,7 @@ class StepGraphs:
                     return step
             return None
         kind: Kind = "masked" if masked else "mixed"
-        if any(part.reads_rows for part in plan.parts) or (
+        if any(part.reads_rows or part.is_eager for part in plan.parts) or (
             kind == "mixed" and variant is SamplingVariant.FULL
         ):
             return None

@@ -28,6 +28,7 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
+from minisgl.parts.images.device import DeviceImages, load_images
 from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
 from minisgl.runner.dense_copies import prepare_model
@@ -119,11 +120,29 @@ def load_runner(
     if config.max_loras:
         report("loading adapters", 0.0)
         adapters = load_adapters(config, setup.model, weights.model, lanes)
+    images = None
+    if not isinstance(setup.sight, str):
+        report("loading the tower", 0.0)
+        images = load_images(
+            setup.sight,
+            setup.folder,
+            weights.model,
+            lanes,
+            num_rows=config.image_rows,
+            num_slots=config.max_running_requests,
+            dtype=dtype,
+            load_format=config.load_format,
+            is_first=stage.is_first,
+        )
+        if images.turning is not None:
+            weights = replace(weights, model=images.turning)
     memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
-    keys = graph_keys(config)
+    keys = graph_keys(config, turns=images is not None and images.turning is not None)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
-    make = _RunnerMaker(config, setup.model.vocab_size, place, weights, *attention, adapters)
+    make = _RunnerMaker(
+        config, setup.model.vocab_size, place, weights, *attention, adapters, images
+    )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
     disk = _open_disk(setup, place, weights.layers, host, report)
@@ -246,6 +265,7 @@ class _RunnerMaker:
     attention: Attention
     captured_attention: Attention
     adapters: DeviceAdapters | None
+    images: DeviceImages | None
 
     def states(self, capacity: Capacity) -> list[LayerState]:
         device, windows = self.place.lanes.device, self.config.windows
@@ -276,6 +296,7 @@ class _RunnerMaker:
             drafter=self._drafter(capacity),
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
+            rope_offsets=None if self.images is None else self.images.offsets,
         )
         parts = device_parts(
             lanes,
@@ -285,6 +306,7 @@ class _RunnerMaker:
             None if tiers is None else tiers.copies,
             computation.tables.order.rank,
             self.adapters,
+            self.images,
         )
         runner = ModelRunner(
             computation,

@@ -22,6 +22,7 @@ from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.pooling import EmbeddingRules, default_rules, read_embedding_rules
 from minisgl.models.registry import read_model_config
+from minisgl.models.towers.sight import Sight, read_sight
 from minisgl.runner.facts import device_facts
 
 
@@ -34,6 +35,7 @@ class Setup:
     folder: Path
     network: NetworkConfig | None = None  # that drafts, if it is one
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
+    sight: Sight | str = "it reads text only"  # or why the model takes no images
 
     @property
     def name(self) -> str:
@@ -106,7 +108,8 @@ def read_setup(config: EngineConfig) -> Setup:
     can_divide = facts.can_divide(config.tp, by_rank=config.ep)
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
-    return Setup(resolved, model, folder, network, embedding or default_rules(folder))
+    sight = read_sight(folder, model, resolved)
+    return Setup(resolved, model, folder, network, embedding or default_rules(folder), sight)
 
 
 def _facts(model: ModelConfig, network: NetworkConfig | None) -> ModelFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,16 +44,18 @@ class SlotTables:
         has_states: bool = False,
         window: int = 0,
         adapted_rows: Callable[[Tensor], AdaptedRows] | None = None,
+        rope_offsets: Tensor | None = None,
     ) -> None:
         """order: of the rows, for one rank. prompt_lengths: [num_slots + 1] int64 on the device,
         maintained by the caller. max_run: of all plans. has_states: of a model with a StateBySlot.
         window: of layers that have pages of their own; 0: none have. adapted_rows: which adapters
-        rows of these slots have, where they can have any."""
+        rows of these slots have, where they can have any. rope_offsets: [num_slots + 1] int64, what
+        is added to positions for rotating rows of a slot; None: nothing."""
         self.order = order
         self.scratch_slot = num_slots = order.num_slots
         self._max_pages = max_pages
         self._lanes = lanes
-        self._adapted_rows = adapted_rows
+        self._adapted_rows, self._rope_offsets = adapted_rows, rope_offsets
         every = num_slots + 1
         num_entries = every * max_pages
         sizes = [num_entries, num_entries if window else 0, every, every, every * (max_run - 1)]
@@ -170,6 +173,8 @@ class SlotTables:
         slots, token_ids, positions = numbers
         adapted_rows = self._adapted_rows if shape.adapted else None
         own = every = Rows.of(slots, positions, adapted_rows and adapted_rows(slots))
+        if shape.adapted and self._rope_offsets is not None:
+            own = every = replace(every, rope=positions + self._rope_offsets[slots])
         if of_ranks.are_divided:
             part = of_ranks.rows(order.rank)
             own = every.part(part, adapted_rows and adapted_rows(slots[part]))

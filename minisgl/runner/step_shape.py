@@ -21,7 +21,7 @@ class StepShape(NamedTuple):
     num_chunk_samples: int = 0  # chunks whose last row is sampled
     num_snapshots: int = 0  # that the chunks leave of the states of their requests
     run: int = 1  # rows of each decoded request
-    adapted: bool = False  # some rows have adapters
+    adapted: bool = False  # some rows have adapters, or are rotated by other positions than theirs
 
     @property
     def num_decode_rows(self) -> int:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from minisgl.errors import MinisglError
 from minisgl.request import Extra, Request, SamplingParams
 from minisgl.scheduler.plan import PartPlan
 from minisgl.scheduler.state import Running, StepWork
+
+Failed = Iterable[tuple[Request, MinisglError]]  # requests to end, and why
 
 
 class Part:
@@ -52,9 +55,11 @@ class Part:
         step's sampling wait (`StepWork.deferred`)."""
         return None
 
-    def settle(self, work: StepWork, outcome: object) -> None:
+    def settle(self, work: StepWork, outcome: object) -> Failed | None:
         """Take the outcome of a step that did something for it, whose tokens are not settled yet.
-        Some of the step's requests may have ended, or been retracted: these are not `active`."""
+        Some of the step's requests may have ended, or been retracted: these are not `active`.
+        Returns the requests for which it failed, if there are any."""
+        return None
 
     def failed(self, step: int) -> None:
         """Forget what this step and later ones were to do, which have failed."""

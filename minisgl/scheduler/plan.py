@@ -68,7 +68,8 @@ class PartPlan:
     # It comes between the forward pass and the sampling, which are captured apart for it.
     changes_sampling: ClassVar[bool] = False
     is_quick: bool = False  # to queue: a matter of microseconds
-    adapts_rows: bool = False  # some rows have adapters, which are captured apart
+    adapts_rows: bool = False  # some have adapters, or turn by other positions: captured apart
+    is_eager: bool = False  # chunks have rows that no captured step computes
 
 
 @dataclass(frozen=True, slots=True)

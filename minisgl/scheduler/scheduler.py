@@ -339,10 +339,12 @@ class Scheduler:
         run_lengths = result.run_lengths
         if run_lengths is not None:  # one entry per token instead of per row
             rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]
-        for part, outcome in zip(launched.parts, result.parts, strict=True):
-            part.settle(work, outcome)
         progressed: list[Request] = []
         finished: list[Request] = []
+        for part, outcome in zip(launched.parts, result.parts, strict=True):
+            for request, error in part.settle(work, outcome) or ():
+                finished.append(request)
+                self._end(request, FinishReason.ERROR, error)
         finished_status = RequestStatus.FINISHED
         for running, token_id in zip(rows, result.token_ids, strict=True):
             request = running.request

@@ -147,13 +147,14 @@ def serve(seconds: float, processor_seconds: float, niceness: int) -> NoReturn:
     serve_tasks(
         calls,
         answers,
-        lambda call: msgspec.json.encode(_answer(call)),
+        lambda call: msgspec.json.encode(answer(call)),
         lambda number: is_ended if number in TIME_IS_UP else None,
         {signal.ITIMER_REAL: seconds, signal.ITIMER_PROF: processor_seconds},
     )
 
 
-def _answer(call: bytes) -> _Rendered:
+def answer(call: bytes) -> _Rendered:
+    """What the process answers to a call."""
     from jinja2 import TemplateSyntaxError
 
     try:

@@ -25,6 +25,7 @@ from minisgl.text.rendering import SPELLINGS, Call, render
 from minisgl.text.tiktoken_file import TIKTOKEN_FILE, is_only_form, read_tiktoken
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TIKTOKEN_FILE)
+PROCESSOR_TEMPLATE = "chat_template.json"
 # The arguments of `apply_chat_template` that callers may set; other options become variables of the
 # template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
@@ -50,6 +51,7 @@ MIN_BEGINNING_BYTES = 64 << 10
 BYTES_PER_TOKEN = 4
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # <think>, [TOOL_CALLS]
+IMAGE = {"type": "image"}  # a part of a message, as templates know it
 MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError for larger ids
 
 
@@ -93,6 +95,7 @@ class Tokenizer:
             always=self._backend.normalizer is not None
             and any(added[token_id].normalized for token_id in control),
         )
+        self._signed_texts = frozenset(control.values())
         self._signed = SignedTokenizer(self._backend, control, self._spellings.sign)
 
     @staticmethod
@@ -120,6 +123,8 @@ class Tokenizer:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
         if chat_template is not None:
             tokenizer.chat_template = chat_template
+        elif not tokenizer.chat_template:
+            tokenizer.chat_template = _template_of_processor(folder)
         made = cls(tokenizer, folder.name)
         if (num_chars := len(made.chat_template_text)) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
@@ -185,6 +190,29 @@ class Tokenizer:
         """The number of characters of a text, or of a rendered conversation."""
         return len(text) - text.count(self._spellings.sign) * len(self._spellings.sign)
 
+    def count_control(self, rendered: str, token: str) -> int:
+        """How often the template has written a control token into a rendered conversation."""
+        return rendered.count(self._spelled(rendered, token))
+
+    def surround_control(self, rendered: str, token: str, before: str, after: str) -> str:
+        """A rendered conversation with plain text around a control token of the template."""
+        spelled = self._spelled(rendered, token)
+        return rendered.replace(spelled, before + spelled + after)
+
+    def _spelled(self, rendered: str, token: str) -> str:
+        is_signed = rendered.startswith(self._spellings.sign) and token in self._signed_texts
+        return self._spellings.sign + token if is_signed else token
+
+    def opening(self, rendered: str) -> list[int]:
+        """The ids that a processor of transformers puts in front of a rendered conversation: those
+        that every text begins with, unless the template has written the first token of a text."""
+        first = self._tokenizer.bos_token
+        if first is not None and rendered.removeprefix(self._spellings.sign).startswith(
+            self._spelled(rendered, first)
+        ):
+            return []
+        return self.encode("")
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -215,12 +243,14 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         control_tokens_in_text: bool = False,
+        content_in_parts: bool = False,
         **template_options: Any,
     ) -> Call:
         """The arguments for rendering a conversation. Raises InvalidRequestError.
 
         Content given as a list of text parts is concatenated, and `developer` becomes `system` for
-        a template that does not know that role. With `continue_final_message` the last message
+        a template that does not know that role. Content with images stays a list; so does all
+        content with `content_in_parts`. With `continue_final_message` the last message
         stays open and no generation prompt follows it; otherwise one does by default. What users,
         results and calls of tools, `tools` and `documents` spell is a control token only with
         `control_tokens_in_text`.
@@ -243,7 +273,10 @@ class Tokenizer:
             template = template.removeprefix("\ufeff")  # a byte-order mark
         except Exception as error:  # several templates, none of them the default
             raise InvalidRequestError("messages", f"have no chat template: {error}") from error
-        conversation = [_plain_message(message, "developer" in template) for message in messages]
+        conversation = [
+            _plain_message(message, "developer" in template, content_in_parts)
+            for message in messages
+        ]
         if not conversation:
             raise InvalidRequestError("messages", "must not be empty.")
         spellings = {} if control_tokens_in_text else {SPELLINGS: asdict(self._spellings)}
@@ -334,6 +367,18 @@ def _read(folder: Path) -> Any:
     )
 
 
+def _template_of_processor(folder: Path) -> str | None:
+    """The chat template of a checkpoint with images that has it in a file of its processor."""
+    file = folder / PROCESSOR_TEMPLATE
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])["chat_template"]
+    except (ValueError, KeyError) as error:
+        reason = f"{file} cannot be read: it has no chat_template, a text."
+        raise CheckpointError(reason) from error
+
+
 def _length(value: msgspec.Raw | None) -> int:
     """The number of entries of a list or an object in JSON; 0 for something else."""
     decoded = None if value is None else msgspec.json.decode(value)
@@ -359,16 +404,32 @@ def _check_added_tokens(folder: Path) -> None:
             )
 
 
-def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
+def _plain_message(
+    message: Mapping[str, Any], keep_developer: bool, in_parts: bool
+) -> dict[str, Any]:
     """Convert a message to the roles and the content type that every chat template supports."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidRequestError("messages", 'must be objects with a "role" and a "content".')
     plain = {name: value for name, value in message.items() if value is not None}
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"
-    if isinstance(plain.get("content"), list | tuple):
-        plain["content"] = "".join(_part_text(part) for part in plain["content"])
+    content = plain.get("content")
+    if in_parts and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(content, list | tuple):
+        if in_parts or any(_is_image(part) for part in content):
+            plain["content"] = [IMAGE if _is_image(part) else _text_part(part) for part in content]
+        else:
+            plain["content"] = "".join(_part_text(part) for part in content)
     return plain
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == IMAGE["type"]
+
+
+def _text_part(part: object) -> dict[str, str]:
+    return {"type": "text", "text": _part_text(part)}
 
 
 def _part_text(part: object) -> str:

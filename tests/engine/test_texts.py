@@ -222,7 +222,7 @@ async def test_the_template_of_a_client_that_leaves_is_ended() -> None:
         assert tokenizer is not None
         tokenizer._tokenizer.chat_template = SometimesEndless()._tokenizer.chat_template
         line = texts._slow_renderings
-        line._make_renderer = partial(Renderer, 3600)
+        line._make_worker = partial(Renderer, 3600)
         for path in (CHAT, "/tokenize"):
             asked = asyncio.ensure_future(client.post(path, json={"messages": say("endless")}))
             await until(lambda: line._busy)

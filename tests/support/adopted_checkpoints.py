@@ -99,8 +99,10 @@ def write_checkpoint(architecture: str, folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint_with_towers(architecture: str, folder: Path) -> Path:
-    """The same of a model with towers."""
+def write_checkpoint_with_towers(
+    architecture: str, folder: Path, placeholder: int | None = None
+) -> Path:
+    """The same of a model with towers. placeholder: the id of images, in place of a large one."""
     kind = _KINDS_WITH_TOWERS[architecture]
     config = CONFIG_MAPPING[kind](**SET.get(kind, {}))
     config.text_config = small_config(text_part(config)[1])
@@ -109,6 +111,8 @@ def write_checkpoint_with_towers(architecture: str, folder: Path) -> Path:
         for name, size in _TOWER_SIZES.items():
             if isinstance(getattr(tower, name, None), int):
                 setattr(tower, name, size)
+    if placeholder is not None:
+        config.image_token_id = placeholder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32)

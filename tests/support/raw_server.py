@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from ssl import SSLContext
 from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -47,9 +48,11 @@ class RawServer:
 
 
 @asynccontextmanager
-async def raw_server(answers: dict[str, bytes | Answering]) -> AsyncIterator[RawServer]:
+async def raw_server(
+    answers: dict[str, bytes | Answering], *, ssl: SSLContext | None = None
+) -> AsyncIterator[RawServer]:
     made = RawServer(answers)
-    server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(made.answer, "127.0.0.1", 0, ssl=ssl)
     made.port = server.sockets[0].getsockname()[1]
     try:
         yield made

@@ -30,6 +30,7 @@ from tokenizers.processors import TemplateProcessing
 
 from minisgl.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.text.rendering import render
 from minisgl.text.tokenizer import ADDED_TOKENS, MAX_SHORT_CHARS, Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
@@ -261,6 +262,51 @@ def test_a_message_that_cannot_be_continued_is_refused_without_quoting_it() -> N
         forgetful.chat(HELLO, continue_final_message=True)
     assert caught.value.param == "continue_final_message"
     assert "Hel" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_the_template_of_a_processor_is_taken_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    wrap(byte_level_backend(), None).save_pretrained(tmp_path)
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.chat(HELLO)) == "Hello!"
+    assert Tokenizer.load(tmp_path, chat_template="own").chat_template_text == "own"
+    for text in ("", "[]", "{}", '{"chat_template": 1}'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
+            Tokenizer.load(tmp_path)
+    wrap(byte_level_backend()).save_pretrained(tmp_path)
+    assert Tokenizer.load(tmp_path).chat(HELLO) == byte_level().chat(HELLO)
+
+
+def test_control_tokens_of_the_template_are_told_from_those_of_texts() -> None:
+    template = "<s>{{ messages[0].content }}<think>{{ messages[0].content }}"
+    tokenizer = Tokenizer(wrap(byte_level_backend(), template))
+    for text, signed in (("no", False), ("a <think> b", True)):
+        call = tokenizer.template_call([{"role": "user", "content": text}])
+        rendered = render(call)
+        assert rendered.startswith("<s>") != signed
+        assert tokenizer.count_control(rendered, "<think>") == 1
+        around = tokenizer.surround_control(rendered, "<think>", "(", ")")
+        expected = f"<s>{text}(<think>){text}"
+        assert tokenizer.decode(tokenizer.encode(around), skip_special_tokens=False) == expected
+        assert tokenizer.opening(rendered) == []
+
+
+def test_a_text_begins_as_a_processor_of_transformers_lets_it() -> None:
+    backend = Backend.from_str(byte_level_backend().to_str())
+    first = backend.token_to_id("<s>")
+    assert first is not None
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    for post_processor, expected in ((begin, [first]), (None, [])):
+        if post_processor is not None:
+            backend.post_processor = post_processor
+        else:
+            backend = Backend.from_str(byte_level_backend().to_str())
+        tokenizer = Tokenizer(wrap(backend))
+        for text in ("Hello", "a <s> b"):
+            assert tokenizer.opening(text) == expected
+        assert tokenizer.opening("<s>Hello") == []
 
 
 def test_a_model_without_a_chat_template_is_refused() -> None:

@@ -24,7 +24,7 @@ OWN_OPTIONS = frozenset(
         *("model", "node_rank", "master_addr", "master_port", "cluster_token_file", "notes"),
         *("memory_ratio", "num_pages", "num_snapshots"),
         *("cache_type", "max_queued_requests", "schedule_policy", "schedule_conservativeness"),
-        *("key_share", "step_timeout", "overlap"),
+        *("key_share", "step_timeout", "overlap", "image_hosts"),
     )
 )
 LONGEST_VALUE = 48  # longer ones are compared by their hashes

@@ -1,0 +1,249 @@
+"""Makes prompts of conversations with images, before they reach the engine.
+
+Images are fetched, decoded and processed while the conversation is rendered. What a template writes
+for each image is then replaced by the tokens that the checkpoint's processor has made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from minisgl.engine.texts import JOIN_S, Texts
+from minisgl.engine.work_queue import WorkQueue
+from minisgl.errors import InvalidRequestError, MinisglError, QueueFullError, UnsupportedModelError
+from minisgl.images.checkpoint import Placeholder
+from minisgl.images.fetching import Fetcher
+from minisgl.images.kept import KeptPictures
+from minisgl.images.limits import (
+    MAX_BYTES,
+    MAX_PIXELS,
+    MAX_REQUEST_BYTES,
+    MAX_REQUEST_PIXELS,
+    PARAM,
+)
+from minisgl.images.picture import Picture, with_pictures
+from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
+from minisgl.images.prompt import Prompt
+from minisgl.images.source import IMAGE_PART, ImageSource, named, sources_of
+from minisgl.parts.images.host import Pictured
+from minisgl.text.tokenizer import Tokenizer
+
+NUM_PROCESSES = 2
+MAX_WAITING_BYTES = 256 << 20  # of images of all requests that are not processed yet
+LONG_BYTES = 256 << 10  # whose digest is not computed on the event loop
+
+
+class Images:
+    """Turns conversations with images into prompts. Used by the engine's event loop only."""
+
+    def __init__(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        support: ImageSupport,
+        fetcher: Fetcher,
+        make_processor: Callable[[Path], ImageProcessor] = ImageProcessor,
+    ) -> None:
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._support = support
+        self._fetcher = fetcher
+        self._kept = KeptPictures()
+        self._num_waiting_bytes = 0
+        self._placeholder: Placeholder | None = None
+        self._line: WorkQueue[ImageProcessor] | None = None
+        if support.folder is not None:
+            self._line = WorkQueue(partial(make_processor, support.folder), NUM_PROCESSES)
+        self._ends: list[Future[None]] = []  # of threads
+        self._warming: asyncio.Future[None] | None = None
+
+    def warm(self) -> None:
+        """Start a process if the model takes images, so that the first one does not wait for it."""
+
+        async def start(line: WorkQueue[ImageProcessor]) -> None:
+            with contextlib.suppress(Exception):  # the first image reports the error
+                await line.run(lambda processor: processor.start(), 0)
+
+        if self._line is not None:
+            self._warming = asyncio.ensure_future(start(self._line))
+
+    async def prompt(
+        self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
+    ) -> Prompt:
+        """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does."""
+        sources = sources_of(messages)
+        if sources and self._line is None:
+            raise InvalidRequestError(PARAM, self._support.refusal)
+        # Only templates that know images want parts, also where the text part runs alone.
+        if IMAGE_PART in self._tokenizer.chat_template_text:
+            facts = await self._texts.template_facts()
+            if facts.wants_parts:
+                options = {**options, "content_in_parts": True}
+        if self._line is None or not sources:
+            return Prompt(await self._texts.chat(messages, any_length, options))
+        placeholder = await self._find_placeholder(self._line)
+        making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
+        try:
+            return await self._with_pictures(messages, any_length, options, placeholder, making)
+        finally:
+            making.cancel()
+
+    async def _with_pictures(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool,
+        options: Mapping[str, Any],
+        placeholder: Placeholder,
+        making: asyncio.Future[list[Picture]],
+    ) -> Prompt:
+        opening: list[int] = []
+
+        async def placed(rendered: str) -> str:
+            """The rendered conversation, with all that is around the tokens of an image."""
+            pictures = await making
+            found = self._tokenizer.count_control(rendered, placeholder.text)
+            if found != len(pictures):
+                raise _misplaced(found, len(pictures))
+            opening.extend(self._tokenizer.opening(rendered))
+            return self._tokenizer.surround_control(
+                rendered, placeholder.text, placeholder.before, placeholder.after
+            )
+
+        token_ids = await self._texts.chat(messages, any_length, options, placed)
+        try:
+            prompt, spans = with_pictures(
+                [*opening, *token_ids], placeholder.token_id, await making
+            )
+        except ValueError:
+            found = token_ids.count(placeholder.token_id)
+            raise _misplaced(found, len(making.result())) from None
+        return Prompt(prompt, spans, [Pictured(spans)])
+
+    async def _find_placeholder(self, line: WorkQueue[ImageProcessor]) -> Placeholder:
+        if self._placeholder is None:
+            with _told():
+                self._placeholder = await line.run(ImageProcessor.placeholder, 0)
+        return self._placeholder
+
+    async def _pictures(
+        self,
+        line: WorkQueue[ImageProcessor],
+        sources: Sequence[ImageSource],
+        placeholder: Placeholder,
+    ) -> list[Picture]:
+        """The images of a request. One after the other, since each leaves the next less room."""
+        elsewhere = [source for source in sources if source.url]
+        num_bytes = sum(len(source.data) for source in sources)
+        with self._room(num_bytes, min(len(elsewhere) * MAX_BYTES, MAX_REQUEST_BYTES)):
+            fetched = await _all([self._fetch(source) for source in elsewhere])
+            _check_bytes(num_bytes + sum(map(len, fetched)))
+            rest = iter(fetched)
+            pictures, room = [], MAX_REQUEST_PIXELS
+            for source in sources:
+                data = next(rest) if source.url else source.data
+                found = await self._picture(line, data, source, placeholder, room)
+                pictures.append(found[0])
+                room -= found[1]
+            return pictures
+
+    async def _fetch(self, source: ImageSource) -> bytes:
+        with named(source):
+            return await self._fetcher.fetch(source.url)
+
+    async def _picture(
+        self,
+        line: WorkQueue[ImageProcessor],
+        data: bytes,
+        source: ImageSource,
+        placeholder: Placeholder,
+        room: int,
+    ) -> tuple[Picture, int]:
+        """An image, and its pixels, of which there may be as many as `room`."""
+        is_low = source.is_low
+        work = partial(digest_of, data, placeholder.fingerprint, is_low=is_low)
+        digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
+
+        def process(processor: ImageProcessor) -> tuple[Picture, int]:
+            # Another request may have had it processed while this one waited.
+            kept = self._kept.get(digest)
+            if kept is None or kept[1] > room:
+                kept = processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+                self._kept.put(*kept)
+            return kept
+
+        found = self._kept.get(digest)
+        if found is None or found[1] > room:
+            with _told(), named(source):
+                # In order of arrival: an image of many bytes takes no longer than others.
+                found = await line.run(process, 0)
+        return found
+
+    @contextlib.contextmanager
+    def _room(self, num_bytes: int, num_fetched: int) -> Iterator[None]:
+        """Take the bytes of a request into account, and those that it may fetch. Raises
+        QueueFullError if there are too many of all requests, except for one that is alone."""
+        _check_bytes(num_bytes)
+        num_bytes += num_fetched
+        if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+            raise QueueFullError("Too many images are waiting to be processed; try again later.")
+        self._num_waiting_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._num_waiting_bytes -= num_bytes
+
+    def close(self, reason: MinisglError) -> None:
+        """Fail all pending work with `reason`. Idempotent."""
+        self.end()
+        if self._line is not None:
+            self._line.fail(reason)
+
+    def end(self) -> None:
+        """End the threads, without failing pending work. Thread-safe."""
+        if self._line is not None:
+            self._ends += self._line.end()
+
+    def join(self) -> None:
+        """Block until the threads have ended, for a few seconds at most. Call `close` before."""
+        wait(self._ends, JOIN_S)
+
+
+def _check_bytes(num_bytes: int) -> None:
+    if num_bytes > MAX_REQUEST_BYTES:
+        reason = f"have images of {num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a request."
+        raise InvalidRequestError(PARAM, reason)
+
+
+async def _all(fetches: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:
+    """All results; the others are cancelled when one fails."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(fetch) for fetch in fetches]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell a caller who sends images that the checkpoint's processor cannot be used."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise InvalidRequestError(
+            PARAM, f"have images, which cannot be processed for this model: {error}"
+        ) from error
+
+
+def _misplaced(found: int, num_images: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        PARAM,
+        f"have {num_images} images, for which the model's chat template has written {found} "
+        "placeholders; allowed: images in messages of users, and no placeholders in texts.",
+    )

@@ -1,0 +1,72 @@
+"""What is known of a model that sees, before its tower is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import ResolvedConfig
+from minisgl.models import qwen3_5
+from minisgl.models.config import ModelConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+
+# Each of these gives rows for an image by itself, which take the places of its placeholders.
+SEEING = frozenset({"LlavaForConditionalGeneration", *qwen3_5.WITH_TOWER})
+# Those that count positions in three directions, and rotate each third pair by the same.
+_BY_TURNS = frozenset(qwen3_5.WITH_TOWER)
+_SECTIONS = (11, 11, 10)  # pairs by each position, unless the config says it
+_PLACEHOLDERS = ("image_token_id", "image_token_index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """How a model sees images."""
+
+    architecture: str
+    values: dict[str, Any]  # of the whole config.json
+    placeholder: int  # the id that a prompt has in the place of each row of an image
+    row_size: int  # numbers in a row
+    # Which position rotates each pair of a head, where positions are counted in three directions: 0
+    # that by frame, 1 that by line, 2 that within a line; empty: there is one position.
+    axes: tuple[int, ...] = ()
+
+
+def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sight | str:
+    """How the model in `folder` sees, or why it takes no images. model: its text part."""
+    fields = Fields(read_json(folder / CONFIG_FILE), CONFIG_FILE)
+    names = fields.values.get("architectures") or [""]
+    placeholders = [fields.values[name] for name in _PLACEHOLDERS if name in fields.values]
+    if names[0] not in SEEING or not placeholders:
+        return (
+            "it reads text only"
+            if names[0] == model.architecture
+            else (f"of {names[0]}, minisgl runs the text part only")
+        )
+    if options.task != "generate":
+        return f"it was loaded with --task {options.task}"
+    if not options.image_rows:
+        return "it was loaded with --image-rows 0"
+    axes = _axes(names[0], fields.values["text_config"])
+    if axes and options.dp_attention:
+        return "with --dp-attention it counts positions in one direction"
+    return Sight(
+        architecture=names[0],
+        values=dict(fields.values),
+        placeholder=int(placeholders[0]),
+        row_size=model.hidden_size,
+        axes=axes,
+    )
+
+
+def _axes(architecture: str, text: dict[str, Any]) -> tuple[int, ...]:
+    """text: the config of the text part."""
+    if architecture not in _BY_TURNS:
+        return ()
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sizes = rope.get("mrope_section") or _SECTIONS
+    axes = [0] * sum(sizes)
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sizes[axis], 3):
+            axes[pair] = axis
+    return tuple(axes)

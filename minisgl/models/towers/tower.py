@@ -1,0 +1,108 @@
+"""The tower of a checkpoint: transformers' own modules, which make rows of an image."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from minisgl.models.adopted.names import names_of
+from minisgl.models.adopted.reader import transformers_config
+from minisgl.models.dummy import fill_randomly
+from minisgl.models.hub import safetensors_files
+from minisgl.models.loader import DUMMY_SEED, fill_from_files
+from minisgl.models.quantization import is_quantizable
+from minisgl.models.targets import Destinations, Names, checkpoint_targets
+from minisgl.models.towers.sight import Sight
+
+_TEXT = "language_model"  # the text part among the modules of a model of transformers
+_HEAD = "lm_head."
+
+
+class Tower:
+    """Makes the rows of images, each by itself."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """module: a model of transformers without its text part."""
+        self.module = module
+        self._dtype, self._device = dtype, device
+        features: Any = module.get_image_features
+        self._features = features
+        self._takes = inspect.signature(features).parameters.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.module.parameters())
+
+    @torch.inference_mode()
+    def rows(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
+        """The rows of one image, [n, row_size]. inputs: what its processor has made of it.
+
+        Queues its work on the current stream. Raises whatever the code of transformers raises.
+        """
+        given = {name: self._sent(inputs[name]) for name in self._takes & inputs.keys()}
+        found = self._features(**given, return_dict=True).pooler_output
+        parts = [found] if isinstance(found, Tensor) else found
+        rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+        return torch.cat(rows).to(self._dtype)
+
+    def _sent(self, array: NDArray[Any]) -> Tensor:
+        """The array on the device, where numbers that are no integers have the model's dtype."""
+        is_float = array.dtype.kind == "f"
+        dtype = torch.float32 if is_float else torch.int64
+        on_gpu = self._device.type == "cuda"
+        sent = torch.empty(array.shape, dtype=dtype, pin_memory=on_gpu)
+        np.copyto(sent.numpy(), array)
+        moved = sent.to(self._device, non_blocking=True)
+        return moved.to(self._dtype) if is_float else moved
+
+
+def load_tower(
+    sight: Sight, folder: Path, *, dtype: torch.dtype, device: torch.device, load_format: str
+) -> Tower:
+    """Build the tower on `device`, and fill it from the files of a checkpoint. Blocks. Raises
+    CheckpointError if a tensor is missing, or is another one than the tower has."""
+    module, name_of = _skeleton(sight, dtype, device)
+    if load_format == "dummy":
+        fill_randomly(module, device, DUMMY_SEED)
+        return Tower(module, dtype, device)
+    to = Destinations(
+        targets=checkpoint_targets(module, None),
+        stacks={},
+        scheme=None,
+        is_left_out=lambda name: name.startswith((f"{_TEXT}.", _HEAD)),
+    )
+    names = Names(name_of, is_quantizable)
+    fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
+    return Tower(module, dtype, device)
+
+
+def _skeleton(
+    sight: Sight, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, Callable[[str], str | None]]:
+    """The modules that an image passes through, uninitialised, and how a checkpoint's tensors are
+    called in them."""
+    import transformers
+
+    config = transformers_config(sight.values, sight.architecture)
+    with torch.device("meta"):
+        whole = getattr(transformers, sight.architecture)._from_config(config, dtype=dtype)
+    name_of = names_of(whole)
+    model = whole.model
+    setattr(model, _TEXT, nn.Identity())
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            made = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+            made._is_hf_initialized = True  # type: ignore[attr-defined]
+            setattr(module, name, made)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    with torch.device(device):
+        model.initialize_weights()
+    return model.eval(), name_of

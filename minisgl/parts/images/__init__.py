@@ -1,0 +1,1 @@
+"""Images of prompts: their rows, in the places of embeddings."""

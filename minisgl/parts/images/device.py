@@ -1,0 +1,207 @@
+"""The runner's half: a buffer of rows, which the tower fills beside the steps, and from which
+chunks take them in the place of embeddings."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from minisgl.device.copy_lanes import CopyMark, copy_lane
+from minisgl.device.lanes import Lanes
+from minisgl.errors import in_one_line
+from minisgl.models.decoder import Decoder
+from minisgl.models.towers.sight import Sight
+from minisgl.models.towers.tower import Tower, load_tower
+from minisgl.models.towers.turning import TurningModel
+from minisgl.parts.device_part import StepPart
+from minisgl.parts.images.host import Encode, ImagePlan
+
+if TYPE_CHECKING:
+    from minisgl.models.adopted.model import AdoptedModel
+    from minisgl.models.transformer import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class SeenEmbedding(nn.Module):
+    """Stands for the embedding of a model. While `is_open`, negative ids are rows of the buffer: -1
+    is row 0."""
+
+    def __init__(self, base: nn.Module, rows: Tensor) -> None:
+        """rows: the buffer, [num_rows, hidden_size]."""
+        super().__init__()
+        self.base, self._rows = base, rows
+        self.is_open = False
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.base.weight)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if not self.is_open:
+            return cast(Tensor, self.base(token_ids))
+        text = self.base(token_ids.clamp(min=0))
+        seen = self._rows[(-1 - token_ids).clamp(min=0)]
+        return torch.where((token_ids < 0).unsqueeze(-1), seen, text)
+
+
+class DeviceImages:
+    """The rows of images on a rank. Only the first stage has any; on the others, all are there."""
+
+    def __init__(
+        self,
+        tower: Tower | None,
+        embedding: SeenEmbedding | None,
+        turning: TurningModel | None,
+        rows: Tensor,
+        offsets: Tensor | None,
+        lanes: Lanes,
+    ) -> None:
+        """turning: the model, if it counts positions in three directions. rows: the buffer.
+        offsets: [num_slots + 1] int64, of such a model, as in SlotTables."""
+        self._tower, self._rows, self._lanes = tower, rows, lanes
+        self._embedding, self.turning, self.offsets = embedding, turning, offsets
+        self._lane = copy_lane(lanes, priority=0)
+        # What ends the encoding of an image, by its number, or why it failed: for `open`, which
+        # needs no mark that is reached, and for `landed`, which another thread calls.
+        self._marks: dict[int, CopyMark | str] = {}
+        self._to_report: dict[int, CopyMark | str] = {}
+
+    def open(self, plan: ImagePlan) -> None:
+        """Let a step read the rows of images, once they are there, as they are on the rank that
+        has reported them; and let it count as its plan says."""
+        if plan.offsets and self.offsets is not None:
+            slots, values = self._lanes.upload(
+                [[*each] for each in zip(*plan.offsets, strict=True)]
+            )
+            self.offsets.index_copy_(0, slots, values)
+        if plan.rope and self.turning is not None:
+            (rope,) = self._lanes.upload([np.frombuffer(plan.rope, np.int32)])
+            self.turning.rope = rope.view(3, -1)
+        for number in plan.reads:
+            mark = self._marks.pop(number, None)
+            if isinstance(mark, str):
+                raise RuntimeError(
+                    f"an image could be encoded on another rank, but not here: {mark}"
+                )
+            if mark is not None:
+                self._lane.hold_compute(mark)
+        if self._embedding is not None:
+            self._embedding.is_open = bool(plan.reads)
+
+    def close(self) -> None:
+        if self.turning is not None:
+            self.turning.rope = None
+        if self._embedding is not None:
+            self._embedding.is_open = False
+
+    def encode(self, image: Encode) -> None:
+        """Begin to encode an image. Its rows are written once the steps launched so far, which may
+        read what is there, have ended."""
+        self._marks = {
+            number: mark
+            for number, mark in self._marks.items()
+            if isinstance(mark, str) or not mark.is_reached()
+        }
+        mark: CopyMark | str
+        try:
+            mark = self._queue(image)
+        except Exception as error:  # of whatever code, or there is no memory for it
+            logger.warning("an image could not be encoded", exc_info=error)
+            mark = in_one_line(error)
+        self._marks[image.number] = self._to_report[image.number] = mark
+
+    def _queue(self, image: Encode) -> CopyMark:
+        found: list[Tensor] = []
+
+        def compute() -> None:
+            if self._tower is not None:
+                inputs = {
+                    each.name: np.frombuffer(each.data, each.dtype).reshape(each.shape)
+                    for each in image.inputs
+                }
+                found.append(self._tower.rows(inputs))
+
+        def write() -> None:
+            for rows in found:
+                if len(rows) != len(image.rows):
+                    raise ValueError(f"it has {len(rows)} rows, and {len(image.rows)} places")
+                places = torch.tensor(image.rows, pin_memory=rows.is_cuda)
+                self._rows.index_copy_(0, places.to(rows.device, non_blocking=True), rows)
+
+        self._lane.queue(compute, [])
+        return self._lane.queue(write, [self._lanes.mark()])
+
+    def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
+        """The images whose encoding has ended since the last call, and why it failed, or "". wait:
+        for all that began."""
+        ended: list[tuple[int, str]] = []
+        for number, mark in list(self._to_report.items()):
+            if not isinstance(mark, str):
+                if wait:
+                    mark.wait()
+                elif not mark.is_reached():
+                    continue
+            del self._to_report[number]
+            ended.append((number, mark if isinstance(mark, str) else ""))
+        return tuple(ended)
+
+
+class ImageStep(StepPart):
+    def __init__(self, images: DeviceImages, plan: ImagePlan) -> None:
+        self._images, self._plan = images, plan
+
+    def begin(self) -> None:
+        self._images.open(self._plan)
+
+    def end(self) -> None:
+        self._images.close()
+        for image in self._plan.encodes:
+            self._images.encode(image)
+
+    def outcome(self) -> tuple[tuple[int, str], ...]:
+        return self._images.landed(wait=self._plan.is_alone)
+
+
+def load_images(
+    sight: Sight,
+    folder: Path,
+    model: Decoder,
+    lanes: Lanes,
+    *,
+    num_rows: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    load_format: str,
+    is_first: bool,
+) -> DeviceImages:
+    """Give a model whose weights are filled its tower, and a buffer of so many rows. is_first:
+    whether the model is the first stage, which embeds. Raises CheckpointError."""
+    device = lanes.device
+    turning, offsets = None, None
+    if sight.axes:
+        turning = TurningModel(cast("CausalLM", model), sight.axes, device)
+        offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+    if not is_first:
+        return DeviceImages(None, None, turning, torch.empty(0), offsets, lanes)
+    tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
+    rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
+    embedding = _replace_embedding(cast("CausalLM | AdoptedModel", model), rows)
+    return DeviceImages(tower, embedding, turning, rows, offsets, lanes)
+
+
+def _replace_embedding(model: CausalLM | AdoptedModel, rows: Tensor) -> SeenEmbedding:
+    """Let rows of the buffer take the places of embeddings."""
+    if isinstance(model, nn.Module):
+        whole, base = model, cast(nn.Module, model.embed_tokens)
+    else:
+        whole, base = model.module, model.module.get_input_embeddings()
+    name = next(name for name, module in whole.named_modules() if module is base)
+    made = SeenEmbedding(base, rows)
+    whole.set_submodule(name, made)
+    return made

@@ -1,0 +1,205 @@
+"""The process that decodes and processes images ends no one but itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.image_checkpoints import (
+    ProcessorHere,
+    colourful,
+    encoded,
+    family_named,
+    make_image_checkpoint,
+)
+
+from minisgl.errors import EngineStoppedError, InvalidRequestError, UnsupportedModelError
+from minisgl.images import processor as processor_module
+from minisgl.images.limits import MAX_PIXELS
+from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
+
+DIGEST = bytes(32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_checkpoint(family_named("qwen3_5"), tmp_path_factory.mktemp("see") / "model")
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Iterator[ImageProcessor]:
+    processor = ImageProcessor(folder)
+    yield processor
+    assert processor.wait() == 0  # once its pipes are closed, as they are when we die
+
+
+@pytest.fixture
+def here(folder: Path) -> ProcessorHere:
+    return ProcessorHere(folder)
+
+
+def test_what_the_process_makes_is_what_is_made_here(
+    processor: ImageProcessor, here: ProcessorHere
+) -> None:
+    assert processor.placeholder() == here.placeholder()
+    data = encoded(colourful(100, 60))
+    (made, num_pixels), (same, _) = (
+        each.process(data, DIGEST, MAX_PIXELS) for each in (processor, here)
+    )
+    assert num_pixels == 6000
+    assert made.digest == DIGEST
+    assert (made.token_ids, made.grid) == (same.token_ids, same.grid)
+    assert made.num_rows == np.prod(made.grid) == len(made.token_ids)
+    assert made.inputs.keys() == same.inputs.keys() == {"pixel_values", "image_grid_thw"}
+    for name, array in made.inputs.items():
+        np.testing.assert_array_equal(array, same.inputs[name])
+        assert array.flags.writeable  # or torch warns of it
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        (b"<svg/>", "no format that is known"),
+        (encoded(colourful(1, 4000)), "refused by the model's processor: .*ratio"),
+        (encoded(colourful(90, 90))[:500], "damaged or incomplete"),
+    ],
+    ids=["svg", "strip", "cut"],
+)
+def test_an_image_that_is_refused_leaves_the_next_one_alone(
+    processor: ImageProcessor, image: bytes, reason: str
+) -> None:
+    processor.start()
+    process = processor._process
+    with pytest.raises(InvalidRequestError, match=reason):
+        processor.process(image, DIGEST, MAX_PIXELS)
+    picture, _ = processor.process(encoded(colourful(64, 64)), DIGEST, MAX_PIXELS)
+    assert picture.num_rows
+    assert processor._process is process
+
+
+def test_images_are_upright_and_over_white_before_they_are_processed(here: ProcessorHere) -> None:
+    image = colourful(64, 96)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(image.transpose(Image.Transpose.ROTATE_90), exif=exif)
+    (one, _), (other, _) = (
+        here.process(data, DIGEST, MAX_PIXELS) for data in (turned, encoded(image))
+    )
+    np.testing.assert_array_equal(one.inputs["pixel_values"], other.inputs["pixel_values"])
+
+
+BREAKING = """
+from minisgl.images import checkpoint, processor
+
+def broken(self, image):
+    {action}
+    return real(self, image)
+
+real = checkpoint.CheckpointProcessor.process
+checkpoint.CheckpointProcessor.process = broken
+processor.serve({folder!r}, {seconds})
+"""
+
+
+def test_an_image_that_takes_too_much_ends_alone(folder: Path) -> None:
+    action = """
+    if image.width == 101:
+        while True: pass
+    if image.width == 102:
+        bytearray(2 << 30)
+    if image.width == 103:
+        import os; os.kill(os.getpid(), 11)
+"""
+    reasons = {
+        101: "longer than 1 s to process; send a smaller one",
+        102: "more than 1024 MiB of memory to process; send a smaller one",
+        103: "cannot be decoded; send it in another format",
+    }
+    with ImageProcessor(folder) as processor:
+        processor.code = BREAKING.format(action=action, folder=str(folder), seconds=1)
+        small = encoded(colourful(60, 60))
+        processor.process(small, DIGEST, MAX_PIXELS)
+        process = processor._process
+        for width, reason in (*reasons.items(), *reasons.items()):
+            with pytest.raises(InvalidRequestError, match=reason):
+                processor.process(encoded(colourful(width, 60)), DIGEST, MAX_PIXELS)
+            picture, _ = processor.process(small, DIGEST, MAX_PIXELS)
+            assert picture.num_rows
+            assert processor._process is process
+
+
+def test_a_large_image_ends_within_the_limit_of_memory(processor: ImageProcessor) -> None:
+    """As many pixels as are allowed, in the mode that takes the most."""
+    image = Image.new("RGBA", (8000, 4000), (0, 0, 0, 0))
+    picture, num_pixels = processor.process(encoded(image), DIGEST, MAX_PIXELS)
+    assert num_pixels == MAX_PIXELS
+    assert picture.inputs["pixel_values"].min() > 1.9  # white
+
+
+def test_closing_ends_what_is_processed(folder: Path) -> None:
+    processor = ImageProcessor(folder)
+    code = "while image.width: pass"
+    processor.code = BREAKING.format(action=code, folder=str(folder), seconds=3600)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            processor.process(encoded(colourful(60, 60)), DIGEST, MAX_PIXELS)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    processor.close()
+    thread.join()
+    assert [type(error) for error in errors] == [EngineStoppedError]
+
+
+def test_the_digest_depends_on_bytes_processor_and_size(
+    here: ProcessorHere, tmp_path: Path
+) -> None:
+    print_of = here.placeholder().fingerprint
+    digests = {
+        digest_of(data, fingerprint, is_low=is_low)
+        for data in (b"a", b"b", b"lowa")
+        for fingerprint in (print_of, "other")
+        for is_low in (False, True)
+    }
+    assert len(digests) == 12
+    assert {len(digest) for digest in digests} == {32}
+    folder = make_image_checkpoint(family_named("qwen3_5"), tmp_path / "other")
+    assert ProcessorHere(folder).placeholder().fingerprint == print_of
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "patch_size": 14}))
+    assert ProcessorHere(folder).placeholder().fingerprint != print_of
+
+
+def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    folder = make_image_checkpoint(family_named("qwen3_5"), tmp_path / "model")
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), "processor_class": "NoSuch"}))
+    here = ProcessorHere(folder)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="transformers has no NoSuch"):
+            here.placeholder()
+
+
+def test_the_files_of_a_checkpoint_say_whether_it_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_image_checkpoint(family_named("llava"), tmp_path / "model")
+    assert ImageSupport.of(folder) == ImageSupport(folder, "")
+    blind = ImageSupport.of(folder, blind="it reads text only")
+    assert blind == ImageSupport(None, "the model takes no images: it reads text only.")
+    monkeypatch.setattr(processor_module.importlib.util, "find_spec", lambda _: None)
+    assert "not installed; pip install pillow" in ImageSupport.of(folder).refusal
+    monkeypatch.undo()
+    for file in folder.glob("*processor_config.json"):
+        file.unlink()
+    assert "no processor for images (preprocessor_config.json)" in ImageSupport.of(folder).refusal

@@ -1,0 +1,148 @@
+"""Requests with images: their tokens are those of transformers, however the steps cut them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from support.image_cases import PARAMS, Asked, check, image_case, is_right, started, submitted
+from torch import Tensor
+
+from minisgl.errors import InvalidRequestError, StepError
+from minisgl.models.towers.tower import Tower
+from minisgl.parts.images.host import Pictured
+
+LLAVA = "LlavaForConditionalGeneration"
+QWEN = "Qwen3_5ForConditionalGeneration"
+FAMILIES = (LLAVA, QWEN)
+# So few that running requests have to be retracted.
+FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1},
+        {"page_size": 16, "max_prefill_length": 7},
+        {"padded": 8, "speculative": "ngram"},
+        {"tp": 2, "max_prefill_length": 7},
+        {"pp": 2, "max_prefill_length": 7},
+    ],
+    ids=str,
+)
+def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
+    check(architecture, **options)
+
+
+def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:
+    first, second, _, _, last = of(LLAVA)
+    for page_size in (1, 4):
+        found, _ = check(LLAVA, alone=True, page_size=page_size)
+        for request, asked in ((found[1], second), (found[4], last)):
+            same = np.array(first.prompt) == np.array(asked.prompt[: len(first.prompt)])
+            common = int(np.argmin(same))
+            assert request.num_cached_tokens == common // page_size * page_size
+    span = last.spans[0]
+    assert span.start + 1 < found[4].num_cached_tokens < span.end, "it ends elsewhere"
+
+
+def test_a_state_goes_on_behind_an_image() -> None:
+    found, _ = check(QWEN, alone=True, times=2, page_size=1)
+    for request, asked in zip(found[5:], of(QWEN), strict=True):
+        assert request.num_cached_tokens == len(asked.prompt) - 1
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_retracted_request_finds_its_images_again(architecture: str) -> None:
+    """Also with a buffer that holds no more than one request needs."""
+    rows = max(sum(each.picture.num_rows for each in asked.spans) for asked in of(architecture))
+    _, stats = check(architecture, image_rows=rows, cache_type="naive", **FEW_PAGES)
+    assert stats.counters.num_retractions
+
+
+def of(architecture: str) -> list[Asked]:
+    return image_case(architecture).asked
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The images that are encoded, in their order."""
+    found: list[bytes] = []
+    rows = Tower.rows
+
+    def noting(self: Tower, inputs: Mapping[str, np.ndarray]) -> Tensor:
+        found.append(b"".join(array.tobytes() for array in inputs.values()))
+        return rows(self, inputs)
+
+    monkeypatch.setattr(Tower, "rows", noting)
+    return found
+
+
+def test_an_image_is_encoded_once_for_all_who_may_share_it(encoded: list[bytes]) -> None:
+    check(LLAVA)
+    assert len(encoded) == len({*encoded}) == 3
+
+    async def apart() -> None:
+        async with started(LLAVA) as engine:
+            asked = of(LLAVA)[0]
+            jobs = [submitted(engine, asked, cache_salt=salt) for salt in ("a", "b", "a")]
+            assert all(is_right(asked, each) for each in await asyncio.gather(*jobs))
+
+    encoded.clear()
+    asyncio.run(apart())
+    assert len(encoded) == 2
+
+
+def test_an_image_that_cannot_be_encoded_ends_its_own_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = of(LLAVA)
+    broken = asked[1].spans[0].picture
+    rows = Tower.rows
+
+    def breaking(self: Tower, inputs: Mapping[str, np.ndarray]) -> Tensor:
+        if inputs["pixel_values"].tobytes() == broken.inputs["pixel_values"].tobytes():
+            raise RuntimeError("out of luck")
+        return rows(self, inputs)
+
+    monkeypatch.setattr(Tower, "rows", breaking)
+
+    async def run() -> None:
+        async with started(LLAVA) as engine:
+            jobs = [submitted(engine, each) for each in asked]
+            found = await asyncio.gather(*jobs, return_exceptions=True)
+            for each, result in zip(asked, found, strict=True):
+                if any(span.picture is broken for span in each.spans):
+                    assert isinstance(result, StepError) and "out of luck" in str(result)
+                else:
+                    assert not isinstance(result, BaseException) and is_right(each, result)
+            assert not engine.stats().num_running + engine.stats().num_queued
+
+    asyncio.run(run())
+
+
+def test_what_cannot_run_is_refused_when_it_is_submitted() -> None:
+    asked = of(LLAVA)[2]
+
+    async def run() -> None:
+        async with started(LLAVA, image_rows=11) as engine:
+            with pytest.raises(
+                InvalidRequestError, match=r"the images take 12 tokens.*--image-rows"
+            ):
+                await submitted(engine, asked)
+            one = of(LLAVA)[0]
+            with pytest.raises(InvalidRequestError, match="out of vocabulary"):
+                engine.submit(one.prompt, PARAMS)
+            for moved in (one.prompt[1:], [1, *one.prompt], one.prompt[: one.spans[0].end - 2]):
+                with pytest.raises(InvalidRequestError, match="other tokens than those of its"):
+                    engine.submit(moved, PARAMS, extras=[Pictured(one.spans)])
+            assert is_right(one, await submitted(engine, one))
+        async with started(LLAVA, image_rows=0) as engine:
+            with pytest.raises(InvalidRequestError, match=r"takes no images: .*--image-rows 0"):
+                await submitted(engine, asked)
+
+    asyncio.run(run())

@@ -1,0 +1,220 @@
+"""Requests with images on small checkpoints, with the tokens of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from support.adopted_checkpoints import write_checkpoint_with_towers
+from support.checkpoints import load_reference
+from support.parity import NOISE, load_engine
+from support.state_cases import EXPERTS, HYBRID
+from torch import Tensor
+
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stats import EngineStats
+from minisgl.images.picture import Picture, Span, with_pictures
+from minisgl.models import qwen3_5
+from minisgl.models.adopted.proof import give_teeth
+from minisgl.models.config import ModelConfig
+from minisgl.models.registry import read_model_config
+from minisgl.parts.images.host import Pictured
+from minisgl.request import Extra, Request, SamplingParams
+
+FOLDER = TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
+NUM_TOKENS = 12
+PLACEHOLDER = 96  # of every small checkpoint
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logit_bias={PLACEHOLDER: -100})
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A prompt with images, and what transformers makes of it."""
+
+    prompt: list[int]
+    spans: tuple[Span, ...]
+    token_ids: list[int]
+    logits: Tensor  # [NUM_TOKENS, vocab_size], of the rows that these are sampled from
+
+
+@dataclass(frozen=True, eq=False)
+class ImageCase:
+    folder: Path
+    asked: list[Asked]
+
+
+def square_picture(config: Any, seed: int) -> Picture:
+    """A picture of the size that the tower takes."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    size = tower.image_size
+    pixels = torch.randn((1, 3, size, size), generator=generator)
+    return picture({"pixel_values": pixels.numpy()}, (size // tower.patch_size) ** 2)
+
+
+def picture(inputs: dict[str, np.ndarray], num_rows: int, **others: Any) -> Picture:
+    """With a token before the rows and one behind them."""
+    digest = blake2b(b"".join(array.tobytes() for array in inputs.values())).digest()
+    is_row = np.array([False, *[True] * num_rows, False])
+    token_ids = (90, *[PLACEHOLDER] * num_rows, 91)
+    return Picture(digest, inputs, token_ids, is_row, **others)
+
+
+def lined_picture(config: Any, seed: int) -> Picture:
+    """A picture of lines of patches, each of another shape."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    merged = tower.spatial_merge_size
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    grid = np.array([[1, lines * merged, places * merged]])
+    size = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    pixels = torch.randn((grid.prod(), size), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "image_grid_thw": grid}
+    return picture(inputs, lines * places, grid=(1, lines, places))
+
+
+def write_square(architecture: str, folder: Path) -> Path:
+    return write_checkpoint_with_towers(architecture, folder, PLACEHOLDER)
+
+
+def write_hybrid(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = HYBRID | {"vocab_size": 97, "num_hidden_layers": 3}
+    text |= EXPERTS if "Moe" in architecture else {}
+    config = made.config_class(text_config=text, vision_config=LINED, image_token_id=PLACEHOLDER)
+    return _saved(made, config, folder)
+
+
+LINED = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def _saved(made: Any, config: Any, folder: Path) -> Path:
+    """A checkpoint of random weights under which mistakes show."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = made._from_config(config, dtype=torch.float32).eval()
+        give_teeth(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+WRITERS: dict[str, tuple[Any, Any]] = {
+    "LlavaForConditionalGeneration": (write_square, square_picture),
+    **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
+}
+
+
+@cache
+def image_case(architecture: str) -> ImageCase:
+    write, draw = WRITERS[architecture]
+    folder = write(architecture, Path(FOLDER.name) / architecture)
+    reference = load_reference(folder, getattr(transformers, architecture))
+    config = reference.config
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(2, 90, (length,), generator=generator).tolist()
+
+    one, two, three = (draw(config, seed) for seed in range(3))
+    shared = text(9)
+    asked = [
+        ([*shared, PLACEHOLDER, *text(5)], [one]),
+        ([*shared, PLACEHOLDER, *text(5)], [two]),
+        ([*text(3), PLACEHOLDER, *text(4), PLACEHOLDER, PLACEHOLDER, *text(6)], [one, two, three]),
+        (text(20), []),
+        ([*shared, PLACEHOLDER, *text(8)], [one]),
+    ]
+    return ImageCase(folder, [_asked(reference, *each) for each in asked])
+
+
+def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Asked:
+    prompt, spans = with_pictures(template, PLACEHOLDER, pictures)
+    ids: list[int] = []
+    rest = iter(pictures)
+    for token_id in template:
+        ids += next(rest).token_ids if token_id == PLACEHOLDER else [token_id]
+    given: dict[str, Tensor] = {}
+    for name in pictures[0].inputs if pictures else ():
+        given[name] = torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
+    tokens, logits = list(ids), list[Tensor]()
+    with torch.no_grad():
+        for _ in range(NUM_TOKENS):
+            these = torch.tensor([tokens])
+            kinds = {}
+            if "image_grid_thw" in given:
+                kinds["mm_token_type_ids"] = (these == PLACEHOLDER).int()
+            # Sampled placeholders are no images.
+            row = reference(input_ids=these, **given, **kinds, use_cache=False).logits[0, -1]
+            row[PLACEHOLDER] = -torch.inf
+            logits.append(row)
+            tokens.append(int(row.argmax()))
+    return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+
+
+@cache
+def config_of(folder: Path) -> ModelConfig:
+    return read_model_config(folder)
+
+
+async def submitted(engine: AsyncEngine, asked: Asked, **options: Any) -> Request:
+    """The request, once it has ended."""
+    extras: list[Extra] = [Pictured(asked.spans)] if asked.spans else []
+    stream = engine.submit(asked.prompt, options.pop("params", PARAMS), extras=extras, **options)
+    async for _ in stream:
+        engine.audit()
+    return stream.request
+
+
+def is_right(asked: Asked, request: Request) -> bool:
+    """Whether the tokens are those of transformers; a close call excuses what follows it."""
+    for step, (got, wanted) in enumerate(
+        zip(request.output_token_ids, asked.token_ids, strict=True)
+    ):
+        if got != wanted:
+            best = asked.logits[step].nan_to_num(neginf=-1e9).topk(2).values
+            return float(best[0] - best[1]) < NOISE * float(best[0].abs())
+    return True
+
+
+def started(architecture: str, **options: Any) -> AsyncEngine:
+    """Must be called on an event loop."""
+    folder = image_case(architecture).folder
+    return AsyncEngine(load_engine(folder, model_config=config_of(folder), **options))
+
+
+def check(
+    architecture: str, *, alone: bool = False, times: int = 1, **options: Any
+) -> tuple[list[Request], EngineStats]:
+    """Run the prompts of a case, one after the other or together, and compare their tokens."""
+    asked = image_case(architecture).asked * times
+
+    async def run() -> tuple[list[Request], EngineStats]:
+        async with started(architecture, **options) as engine:
+            if alone:
+                found = [await submitted(engine, each) for each in asked]
+            else:
+                found = await asyncio.gather(*(submitted(engine, each) for each in asked))
+            engine.audit()
+            return found, engine.stats()
+
+    found, stats = asyncio.run(run())
+    assert all(map(is_right, asked, found))
+    return found, stats
