@@ -89,6 +89,8 @@ class Images:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
         making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
+        # It may fail for a conversation that cannot be rendered, which is told alone.
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
             return await self._with_pictures(messages, any_length, options, placeholder, making)
         finally:

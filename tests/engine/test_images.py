@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -306,6 +307,32 @@ async def test_a_caller_that_leaves_ends_its_fetches(qwen: Path) -> None:
             await task
         await until(lambda: cancelled)
         assert images._num_waiting_bytes == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_conversation_that_cannot_be_rendered_ends_its_fetches(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[str] = []
+
+    class Waits(Fetcher):
+        async def fetch(self, url: str) -> bytes:
+            try:
+                if fails:
+                    raise InvalidRequestError("messages", "the image is lost.")
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(url)
+
+    family = replace(family_named("gemma3"), template="{{ raise_exception('no questions') }}")
+    folder = make_image_checkpoint(family, tmp_path / "model")
+    async with images_of(folder, Waits(())) as images:
+        asked = question(ImageSource(url="http://a.example/"))
+        with pytest.raises(InvalidRequestError, match="no questions"):
+            await images.prompt(asked, False, {})
+        await until(lambda: ended)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_template_that_leaves_images_out_is_told(tmp_path: Path) -> None:
